@@ -88,9 +88,9 @@ class Run:
         """Every metric of every evaluation: columns round, exchange, institution ("": over all), metric, value."""
         import pandas
 
-        from flwr_replay.files.lines import read_lines
+        from flwr_replay.report.run_files import FORMS, METRICS, rows_of
 
-        return pandas.DataFrame(read_lines(self.folder / "metrics.jsonl"))
+        return pandas.DataFrame(rows_of(self.folder, METRICS), columns=[*FORMS[METRICS]])
 
     def model(self, institution: str = "", *, best: bool = False) -> TrainedModel:
         """Load the global model, of the last or the best round, or that of an institution.

@@ -42,11 +42,12 @@ from flwr_replay.models.zoo import backbone
 from flwr_replay.privacy.account import CHARGES
 from flwr_replay.privacy.plan import mechanisms_of
 from flwr_replay.report.progress import Display
+from flwr_replay.report.run_files import read_run_id
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import Job, execute
 from flwr_replay.runs.forecast import expected, forecast, idea_of, shares_of
-from flwr_replay.runs.opening import new_run_id, read_run_id
+from flwr_replay.runs.opening import new_run_id
 from flwr_replay.runs.simulate import Simulation
 from flwr_replay.server.recorder import Recorder
 from flwr_replay.wire.ledger import ledger_lines

@@ -16,9 +16,11 @@ from grid import Grid
 from flwr_replay.cli.main import main
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose, overrides_of
+from flwr_replay.files.tensors import read_with_texts, write_tensors
 from flwr_replay.memory import forget
 from flwr_replay.models.zoo import backbone
 from flwr_replay.report.progress import Display
+from flwr_replay.report.run_files import BOUND, FILES, OF_RUN
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.execute import execute
 from flwr_replay.server.recorder import Recorder
@@ -152,3 +154,17 @@ def broken(run, folder, *options, typed=False, **script):
 def same(one, other):
     """Say whether two state dicts have the same bits."""
     return one.keys() == other.keys() and all(one[name].tobytes() == other[name].tobytes() for name in one)
+
+
+def older(folder):
+    """Make of a run one of an older version, which vouches for nothing."""
+    (folder / "SHA256SUMS").unlink()
+    (folder / "config.yaml").write_text((folder / "config.yaml").read_text().removeprefix(BOUND))
+    for file in folder.glob("*.json"):
+        values = json.loads(file.read_text())
+        file.write_text(json.dumps({key: values[key] for key in values if key not in (OF_RUN, FILES, "crc32")}))
+    for file in (*folder.glob("checkpoints/*.safetensors"), *folder.glob("messages/*.safetensors")):
+        arrays, texts = read_with_texts(file)
+        if "about" in texts:
+            texts["about"] = json.dumps({**json.loads(texts["about"]), OF_RUN: ""})
+        write_tensors(file, arrays, {key: texts[key] for key in texts if key not in (OF_RUN, "crc32")})

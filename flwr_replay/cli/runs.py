@@ -28,7 +28,7 @@ Root = Annotated[str, typer.Option("--runs-dir", help="The folder for run direct
 @app.command("list")
 def list_runs(root: Root = "runs") -> None:
     """List all runs, also those of comparisons: state, metric, bytes on the disk."""
-    from flwr_replay.errors import RunError
+    from flwr_replay.errors import DamagedError, RunError
     from flwr_replay.report.progress import shown_bytes
     from flwr_replay.runs.listing import listed, runs_in
     from flwr_replay.terminal import wrapped
@@ -39,7 +39,7 @@ def list_runs(root: Root = "runs") -> None:
             one = listed(folder)
             said = f"{one.metric or one.state}  {shown_bytes(one.bytes)}"
         except RunError as error:  # a damaged result hides no other run
-            said = f"damaged: {error}"
+            said = f"{'damaged: ' * isinstance(error, DamagedError)}{error}"
         print(folder.relative_to(place))
         print(indent(wrapped(said), "  "))
 

@@ -49,11 +49,11 @@ def show_synthetic(
 ) -> None:
     """Attack an institution's own generator, at the institution: nothing leaves.
 
-    RUN is a run directory, or a folder with its config.yaml.
+    RUN is a run directory, or a folder with its config.yaml, run-id and SHA256SUMS.
     """
     from flwr_replay.files.atomic import private_folder, write_json
     from flwr_replay.institution.exposure import examine
-    from flwr_replay.runs.opening import read_run_id
+    from flwr_replay.report.run_files import read_run_id
 
     found, under_dp = [], False
     for stages in _stages(run, node_config):

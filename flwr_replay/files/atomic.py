@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
+from types import UnionType
 from typing import IO, Any
 from zlib import crc32
 
@@ -21,12 +22,14 @@ from flwr_replay.errors import DamagedError, RunError
 from flwr_replay.files.disk import claimed, lock, make, opener, reading, shut, unlocking, writing
 
 NAME = re.compile(r"\w[\w .-]{0,159}")  # of an institution or a run; folders are named after them
+SURROGATE = re.compile("[\ud800-\udfff]")
 LEFT = re.compile(r"\..+\.tmp|\.write-.+")  # a temporary file that a killed process has left
 DAY = 86_400  # seconds
 MOMENT = 0.1  # seconds
 BLOCK = 2**20  # bytes per read
 CHECKSUM = "crc32"  # the key of a JSON file's own checksum
-Form = Mapping[str, Any]  # of a JSON object: key to its value's type, or to a tuple of allowed values
+LARGEST = 2**64  # Flower's node ids are below
+Form = Mapping[Any, Any]  # of a JSON object, as for `fits`
 
 __all__ = [
     "CHECKSUM",
@@ -278,16 +281,37 @@ def read_text(path: Path) -> str:
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
-def fits(values: object, form: Form) -> bool:
-    """Say whether a value is a JSON object with these keys and allowed values.
+def fits(value: object, form: Any) -> bool:
+    """Say whether a value of a JSON file has a form.
 
+    Parameters
+    ----------
+    value : object
+        The value; whole numbers of more than 64 bits, and texts that are not Unicode, have no form.
+    form : type, tuple, list, Mapping or function
+        Its type, or all allowed values, or the form of each item of a list; of an object the form of each key, and
+        under `...` that of all others; or a function that says whether it fits.
+
+    Examples
+    --------
     >>> fits({"round": 1, "direction": "up"}, {"round": int, "direction": ("up", "down")})
     True
+    >>> fits({"sizes": {"a": [1, 2], "b": [1, "2"]}}, {"sizes": {...: [int]}})
+    False
     """
-    return isinstance(values, dict) and all(
-        values.get(key) in kind if isinstance(kind, tuple) else isinstance(values.get(key), kind)
-        for key, kind in form.items()
-    )
+    if isinstance(form, Mapping):
+        if not isinstance(value, dict) or not all(fits(value.get(key), form[key]) for key in form if key is not ...):
+            return False
+        return ... not in form or all(fits(key, str) and fits(value[key], form[...]) for key in value.keys() - form)
+    if isinstance(form, list):
+        return isinstance(value, list) and all(fits(item, form[0]) for item in value)
+    if isinstance(form, tuple):
+        return value in form
+    if not isinstance(form, type | UnionType):
+        return bool(form(value))
+    if isinstance(value, str):
+        return isinstance(value, form) and not SURROGATE.search(value)
+    return isinstance(value, form) and not (isinstance(value, int) and abs(value) >= LARGEST)
 
 
 def parsed(text: bytes) -> Any:

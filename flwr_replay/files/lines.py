@@ -11,17 +11,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
 from typing import IO, Any
 
 from flwr_replay.errors import DamagedError, RunError
-from flwr_replay.files.atomic import Form, fits, parsed, read_bytes, sync
-from flwr_replay.files.disk import entries, lock, locked, looked, opener, reading, shut, unlocking, writing
+from flwr_replay.files.atomic import Form, fits, parsed, read_bytes, sync, tally
+from flwr_replay.files.disk import entries, lock, locked, looked, opener, reading, shut, there, unlocking, writing
 
-__all__ = ["Lines", "each_line", "lines_of", "moved", "opened", "parts", "read_lines", "sound_lines"]
+__all__ = ["Lines", "check_begin", "each_line", "lines_of", "moved", "opened", "parts", "read_lines", "sound_lines"]
 
 
 def each_line(path: Path, form: Form | None = None) -> Iterator[dict[str, Any]]:
@@ -83,7 +83,7 @@ def sound_lines(path: Path, form: Form) -> tuple[list[dict[str, Any]], str]:
     fault : str
         What is missing, as a clause; empty if nothing is.
     """
-    if not path.exists():
+    if not there(path):
         return [], f"{path.name} is missing"
     found = [parsed(line) for line in read_bytes(path).split(b"\n") if line]
     sound = [line for line in found if fits(line, form)]
@@ -105,6 +105,30 @@ def moved(path: Path) -> RunError:
         f"{path} must stay where it is; another program has renamed, removed or cut it, as logrotate does: put it back "
         "and go on"
     )
+
+
+def check_begin(folder: Path, grown: Mapping[str, Sequence[int]]) -> None:
+    """Refuse files of a folder that no longer begin as they did at a checkpoint.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder.
+    grown : Mapping
+        By name: length and checksum of a file or a part as `tally` returned them then. It may have been closed since.
+
+    Raises
+    ------
+    DamagedError
+        If one begins in another way.
+    """
+    for name, (size, checksum) in grown.items():
+        path = next(part for part in parts(folder / name) if part.name == name or part.name not in grown)
+        if size and (not there(path) or tally(path, end=size) != (size, checksum)):
+            raise DamagedError(
+                f"{path} must begin with the {size} bytes that it had at the checkpoint; it is damaged: restore it "
+                "from a backup, or begin a new run"
+            )
 
 
 class Lines:

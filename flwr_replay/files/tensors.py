@@ -22,14 +22,25 @@ from safetensors import SafetensorError
 from safetensors.numpy import load
 
 from flwr_replay.errors import DamagedError, WireError
-from flwr_replay.files.atomic import read_bytes, write_atomic
+from flwr_replay.files.atomic import fits, parsed, read_bytes, write_atomic
+from flwr_replay.files.disk import reading
 
-__all__ = ["StateDict", "digest", "nested", "read_tensors", "read_with_texts", "unnested", "write_tensors"]
+__all__ = [
+    "StateDict",
+    "digest",
+    "nested",
+    "read_tensors",
+    "read_texts",
+    "read_with_texts",
+    "unnested",
+    "write_tensors",
+]
 
 T = TypeVar("T")
 
 StateDict = dict[str, NDArray[Any]]  # a model's weights and buffers, or other named arrays
 
+MOST = 10**8  # bytes of a header that safetensors reads
 METADATA = "__metadata__"  # the header's entry of texts; no array has this name
 HEAD = b'{"__metadata__": {"crc32": "'  # the header's first bytes, after eight bytes with its length
 AT = slice(8 + len(HEAD), 16 + len(HEAD))  # the checksum's place, eight hexadecimal digits
@@ -110,6 +121,21 @@ def read_with_texts(path: Path) -> tuple[StateDict, dict[str, str]]:
         ) from None
     texts = header.pop(METADATA, {})
     return {name: arrays[name] for name in header}, texts  # in the file's order, which `load` does not keep
+
+
+def read_texts(path: Path) -> dict[str, str]:
+    """Read the metadata's texts without the arrays; their checksum is not checked.
+
+    Raises
+    ------
+    DamagedError
+        If there are none.
+    """
+    with reading(path), open(path, "rb") as file:
+        header = parsed(file.read(min(int.from_bytes(file.read(8), "little"), MOST)))
+    if not fits(header, {METADATA: {...: str}}):
+        raise DamagedError(f"{path} must be as it was written; it is damaged: restore it from a backup")
+    return dict(header[METADATA])
 
 
 def nested(parts: Mapping[str, Mapping[str, T]], *, mark: str = ".") -> dict[str, T]:

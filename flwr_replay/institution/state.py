@@ -24,12 +24,14 @@ from flwr_replay.files.once import write_once
 from flwr_replay.files.tensors import read_with_texts, write_tensors
 from flwr_replay.institution.owner import Institution
 from flwr_replay.memory import on_forget, remembered
+from flwr_replay.report.run_files import OF_RUN
 from flwr_replay.wire.records import StateDict
 
-__all__ = ["DATA", "REMOVED", "RUNS", "StateStore"]
+__all__ = ["DATA", "OPTIONS", "ORIGIN", "REMOVED", "RUNS", "StateStore"]
 
 RUNS = "runs"  # the folder of all runs: the server names them, so they must not meet the institution's own files
 DATA = "data.sha256"  # a run's file: digests of the training examples, a line each
+OPTIONS = "options.json"  # a run's file: those to which it is bound
 REMOVED = "removed"  # a run's file: the institution has removed what it kept of the run
 SUFFIX = ".safetensors"
 ORIGIN = "made-under"  # a file's note: the digest of the options under which it was made
@@ -112,7 +114,7 @@ class StateStore:
         if not others:
             private_folder(file.parent)
         spare = others[:-2]
-        origin = {ORIGIN: self.origin}
+        origin = {ORIGIN: self.origin, OF_RUN: run}
         write_tensors(file, arrays, origin, to_disk=to_disk, over=spare.pop() if spare else None)
         for old in spare:
             remove(old)
@@ -222,10 +224,10 @@ class RecentArrays:
         if held and held[:2] == (file, stamp(file)):
             return dict(held.arrays)
         arrays, texts = read_with_texts(file)
-        if texts.get(ORIGIN) != origin:
+        if texts.get(ORIGIN) != origin or texts.get(OF_RUN, file.parent.name) != file.parent.name:
             raise PrivacyError(
-                f"a run's files are made under its own options; {file.name} of run {file.parent.name!r} was made under "
-                "others: begin a new run"
+                f"a run's files are made by it, under its own options; {file.name} of run {file.parent.name!r} was "
+                "made under others: begin a new run"
             )
         return arrays
 
@@ -249,7 +251,7 @@ on_forget(_recent.clear)
 
 @remembered(maxsize=NODES)  # a process looks once
 def _bind(folder: Path, bound: str, durable: bool) -> None:
-    path = folder / "options.json"
+    path = folder / OPTIONS
     if not there(path):
         private_folder(folder)
     before = write_once(path, bound, durable)

@@ -36,9 +36,9 @@ from flwr_replay.lab.sentences import sentence
 from flwr_replay.lab.trials import Question, Trial
 from flwr_replay.lab.verified import DIGEST, TRIALS, checked
 from flwr_replay.models.layers import as_input
+from flwr_replay.report.run_files import read_result
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.execute import Job, claim
-from flwr_replay.runs.opening import read_result
 
 __all__ = ["FOLDER", "Only", "attack_run"]
 

@@ -10,16 +10,18 @@ from typing import Any, Self
 from numpy.typing import NDArray
 from torch import nn
 
-from flwr_replay.config.compose import compose_own, overrides_of
+from flwr_replay.config.compose import compose_own
 from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RunError, nearest
 from flwr_replay.files.atomic import read_text
+from flwr_replay.files.disk import there
 from flwr_replay.files.tensors import StateDict
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.institution.state import DATA, RUNS
 from flwr_replay.models.zoo import backbone
-from flwr_replay.runs.options import run_overrides
+from flwr_replay.report.run_files import CONFIG, OF_RUN, check_own, ledger_of
+from flwr_replay.runs.options import kept_overrides, run_overrides
 from flwr_replay.wire.fields import Field, Meaning
 from flwr_replay.wire.ledger import ledger_lines
 from flwr_replay.wire.payload import REQUESTS, Request
@@ -120,7 +122,7 @@ class Evidence:
             If there is no run, nothing is recorded, a message is damaged or missing, or no answer is of the
             institution or has the field.
         """
-        lines = list(ledger_lines(folder))
+        lines = list(ledger_of(folder) if there(folder / CONFIG) else ledger_lines(folder))
         config, run = _options(folder, lines, run)
         if config.pinned:
             hidden = "sealed" if config.sealed else "masked"
@@ -149,7 +151,8 @@ class Evidence:
         begun: dict[tuple[str, str], Recorded] = {}
         institutions: set[str] = set()
         for name in dict.fromkeys(names):
-            message = read_message(folder / FOLDER / name)
+            message = read_message(file := folder / FOLDER / name)
+            check_own(file, message.about.get(OF_RUN, ""), folder)
             who, stage = str(message.about["institution"]), str(message.about["stage"])
             institutions.add(who)
             if (request := REQUESTS.get(stage)) is None or (institution and who != institution):
@@ -219,7 +222,7 @@ def _goes_on(request: type[Request]) -> bool:
 def _options(folder: Path, lines: Sequence[dict[str, Any]], run: str) -> tuple[RunConfig, str]:
     """Return the options of a run; at an institution those to which its recorded run was bound, and its id."""
     recorded = [str(line["run"]) for line in lines if "message" in line and "run" in line]
-    of_run = (folder / "config.yaml").exists()
+    of_run = there(folder / CONFIG)
     if run and of_run:
         raise RunError(f"--run is for an institution's state; {folder} is a run's directory: leave it out")
     if of_run or not recorded:
@@ -227,4 +230,4 @@ def _options(folder: Path, lines: Sequence[dict[str, Any]], run: str) -> tuple[R
     run = run or recorded[-1]
     if run not in recorded:
         raise RunError(f"--run must be one that was recorded; got {run!r}: {nearest(run, sorted(set(recorded)))}")
-    return compose_own(overrides_of(folder / RUNS / run / "options.json")), run
+    return compose_own(kept_overrides(folder / RUNS / run)), run

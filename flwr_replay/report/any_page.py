@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from flwr_replay.errors import RunError
-from flwr_replay.files.atomic import read_text
+from flwr_replay.files.atomic import fits, read_json
+from flwr_replay.files.disk import there
 from flwr_replay.report.compare_page import write_compare_page
 from flwr_replay.report.comparison import summarise
+from flwr_replay.report.run_files import FORMS, RESULT
 from flwr_replay.report.run_page import write_run_page
 from flwr_replay.report.study_page import write_study_page
 
 __all__ = ["write_page"]
+
+COMPARISON = "compare.json"
+CELL = {"label": str, "strategy": str, "seed": int, "folder": str, "options": [str]}
+COMPARED = {
+    **dict.fromkeys(("title", "against", "metric"), str),
+    "options": [str],
+    "higher-is-better": bool,
+    "seeds": [int],
+    "strategies": {...: dict},
+    "cells": [lambda cell: fits(cell, CELL | ({"error": str} if "error" in cell else {"result": FORMS[RESULT]}))],
+}
 
 
 def write_page(place: Path) -> Path:
@@ -31,21 +43,18 @@ def write_page(place: Path) -> Path:
     """
     if place.suffix == ".md" and place.is_file():
         return write_study_page(place)
-    if (place / "result.json").exists():
+    if there(place / RESULT):
         return write_run_page(place)
     if len(found := [file.parent.name for file in sorted(place.glob("*/compare.json"))]) > 1:
         raise RunError(
             f"a report is of one comparison; {place} has {', '.join(found)}: give one of these folders in it"
         )
     place = place / found[0] if found else place
-    if (place / "compare.json").exists():
-        try:
-            report = json.loads(read_text(place / "compare.json"))
-            known = report["cells"], list(report["strategies"]), report["against"], report["metric"]
-            report["strategies"] = summarise(*known, report["higher-is-better"])
-            return write_compare_page(place, report)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise RunError(f"{place / 'compare.json'} must be as it was written; {error}: compare again") from None
+    if there(place / COMPARISON):
+        report = read_json(place / COMPARISON, COMPARED)
+        known = report["cells"], list(report["strategies"]), report["against"], report["metric"]
+        report["strategies"] = summarise(*known, report["higher-is-better"])
+        return write_compare_page(place, report)
     raise RunError(
         f"a report is of a finished run (result.json), a comparison (compare.json) or a study (study-….md); {place} is "
         "none of these"

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from flwr_replay.files.atomic import read_bytes, read_json, read_text, write_atomic
+from flwr_replay.files.atomic import read_bytes, read_text, write_atomic
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.charts import Curves, bars, curves
@@ -18,6 +16,7 @@ from flwr_replay.report.imbalance import beside, guessed, guessing_lines, pooled
 from flwr_replay.report.judged import VALIDATION, judged
 from flwr_replay.report.pages import render
 from flwr_replay.report.progress import shown_bytes, shown_time
+from flwr_replay.report.run_files import CONFIG, ledger_of, options_of, read_result
 from flwr_replay.report.summary import (
     best_lines,
     classes_of,
@@ -32,7 +31,6 @@ from flwr_replay.report.summary import (
     untrained_lines,
     warnings,
 )
-from flwr_replay.wire.ledger import ledger_lines
 from flwr_replay.wire.masked import MASKED
 from flwr_replay.wire.sealed import SEALED
 
@@ -71,12 +69,12 @@ def write_run_page(folder: Path) -> Path:
     RunError
         If the run has not finished, or a file of its directory is damaged.
     """
-    result = read_json(folder / "result.json")
+    result = read_result(folder)
     found, classes, final = confusion_of(folder), classes_of(folder), result["final"]["global"]
     tested = tested_of(folder)
     pictures, left_out = _pictures(folder)
     rows, fault = metric_rows(folder, result["rounds"])
-    config, travelled = read_text(folder / "config.yaml"), _travelled(folder)
+    travelled = _travelled(folder)
     text = render(
         "run",
         title=f"{folder.name}: {result['strategy']} on {result['task']}, seed {result['seed']}",
@@ -104,7 +102,7 @@ def write_run_page(folder: Path) -> Path:
         kinds=[_explained(head) for head in left["heads"][1:] if _kind(head)[0] in KINDS],
         recorded=[*map(_sentence, recorded_lines(result, folder))],
         failures=[f"{one['institution']}, exchange {one['round']}: {one['reason']}" for one in result["failures"]],
-        all_there=_all_there(config),
+        all_there=_all_there(options_of(folder)),
         pictures=pictures,
         left_out=left_out,
         versions={
@@ -112,7 +110,7 @@ def write_run_page(folder: Path) -> Path:
             "heads": ["package", "version"],
             "rows": list(result["versions"].items()),
         },
-        config=config,
+        config=read_text(folder / CONFIG),
         version=result["versions"]["flwr-replay"],
     )
     write_atomic(folder / PAGE, text)
@@ -123,9 +121,9 @@ def _sentence(line: str) -> str:
     return f"{line[0].upper()}{line[1:]}{'' if line.endswith('.') else '.'}"
 
 
-def _all_there(config: str) -> str:
+def _all_there(options: Mapping[str, Any]) -> str:
     """Say of a run without failures who took part."""
-    fraction = yaml.safe_load(config).get("fraction", 1)  # runs of older versions have none
+    fraction = options.get("fraction", 1)  # runs of older versions have none
     drawn = f"No institution failed. Each round drew some of them only: fraction={fraction:g}."
     return drawn if fraction < 1 else "All institutions took part in every exchange."
 
@@ -240,7 +238,8 @@ def _confusion(
     rows = [counts[at * size : (at + 1) * size] for at in range(size)]
     masks = "dice" in result["final"]["global"]
     what = "Pixels" if masks else "Test examples"
-    classes = ["background", "foreground"] if masks else classes or list(map(str, range(size)))
+    named = ["background", "foreground"] if masks else classes
+    classes = named if len(named) == size else list(map(str, range(size)))
     caption = f"{what} of all institutions: a row for each label, a column for each prediction"
     return _shaded(caption, "label", classes, rows, classes)
 
@@ -248,11 +247,7 @@ def _confusion(
 def _labels_sent(folder: Path) -> str:
     """Say whose labels the server has."""
     told = sorted(
-        {
-            line["institution"]
-            for line in ledger_lines(folder)
-            if line["direction"] == "up" and line["field"] == "labels"
-        }
+        {line["institution"] for line in ledger_of(folder) if line["direction"] == "up" and line["field"] == "labels"}
     )
     return (
         f"The labels of {', '.join(told)} went to the server, one for each example."
@@ -308,7 +303,7 @@ def _left(sums: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
 def _travelled(folder: Path) -> dict[str, dict[str, int]]:
     """Sum the ledger's bytes by institution, and by kind or `DOWN`."""
     sums: dict[str, dict[str, int]] = {}
-    for line in ledger_lines(folder):
+    for line in ledger_of(folder):
         hidden = next((f", {word}" for word in HIDDEN if word in line["protection"]), "")
         kind = f"{line['kind']}{hidden}" if line["direction"] == "up" else DOWN
         own = sums.setdefault(line["institution"], {})

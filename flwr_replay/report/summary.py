@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.data import class_counts
-from flwr_replay.files.atomic import Form, read_json, read_text
-from flwr_replay.files.lines import read_lines
+from flwr_replay.files.disk import there
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.epsilon import epsilon_suffix
@@ -17,11 +16,10 @@ from flwr_replay.report.imbalance import beside, guessing_lines, label_counts, p
 from flwr_replay.report.judged import judged
 from flwr_replay.report.missing import missing_suffix
 from flwr_replay.report.progress import shown_bytes
+from flwr_replay.report.run_files import CONFIG, CONFUSION, MEMBERS, json_of, options_of, rows_of
 from flwr_replay.report.uploads import RECONSTRUCT
 
 __all__ = [
-    "CONFUSION",
-    "MEMBERS",
     "best_lines",
     "classes_of",
     "confusion_of",
@@ -37,9 +35,7 @@ __all__ = [
     "warnings",
 ]
 
-CONFUSION, MEMBERS = "confusion.json", "members.jsonl"  # in a run directory
 MOST_SHOWN = 16  # institutions, or failures, that get a line each
-FORM: Form = {"institution": str, "examples": int}  # what a page needs of a line of MEMBERS
 FEW = 20  # examples of an evaluation at an institution
 EXPLODED = 100.0  # a loss that no useful classifier, regression of standardised labels or segmentation has
 
@@ -191,28 +187,22 @@ def sample_lines(result: Mapping[str, Any]) -> list[str]:
 
 def confusion_of(folder: Path) -> dict[str, list[int]]:
     """Return each institution's test examples by label and prediction, row by row; nothing if none told."""
-    found = read_json(folder / CONFUSION)["institutions"] if (folder / CONFUSION).exists() else {}
-    return dict(found)
+    return dict(json_of(folder, CONFUSION)["institutions"]) if there(folder / CONFUSION) else {}
 
 
 def tested_of(folder: Path) -> dict[str, int]:
     """Return how many examples the last evaluation had at each institution; nothing in runs of older versions."""
-    found = read_json(folder / CONFUSION) if (folder / CONFUSION).exists() else {}
-    return dict(found.get("examples", {}))
+    return dict(json_of(folder, CONFUSION).get("examples") or {}) if there(folder / CONFUSION) else {}
 
 
 def trained_on(folder: Path) -> dict[str, int]:
     """Return how many training examples each institution has; nothing in runs of older versions."""
-    file = folder / MEMBERS
-    return {row["institution"]: row["examples"] for row in read_lines(file, FORM)} if file.exists() else {}
+    return {row["institution"]: row["examples"] for row in rows_of(folder, MEMBERS)}
 
 
 def classes_of(folder: Path) -> list[str]:
     """Return the names of the classes as far as the run's options have them; else none."""
-    import yaml
-
-    file = folder / "config.yaml"
-    return list(yaml.safe_load(read_text(file))["task"]["class_names"]) if file.exists() else []
+    return list(options_of(folder)["task"]["class_names"]) if there(folder / CONFIG) else []
 
 
 def recorded_lines(result: Mapping[str, Any], folder: Path) -> list[str]:
@@ -264,7 +254,7 @@ def warnings(
         size = round(len(counts) ** 0.5)
         guessed = [at for at in range(size) if sum(counts[at::size])]
         if len(guessed) == 1 < sum(map(bool, label_counts(counts))):
-            always = f"class {classes[guessed[0]] if classes else guessed[0]} for every example"
+            always = f"class {classes[guessed[0]] if len(classes) == size else guessed[0]} for every example"
             if "dice" in result["final"]["global"]:  # counts of pixels
                 always = f"{('background', 'foreground')[guessed[0]]} for every pixel"
             lines.append(

@@ -33,9 +33,9 @@ from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.bounds import Guesses, auc, guessed, lower_bounds
 from flwr_replay.privacy.plan import mechanisms_of
 from flwr_replay.report.progress import Display
+from flwr_replay.report.run_files import read_run_id
 from flwr_replay.runs.canaries import Canaries, GradientCanaries
 from flwr_replay.runs.canary_images import ImageCanaries
-from flwr_replay.runs.opening import read_run_id
 from flwr_replay.runs.simulate import Simulation, simulate
 from flwr_replay.serve import serve
 from flwr_replay.wire.payload import REQUESTS

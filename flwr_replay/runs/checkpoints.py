@@ -17,8 +17,9 @@ from typing import IO, Any
 from flwr_replay.errors import DamagedError, RunError
 from flwr_replay.files.atomic import fits, private_folder, tally
 from flwr_replay.files.disk import entries, reading, remove, writing
-from flwr_replay.files.lines import parts
-from flwr_replay.files.tensors import read_with_texts, write_tensors
+from flwr_replay.files.lines import check_begin, parts
+from flwr_replay.files.tensors import write_tensors
+from flwr_replay.report.run_files import OF_RUN, mark_of, tensors_of
 from flwr_replay.wire.records import StateDict
 
 __all__ = ["Checkpoints"]
@@ -45,6 +46,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, growing: Sequence[str]) -> None:
         self.folder = private_folder(folder / "checkpoints")
+        self._mark = mark_of(folder)
         self._growing = [folder / name for name in growing]
         self._tallies: dict[Path, tuple[int, int]] = {}  # of each part
         self._writer = ThreadPoolExecutor(max_workers=1)  # so that the next round need not wait for the disk
@@ -73,7 +75,8 @@ class Checkpoints:
         self._tallies = grown
         values = {**values, "files": {part.name: counted for part, counted in grown.items()}}
         file = self.folder / f"{server_round:06d}.safetensors"
-        self._writing = self._writer.submit(_write, file, arrays, json.dumps(values), changed, first)
+        texts = {"values": json.dumps(values), OF_RUN: self._mark}
+        self._writing = self._writer.submit(_write, file, arrays, texts, changed, first)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on the disk."""
@@ -95,13 +98,13 @@ class Checkpoints:
         found = entries(self.folder, "*.safetensors")[::-1]
         for i, path in enumerate(found):
             try:
-                arrays, texts = read_with_texts(path)
+                arrays, texts = tensors_of(self.folder.parent, path)
                 values = json.loads(texts.get("values", ""))
             except (DamagedError, ValueError) as error:
                 log(f"{error}; the run continues from the previous checkpoint")
                 continue
             if fits(values, FORM):
-                self._check(values.get("files", {}))  # older versions recorded none
+                check_begin(self.folder.parent, values.get("files", {}))  # older versions recorded none
                 for old in found[i + 2 :]:  # that a killed process had no time to remove
                     remove(old)
                 return arrays, values
@@ -117,18 +120,6 @@ class Checkpoints:
             self._tallies[new[0]] = self._tallies.pop(path, (0, 0))
         return [part for part in found if part.exists()]
 
-    def _check(self, grown: Mapping[str, Sequence[int]]) -> None:
-        """Refuse files that no longer begin as they did at the checkpoint."""
-        for name, (size, checksum) in grown.items():
-            path = self.folder.parent / name
-            if path in self._growing:  # it may have been closed since
-                path = next(part for part in parts(path) if part == path or part.name not in grown)
-            if size and (not path.exists() or tally(path, end=size) != (size, checksum)):
-                raise RunError(
-                    f"{path} must begin with the {size} bytes that it had at the checkpoint; it is damaged: restore "
-                    "it from a backup, or begin a new run"
-                )
-
 
 def _opened(path: Path) -> IO[bytes]:
     """Open a growing file at once, since its path may be the next part's when it is flushed."""
@@ -137,7 +128,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _write(
-    file: Path, arrays: StateDict, values: str, changed: Sequence[IO[bytes]], first: Callable[[], None] | None
+    file: Path, arrays: StateDict, texts: dict[str, str], changed: Sequence[IO[bytes]], first: Callable[[], None] | None
 ) -> None:
     with ExitStack() as opened:
         for grown in changed:
@@ -147,6 +138,6 @@ def _write(
         for grown in changed:
             with writing(Path(grown.name)):
                 os.fsync(grown.fileno())
-    write_tensors(file, arrays, {"values": values})
+    write_tensors(file, arrays, texts)
     for old in entries(file.parent, "*.safetensors")[:-2]:
         remove(old)

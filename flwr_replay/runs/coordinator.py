@@ -26,6 +26,7 @@ from flwr_replay.files.atomic import in_use, read_bytes, read_text
 from flwr_replay.files.disk import looked, looked_below
 from flwr_replay.processes import using
 from flwr_replay.report.progress import shown_bytes, shown_time
+from flwr_replay.report.run_files import FORMS, read_result
 from flwr_replay.runs.certificates import CA, SERVER, SERVER_KEY
 from flwr_replay.runs.deployment_texts import SCRIPTS_OF_COORDINATOR
 from flwr_replay.runs.examining import (
@@ -37,9 +38,9 @@ from flwr_replay.runs.examining import (
     is_authority,
     validity,
 )
-from flwr_replay.runs.opening import RESUME, check_unchanged, read_result, saved_options
+from flwr_replay.runs.opening import RESUME, check_unchanged, saved_options
 from flwr_replay.runs.superlink import flower
-from flwr_replay.wire.ledger import ledger_lines, unanswered
+from flwr_replay.wire.ledger import LEDGER, ledger_lines, unanswered
 
 __all__ = ["examine_coordinator"]
 
@@ -191,8 +192,8 @@ def _serverapps(folder: Path, ask: Ask) -> Iterator[str]:
         )
     for run in working:
         last = max(one.st_mtime for one in looked((run / "config.yaml", *run.glob("*.jsonl"))).values())
-        silent, longest = time.time() - last, saved_options(run / "config.yaml")["timeout"]
-        waits = ", ".join(one["institution"] for one in unanswered(ledger_lines(run))) or "nobody"
+        silent, longest = time.time() - last, saved_options(run)["timeout"]
+        waits = ", ".join(one["institution"] for one in unanswered(ledger_lines(run, FORMS[LEDGER]))) or "nobody"
         if silent > longest:
             raise RunError(
                 f"the ServerApp of {run.name} has written nothing for {shown_time(silent)}, and answers are waited for "

@@ -4,7 +4,7 @@
 
 - `config.yaml`: all options, resolved
 - `run-id`: the run's id at the institutions
-- `SHA256SUMS`: of these two files, which never change
+- `SHA256SUMS`: of these two files, which never change; all others name them, or `result.json` vouches for them
 - `resume.toml`: in a deployment, a run config by which `flwr run` goes on
 - `ended.txt`: why a run without a result ended, unless it was killed
 - `environment.json`: versions, device, cores
@@ -50,7 +50,7 @@ from flwr.app import RecordDict
 
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RunError
-from flwr_replay.files.atomic import Form, private_folder, sweep, tighten, write_atomic, write_json
+from flwr_replay.files.atomic import private_folder, sweep, tighten, write_atomic
 from flwr_replay.files.lines import Lines, read_lines
 from flwr_replay.files.tensors import nested, unnested, write_tensors
 from flwr_replay.learning.tasks import make_task
@@ -59,34 +59,27 @@ from flwr_replay.report.forgetting import Forgetting
 from flwr_replay.report.imbalance import without_beside
 from flwr_replay.report.judged import VALIDATION, judged
 from flwr_replay.report.progress import Display, Progress
-from flwr_replay.report.summary import CONFUSION, confusion_of, warnings
+from flwr_replay.report.run_files import CONFUSION, FORMS, OF_RUN, mark_of, write_of, write_result
+from flwr_replay.report.summary import confusion_of, warnings
 from flwr_replay.runs.best import BestModel, best_of
 from flwr_replay.runs.checkpoints import Checkpoints
 from flwr_replay.runs.environment import environment, versions
 from flwr_replay.runs.opening import refuse_fewer
-from flwr_replay.runs.taking_part import MEMBERS, TakingPart
+from flwr_replay.runs.taking_part import TakingPart
 from flwr_replay.runs.tracking import Tracking
 from flwr_replay.server.members import Member
 from flwr_replay.server.recorder import Recorder, Snapshot
-from flwr_replay.wire.ledger import Ledger, Traffic, ledger_lines, unanswered
+from flwr_replay.wire.ledger import LEDGER, Ledger, Traffic, ledger_lines, unanswered
 from flwr_replay.wire.payload import Row
 from flwr_replay.wire.recording import DIRECTIONS, FOLDER, Recording
 from flwr_replay.wire.records import StateDict
 
 __all__ = ["RunDirectory"]
 
-FORMS: dict[str, Form] = {  # of a line in each file
-    "ledger": {"round": int, "institution": str, "direction": ("up", "down"), "stage": str, "kind": str, "bytes": int},
-    "timings": {"round": int, "seconds": int | float},
-    "metrics": {"round": int, "exchange": int, "institution": str, "metric": str, "value": int | float},
-    "failures": {"round": int, "institution": str, "reason": str},
-    "generator": {"institution": str, "epoch": int, "loss": int | float},
-    "privacy": {"institution": str, "epsilon": int | float | None, "delta": int | float, "mechanism": str},
-}
 VALIDATED = "Rounds are judged by validation examples; test examples are used at the end only."
 TESTED = "Rounds are judged by test examples, so the best of them is optimistic."
 LOST_BEST = "its file was damaged or removed before the run was resumed"
-GROWING = (*(f"{name}.jsonl" for name in (*FORMS, "forgetting") if name != "generator"), MEMBERS)
+GROWING = [name for name in FORMS if name.endswith(".jsonl") and name != "generator.jsonl"]
 IN_A_ROW = 2  # evaluations of a worthless model before the log says so
 
 
@@ -127,11 +120,12 @@ class RunDirectory(Recorder):
         self.history: list[tuple[int, dict[str, float], dict[str, dict[str, float]]]] = []
         sweep(self.path)
         tighten(self.path)
+        self._mark = mark_of(self.path)
         self._checkpoints = Checkpoints(self.path, GROWING)
         self._best = BestModel(self.path)
         self._tracking = Tracking(config, self.path)
         write_atomic(self.path / "environment.json", json.dumps(environment(config), indent=2) + "\n")
-        lost = unanswered(ledger_lines(self.path, FORMS["ledger"]))  # before the roll is called again
+        lost = unanswered(ledger_lines(self.path, FORMS[LEDGER]))  # before the roll is called again
         self._ledger = Ledger(self.path)
         self._ledger.append(lost)
         self._members = TakingPart(self.path)
@@ -164,7 +158,7 @@ class RunDirectory(Recorder):
         """Write a message's fields to the ledger; with `record`, first the message itself."""
         message = {"round": server_round, "institution": member.name, "direction": direction, "stage": stage}
         message |= {"split": split} if split else {}
-        if content is not None and (name := self._recording.keep(message, content)):
+        if content is not None and (name := self._recording.keep({**message, OF_RUN: self._mark}, content)):
             message["message"] = name
         self._ledger.record(message, found, raw_bytes)
         self.traffic.record(direction, found, raw_bytes)
@@ -185,7 +179,7 @@ class RunDirectory(Recorder):
             self.spent_then = {named: inf if spent.epsilon is None else spent.epsilon}
         counts = {name: list(one.confusion) for name, one in self.tested.items() if one.confusion}
         if examples := {name: one.num_examples for name, one in self.tested.items()}:
-            write_json(self.path / CONFUSION, {"round": server_round, "institutions": counts, "examples": examples})
+            write_of(self.path, CONFUSION, {"round": server_round, "institutions": counts, "examples": examples})
         known = {"metric": self.leading, "final": {"global": pooled}}
         found = warnings(known, counts, self.config.task.class_names, {})
         self.worthless = self.worthless + 1 if found else 0
@@ -348,7 +342,9 @@ class RunDirectory(Recorder):
             "versions": versions(),
             **self.notes,
         }
-        write_json(self.path / "result.json", result, indent=2)
+        for lines in (self._ledger, self._metrics, self._timings):  # the result records their length
+            lines.flush()
+        write_result(self.path, result)
         self.finished = True
         self.forgetting.draw(result["forgetting"])
         if rows := self._lines("generator"):
@@ -387,7 +383,7 @@ class RunDirectory(Recorder):
             raise RunError(f"{metrics} must have pooled metrics; exchange {lacking[0]} has none: begin a new run")
         self.history = [(at, own.pop(""), own) for at, own in rounds.items()]
         self.forgetting.rewind(server_round)
-        self.traffic = Traffic(ledger_lines(self.path, FORMS["ledger"]))
+        self.traffic = Traffic(ledger_lines(self.path, FORMS[LEDGER]))
         self.failures = self._lines("failures")
         self.earlier = len(self.failures)
         for row in self._lines("privacy"):  # what was released stays released
@@ -395,4 +391,4 @@ class RunDirectory(Recorder):
             self.released[row.pop("institution")] = row
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
-        return read_lines(self.path / f"{name}.jsonl", FORMS[name])
+        return read_lines(self.path / f"{name}.jsonl", FORMS[f"{name}.jsonl"])

@@ -30,9 +30,10 @@ from flwr_replay.payloads.common import Evaluation
 from flwr_replay.privacy.noise import noise_of
 from flwr_replay.privacy.plan import NOTHING, PrivacyPlan
 from flwr_replay.report.progress import Display
+from flwr_replay.report.run_files import read_result
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.directory import RunDirectory
-from flwr_replay.runs.opening import open_run, read_result, resumable, write_resume
+from flwr_replay.runs.opening import open_run, resumable, write_resume
 from flwr_replay.runs.tracking import check_tracker
 from flwr_replay.server.asking import refuse_unsaid_nodes
 from flwr_replay.server.recorder import Recorder

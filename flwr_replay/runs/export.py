@@ -12,11 +12,12 @@ import torch
 
 from flwr_replay.data.datasets import PREPARES
 from flwr_replay.errors import ConfigError, RunError
-from flwr_replay.files.atomic import read_json, write_atomic
-from flwr_replay.files.lines import read_lines
+from flwr_replay.files.atomic import write_atomic
+from flwr_replay.files.disk import there
 from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.epsilon import epsilon_suffix
 from flwr_replay.report.judged import VALIDATION
+from flwr_replay.report.run_files import METRICS, RESULT, read_result, rows_of
 from flwr_replay.report.summary import judged_by
 from flwr_replay.runs.best import BestModel
 from flwr_replay.runs.trained import TrainedModel
@@ -106,14 +107,14 @@ def card(folder: Path, model: TrainedModel, institution: str, best: bool = False
     RunError
         If the run has no result.
     """
-    if not (folder / "result.json").exists():
+    if not there(folder / RESULT):
         raise RunError(f"a model card needs a finished run; {folder} has no result.json: give a run directory")
-    result, task = read_json(folder / "result.json"), model.task
+    result, task = read_result(folder), model.task
     metrics = result["final"]["institutions"].get(institution, {}) if institution else result["final"]["global"]
     whose = f"the model of {institution}" if institution else "the global model"
     if best:
         exchange = BestModel(folder).exchange
-        rows = [row for row in read_lines(folder / "metrics.jsonl") if row["exchange"] == exchange]
+        rows = [row for row in rows_of(folder, METRICS) if row["exchange"] == exchange]
         metrics = {row["metric"]: row["value"] for row in rows if row["institution"] == ""}
         whose = f"the global model of round {rows[0]['round']}, the best"
     by = judged_by(result) if best else "test"

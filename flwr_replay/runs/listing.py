@@ -15,12 +15,12 @@ from typing import Any
 
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import alone, in_use, read_bytes
-from flwr_replay.files.disk import looked_below
-from flwr_replay.files.lines import read_lines
+from flwr_replay.files.disk import looked_below, there
 from flwr_replay.report.imbalance import without_beside
 from flwr_replay.report.progress import shown_metrics, shown_time
+from flwr_replay.report.run_files import CONFIG, METRICS, RESULT, check_grown, mark_of, read_result, rows_of
 from flwr_replay.report.summary import confusion_of
-from flwr_replay.runs.opening import ENDED, read_result
+from flwr_replay.runs.opening import ENDED
 
 __all__ = ["SPARE", "Listed", "clean", "listed", "runs_in", "same_bits", "spare", "watch"]
 
@@ -76,13 +76,14 @@ def same_bits(folders: Sequence[Path]) -> str:
     folders : sequence of Path
         Run directories, at least two.
     """
-    files = [(folder / "metrics.jsonl", folder / "models" / "global.safetensors") for folder in folders]
     said = []
-    for name, found in zip(("metrics", "final global weights"), zip(*files, strict=True), strict=True):
-        if not all(file.exists() for file in found):
+    for name, file in (("metrics", METRICS), ("final global weights", "models/global.safetensors")):
+        if not all(there(folder / file) for folder in folders):
             said.append(f"{name}: not in every run")
             continue
-        digests = {hashlib.sha256(read_bytes(file)).digest() for file in found}
+        for folder in folders:
+            check_grown(folder, file)
+        digests = {hashlib.sha256(read_bytes(folder / file)).digest() for folder in folders}
         said.append(f"{name}: {'identical' if len(digests) == 1 else 'different'}")
     return "; ".join(said)
 
@@ -95,12 +96,13 @@ def listed(folder: Path) -> Listed:
     RunError
         If it is none, or its result is damaged.
     """
-    if not (folder / "config.yaml").exists():
+    if not there(folder / CONFIG):
         raise RunError(f"a run directory has a config.yaml; {folder} has none: `flwr-replay runs list` names the runs")
     found = looked_below(folder).values()  # a live run replaces files and deletes old checkpoints
     files = [one for one in found if stat.S_ISREG(one.st_mode)]
     last = max(one.st_mtime for one in files)
-    result = read_result(folder) if (folder / "result.json").exists() else None
+    mark_of(folder)
+    result = read_result(folder) if there(folder / RESULT) else None
     return Listed(folder, result, max(0.0, time.time() - last), sum(one.st_size for one in files))
 
 
@@ -158,7 +160,7 @@ def watch(folder: Path, wait: bool = True) -> Iterator[str]:
     seen, news = 0, -inf
     while True:
         finished = (folder / "result.json").exists()
-        times = read_lines(folder / "timings.jsonl") if (folder / "timings.jsonl").exists() else []
+        times = rows_of(folder, "timings.jsonl")
         if len(times) > seen:
             news, tested, confusion = time.monotonic(), _pooled(folder), confusion_of(folder)
             for at in times[seen:]:
@@ -181,7 +183,7 @@ def watch(folder: Path, wait: bool = True) -> Iterator[str]:
 def _pooled(folder: Path) -> dict[int, dict[str, float]]:
     """Return the metrics over all institutions by exchange."""
     found: dict[int, dict[str, float]] = {}
-    for row in read_lines(folder / "metrics.jsonl"):
+    for row in rows_of(folder, METRICS):
         if row["institution"] == "":
             found.setdefault(row["exchange"], {})[row["metric"]] = row["value"]
     return found

@@ -19,10 +19,11 @@ from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import write_atomic
 from flwr_replay.institution.state import RUNS
 from flwr_replay.report.progress import Display
+from flwr_replay.report.run_files import FORMS, read_run_id
 from flwr_replay.runs.execute import run_job
-from flwr_replay.runs.opening import read_run_id, resuming
+from flwr_replay.runs.opening import resuming
 from flwr_replay.runs.simulate import Simulation, named, with_skew
-from flwr_replay.wire.ledger import ledger_lines
+from flwr_replay.wire.ledger import LEDGER, ledger_lines
 
 if TYPE_CHECKING:
     from flwr_replay.runs.cluster import ClusterGrid
@@ -112,7 +113,7 @@ def _kept(found: dict[str, Found], machines: dict[str, Machine], names: Sequence
         If an institution has taken part, and no living machine has its state.
     """
     kept = {k: key for k, name in enumerate(names) for key, one in found.items() if name in one.kept}
-    answered = {line["institution"] for line in ledger_lines(folder) if line["direction"] == "up"}
+    answered = {line["institution"] for line in ledger_lines(folder, FORMS[LEDGER]) if line["direction"] == "up"}
     if lost := [name for k, name in enumerate(names) if name in answered and k not in kept]:
         there = ", ".join(machine.address for machine in machines.values())
         raise RunError(

@@ -30,13 +30,11 @@ from flwr_replay.files.atomic import (
     home,
     make_folder,
     private_folder,
-    read_bytes,
-    read_json,
-    read_text,
     sync,
     write_atomic,
 )
-from flwr_replay.files.disk import folder_locked, looked
+from flwr_replay.files.disk import folder_locked, looked, there
+from flwr_replay.report.run_files import BOUND, CONFIG, RUN_ID, SUMS, mark_of, options_of, read_run_id
 from flwr_replay.terminal import command
 
 __all__ = [
@@ -46,8 +44,6 @@ __all__ = [
     "default_name",
     "new_run_id",
     "open_run",
-    "read_result",
-    "read_run_id",
     "refuse_fewer",
     "resumable",
     "resuming",
@@ -55,11 +51,9 @@ __all__ = [
     "write_resume",
 ]
 
-SUMS = "SHA256SUMS"
 ENDED = "ended.txt"  # why a run without a result ended, where it was not killed
 RESUME = "resume.toml"  # in a deployment: Flower's run config, to resume the run by
 UNBORN = re.compile(r"\.\w[\w .-]*\.[0-9a-f]{8}\.new")  # a run directory that is not yet complete
-RESULT = {"strategy": str, "rounds": int, "metric": str, "final": dict, "best": dict, "bytes": dict}
 
 
 @contextmanager
@@ -98,8 +92,7 @@ def write_resume(folder: Path, run_config: Mapping[str, Any]) -> None:
 
 def resuming(folder: Path, rounds: int, engine: str = "") -> str:
     """Write the command that continues a run, by an engine; with its rounds if it did not begin with so many."""
-    file = folder / "config.yaml"
-    begun_with = rounds if not file.exists() else saved_options(file)["rounds"]
+    begun_with = saved_options(folder)["rounds"] if there(folder / CONFIG) else rounds
     more = f" rounds={rounds}" if rounds != begun_with else ""
     return f"{command()} run {engine and engine + ' '}--resume {shlex.quote(str(folder))}{more}"
 
@@ -137,7 +130,7 @@ def open_run(config: RunConfig) -> tuple[RunConfig, str]:
     if config.resume:
         folder = Path(config.resume).expanduser().absolute()
         check_unchanged(folder)
-        _same_options(config, folder / "config.yaml")
+        _same_options(config, folder)
         return replace(config, runs_dir=str(folder.parent), run_name=folder.name), read_run_id(folder)
     if config.run_name and not NAME.fullmatch(config.run_name):
         raise RunError(
@@ -150,7 +143,7 @@ def open_run(config: RunConfig) -> tuple[RunConfig, str]:
     name, number = config.run_name or stem, 1
     while True:
         opened = replace(config, runs_dir=str(root), run_name=name)
-        if _born(root / name, {"config.yaml": to_yaml(opened), "run-id": run_id + "\n"}):
+        if _born(root / name, {CONFIG: BOUND + to_yaml(opened), RUN_ID: run_id + "\n"}):
             return opened, run_id
         if config.run_name:
             raise RunError(f"run-name must be new; {root / name} exists: resume it or choose another")
@@ -187,62 +180,28 @@ def _sweep_unborn(root: Path) -> None:
 
 
 def check_unchanged(folder: Path) -> None:
-    """Refuse to resume a run whose options or id were changed; runs of older versions have no checksums.
+    """Refuse to resume a run whose options or id were changed.
 
     Raises
     ------
     RunError
         If a file was changed, or if the folder holds no run.
     """
-    if not (folder / "config.yaml").exists():
+    if not there(folder / CONFIG):
         told = "has none" if folder.exists() else "does not exist"
         raise RunError(
             f"resume must be a run directory with a config.yaml; {folder.absolute()} {told}: `flwr-replay runs list` "
             "names the runs"
         )
     read_run_id(folder)
-    if not (folder / SUMS).exists():
-        return
-    for name in ("config.yaml", "run-id"):
-        line = f"{sha256(read_bytes(folder / name)).hexdigest()}  {name}"
-        if line not in read_text(folder / SUMS).splitlines():
-            raise RunError(
-                f"{folder / name} must be as the run wrote it; either it or {SUMS} was changed or is damaged: "
-                "restore it from a backup, or begin a new run"
-            )
+    mark_of(folder)
 
 
-def read_run_id(folder: Path) -> str:
-    """Return a run's id at the institutions.
-
-    Raises
-    ------
-    RunError
-        If it is missing or damaged.
-    """
-    file = folder / "run-id"
-    run_id = read_text(file).strip() if file.exists() else ""
-    if not NAME.fullmatch(run_id):
-        raise RunError(f"{file} must hold the run's id; got {run_id[:99]!r}: begin a new run")
-    return run_id
-
-
-def read_result(folder: Path) -> dict[str, Any]:
-    """Return the content of a run's `result.json`.
-
-    Raises
-    ------
-    RunError
-        If it is damaged.
-    """
-    return read_json(folder / "result.json", RESULT)
-
-
-def _same_options(config: RunConfig, file: Path) -> None:
+def _same_options(config: RunConfig, folder: Path) -> None:
     """Refuse to resume a run with other options; rounds, folders, device and waiting times may differ."""
     import yaml
 
-    saved = saved_options(file)
+    saved = saved_options(folder)
     now = flat(yaml.safe_load(to_yaml(config)))
     differing = sorted(key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key) and key not in FREE)
     if differing:
@@ -252,16 +211,9 @@ def _same_options(config: RunConfig, file: Path) -> None:
         )
 
 
-def saved_options(file: Path) -> dict[str, Any]:
-    """Return a run's options, by their full names."""
-    import yaml
-
-    try:
-        return flat(yaml.safe_load(read_text(file)))
-    except (yaml.YAMLError, AttributeError) as error:
-        raise RunError(
-            f"the run's config.yaml must be readable; {file} is not: {' '.join(str(error).split())}"
-        ) from None
+def saved_options(folder: Path) -> dict[str, Any]:
+    """Return a run's options, by their full names; errors as of `options_of`."""
+    return flat(options_of(folder))
 
 
 def default_name(config: RunConfig) -> str:

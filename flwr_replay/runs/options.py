@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import yaml
-
 from flwr_replay.config.compose import COMMAND_LINE, compose, compose_own, overrides_of
 from flwr_replay.config.quoting import quoted
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import TaskConfig
 from flwr_replay.errors import ConfigError, RunError
-from flwr_replay.runs.opening import check_unchanged, read_result, refuse_fewer
+from flwr_replay.files.atomic import read_json
+from flwr_replay.files.disk import there
+from flwr_replay.institution.state import OPTIONS
+from flwr_replay.report.run_files import CONFIG, options_of, read_result
+from flwr_replay.runs.opening import check_unchanged, refuse_fewer
 
-__all__ = ["resolve", "run_overrides"]
+__all__ = ["kept_overrides", "resolve", "run_overrides"]
 
 INLINE_NODES = 4
 FREE_TO_CHANGE = (
@@ -89,14 +91,16 @@ def run_overrides(folder: Path) -> list[str]:
     RunError
         If the folder is none of a run, or damaged.
     """
-    file = folder / "config.yaml"
-    if not file.exists():
+    if not there(folder / CONFIG):
         raise RunError(f"a run directory has a config.yaml; got {folder}: give the folder that the run has written")
-    try:
-        return overrides_of(file)
-    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError) as error:
-        detail = " ".join(str(error).split())
-        raise RunError(f"a run's config.yaml must be as the run wrote it; {file} is damaged: {detail}") from None
+    options_of(folder)  # refuses what is damaged
+    return overrides_of(folder / CONFIG)
+
+
+def kept_overrides(of_run: Path) -> list[str]:
+    """Return the options that an institution has noted of a run, as overrides; errors as of `run_overrides`."""
+    read_json(of_run / OPTIONS, {"strategy.name": str, "task.name": str, ...: None | bool | int | float | str | list})
+    return overrides_of(of_run / OPTIONS)
 
 
 def _read_off(options: Sequence[str]) -> list[str]:

@@ -28,9 +28,9 @@ from flwr_replay.files.atomic import NAME, private_folder, write_atomic
 from flwr_replay.files.table import csv_text
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.institution.seal import KEY, make_key
+from flwr_replay.report.run_files import read_result
 from flwr_replay.rng import derived_rng
 from flwr_replay.runs.certificates import CA, write_key
-from flwr_replay.runs.opening import read_result
 from flwr_replay.runs.superlink import COLOUR, SuperLink, flower, flwr_run, free_port, superlink
 
 __all__ = ["deal", "rehearse", "supernode"]

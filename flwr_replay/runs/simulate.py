@@ -24,17 +24,18 @@ from flwr_replay.data import Partition
 from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.data.skew import is_continuous, label_histogram
 from flwr_replay.errors import ConfigError, PrivacyError, RunError
-from flwr_replay.files.atomic import home, read_text, write_atomic, write_json
+from flwr_replay.files.atomic import home, read_text, write_atomic
 from flwr_replay.institution.pictures import gather
 from flwr_replay.institution.state import DATA, RUNS
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.pages import spared
 from flwr_replay.report.progress import Display, shown_bytes
+from flwr_replay.report.run_files import read_result, read_run_id, write_result
 from flwr_replay.report.run_page import PAGE, write_run_page
 from flwr_replay.runs.engine import InlineGrid, partitions
 from flwr_replay.runs.execute import Job, run_job
 from flwr_replay.runs.local_workers import LocalGrid
-from flwr_replay.runs.opening import default_name, read_result, read_run_id, resumable, resuming
+from flwr_replay.runs.opening import default_name, resumable, resuming
 from flwr_replay.runs.superlink import flwr_run, superlink
 from flwr_replay.wire.recording import FOLDER
 
@@ -212,7 +213,7 @@ def with_skew(
     named = [f">= {value:.3g}" if is_continuous(labels) else str(value) for value in values]
     counts = {"values": named, "institutions": dict(zip(part.names, counts_KC.tolist(), strict=True))}
     result = {**result, "skew": {**part.skew, "labels": counts}}
-    write_json(folder / "result.json", result, indent=2)
+    write_result(folder, result)
     with spared(folder / PAGE):
         write_run_page(folder)
     return result, folder

@@ -10,14 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flwr_replay.files.atomic import Form, read_bytes, write_atomic
+from flwr_replay.files.atomic import read_bytes, write_atomic
 from flwr_replay.files.lines import Lines, read_lines
-from flwr_replay.report.summary import MEMBERS
+from flwr_replay.report.run_files import FORMS, MEMBERS
 from flwr_replay.server.recorder import Snapshot
 
-__all__ = ["MEMBERS", "TakingPart"]
-
-FORM: Form = {"institution": str, "examples": int, "node": int, "proof": str, "trained": int}
+__all__ = ["TakingPart"]
 
 
 class Entry(NamedTuple):
@@ -70,7 +68,7 @@ class TakingPart:
         self._lines.close()
         write_atomic(path, read_bytes(path)[:size])
         self._lines = Lines(path)
-        self._entries = {row.pop("institution"): Entry(**row) for row in read_lines(path, FORM)}
+        self._entries = {row.pop("institution"): Entry(**row) for row in read_lines(path, FORMS[MEMBERS])}
         if "examples" in values:
             return {
                 "examples": values["examples"],

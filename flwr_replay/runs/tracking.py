@@ -24,8 +24,8 @@ from flwr_replay.config.binding import OWN_FILES, flat
 from flwr_replay.config.compose import to_yaml
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError
-from flwr_replay.files.atomic import read_json, write_json
-from flwr_replay.runs.opening import read_run_id
+from flwr_replay.files.disk import there
+from flwr_replay.report.run_files import TRACKING, json_of, read_run_id, write_of
 from flwr_replay.terminal import installing
 
 __all__ = ["Tracking", "check_tracker"]
@@ -190,7 +190,7 @@ class Tracking:
     """
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
-        self.config, self.folder, self.file = config, folder, folder / "tracking.json"
+        self.config, self.folder, self.file = config, folder, folder / TRACKING
         self.wanted = config.tracking != "none"
         self._tracker: Tracker | None = None
         self.told: dict[str, Any] = {"tracker": config.tracking, "run": "", "exchange": 0}
@@ -222,7 +222,7 @@ class Tracking:
             self._give_up(error)
 
     def _opened(self) -> Tracker:
-        if self.file.exists() and (found := read_json(self.file))["tracker"] == self.config.tracking:
+        if there(self.file) and (found := json_of(self.folder, TRACKING))["tracker"] == self.config.tracking:
             self.told = found
         for key, value in QUIET.items():
             os.environ.setdefault(key, value)
@@ -232,12 +232,12 @@ class Tracking:
 
     def _note(self, **changed: Any) -> None:
         self.told = {**self.told, **changed}
-        write_json(self.file, self.told)
+        write_of(self.folder, TRACKING, self.told)
 
     def _give_up(self, error: Exception) -> None:
         self.wanted, self._tracker = False, None
         if self.file.exists():
-            write_json(self.file, self.told)
+            write_of(self.folder, TRACKING, self.told)
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         logging.getLogger("flwr").warning("tracking=%s stops, and the run goes on: %s", self.config.tracking, why)
 

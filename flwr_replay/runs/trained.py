@@ -14,23 +14,24 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from flwr_replay.config.compose import compose_own, model_named, overrides_of
+from flwr_replay.config.binding import digest_of
+from flwr_replay.config.compose import compose_own, model_named
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import ModelConfig, TaskConfig
 from flwr_replay.data.classes import Classes
-from flwr_replay.errors import DataError, RunError, nearest
-from flwr_replay.files.atomic import home
-from flwr_replay.files.disk import entries
+from flwr_replay.errors import DamagedError, DataError, RunError, nearest
+from flwr_replay.files.atomic import home, read_text
+from flwr_replay.files.disk import entries, there
 from flwr_replay.files.tensors import StateDict, read_with_texts, unnested
-from flwr_replay.institution.state import RUNS
+from flwr_replay.institution.state import OPTIONS, ORIGIN, RUNS
 from flwr_replay.learning.pooling import Pool
 from flwr_replay.learning.tasks import Regression, make_task
 from flwr_replay.models.layers import as_input
 from flwr_replay.models.zoo import build
+from flwr_replay.report.run_files import OF_RUN, model_of, read_run_id
 from flwr_replay.runs.best import BestModel
 from flwr_replay.runs.checkpoints import Checkpoints
-from flwr_replay.runs.opening import read_run_id
-from flwr_replay.runs.options import run_overrides
+from flwr_replay.runs.options import kept_overrides, run_overrides
 from flwr_replay.wire.weights import load_arrays
 
 __all__ = ["TrainedModel", "load_model"]
@@ -133,13 +134,13 @@ def load_model(place: str | Path, institution: str = "", run: str = "", *, best:
     if (folder / "config.yaml").exists():
         config = compose_own(run_overrides(folder))
         if best:
-            network = _network(config, read_with_texts(BestModel(folder).file())[0])
+            network = _network(config, model_of(folder, BestModel(folder).file()))
         else:
             network = _of_institution(folder, institution, config) if institution else _global(folder, config)
         scale = _label_scale(folder, config)
     elif (folder / RUNS).is_dir():
         of_run = _chosen(folder / RUNS, run)
-        config, scale = compose_own(overrides_of(of_run / "options.json")), None
+        config, scale = compose_own(kept_overrides(of_run)), None
         network = _private(of_run, config)
         if isinstance(make_task(config.task), Regression):
             raise RunError(
@@ -156,19 +157,19 @@ def load_model(place: str | Path, institution: str = "", run: str = "", *, best:
 def _global(folder: Path, config: RunConfig) -> nn.Module:
     file = folder / "models" / "global.safetensors"
     if not file.exists():
-        there = sorted(path.stem for path in (folder / "models").glob("*.safetensors"))
-        named = f"one of {', '.join(there)}" if there else "NAME, of an institution whose model it is"
+        known = [path.stem for path in entries(folder / "models", "*.safetensors")]
+        named = f"one of {', '.join(known)}" if known else "NAME, of an institution whose model it is"
         raise RunError(
             f"{folder} has no global model: its method keeps one at each institution; give --institution {named}"
         )
-    return _network(config, read_with_texts(file)[0])
+    return _network(config, model_of(folder, file))
 
 
 def _of_institution(folder: Path, institution: str, config: RunConfig) -> nn.Module:
     """Return a model that the server has by an institution's name, or a simulated institution's private one."""
     file = folder / "models" / f"{institution}.safetensors"
     if file.exists():
-        return _network(config, read_with_texts(file)[0])
+        return _network(config, model_of(folder, file))
     states = home() / "state" / "simulation"
     of_run = states / institution / RUNS / read_run_id(folder)
     if not of_run.is_dir():
@@ -180,7 +181,7 @@ def _of_institution(folder: Path, institution: str, config: RunConfig) -> nn.Mod
 
 def _chosen(runs: Path, run: str) -> Path:
     """Return the folder of a run at an institution: the named one, or the last."""
-    of_runs = [path for path in runs.iterdir() if (path / "options.json").exists()]
+    of_runs = [path for path in runs.iterdir() if there(path / OPTIONS)]
     names = [path.name for path in sorted(of_runs, key=lambda path: path.stat().st_mtime)]
     if not names or (run and run not in names):
         hint = nearest(run, names) if names else "it has none"
@@ -194,19 +195,30 @@ def _private(of_run: Path, config: RunConfig) -> nn.Module:
         files = entries(of_run, f"{key}-[0-9]*.safetensors")
         if not files:
             continue
-        arrays = read_with_texts(files[-1])[0]
+        arrays = _kept(files[-1])
         if key != "pair":
             return _network(config, arrays)
         own = _network(config, unnested(arrays)["model"])
         pools = entries(of_run, "pool-[0-9]*.safetensors")
         if not pools:
             return own
-        pool = read_with_texts(pools[-1])[0]
+        pool = _kept(pools[-1])
         a, b = pool["weights"].tolist()
         return Pool(own, _network(config, unnested(pool)["other"]), (a, b))
     raise RunError(
         f"{of_run} holds no model that can be loaded: give the run directory, if its method has a global one"
     )
+
+
+def _kept(file: Path) -> StateDict:
+    """Return what an institution has kept of a run, if it is of this run and its options."""
+    arrays, texts = read_with_texts(file)
+    run, origin = file.parent.name, digest_of(read_text(file.parent / OPTIONS))
+    if texts.get(ORIGIN, origin) != origin or texts.get(OF_RUN, run) != run:
+        raise DamagedError(
+            f"{file} must be of its folder's run and {OPTIONS}; it was made under others: put the run's own file back"
+        )
+    return arrays
 
 
 def _network(config: RunConfig, arrays: StateDict) -> nn.Module:

@@ -28,7 +28,7 @@ from flwr_replay.processes import end_with_parent
 from flwr_replay.report.epsilon import epsilon_suffix
 from flwr_replay.report.missing import missing_suffix
 from flwr_replay.report.progress import Display, TerminalDisplay
-from flwr_replay.runs.opening import read_result
+from flwr_replay.report.run_files import read_result
 from flwr_replay.runs.options import resolve
 from flwr_replay.runs.simulate import run_inline
 

@@ -34,12 +34,12 @@ from flwr_replay.config.compose import compose, to_yaml
 from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, RunError, nearest
-from flwr_replay.files.atomic import alone, make_folder, write_atomic
+from flwr_replay.files.atomic import alone, make_folder, write_atomic, write_json
 from flwr_replay.files.disk import there
 from flwr_replay.learning.tasks import ERRORS, make_task
 from flwr_replay.privacy.noise import noise_of
 from flwr_replay.privacy.plan import PrivacyPlan
-from flwr_replay.runs.opening import check_unchanged
+from flwr_replay.report import run_files
 from flwr_replay.runs.options import resolve
 from flwr_replay.runs.simulate import Simulation
 from flwr_replay.studies.cells import Cell, Method, run_all, short_hash
@@ -263,8 +263,7 @@ def _refuse_other(folder: Path, config: RunConfig) -> None:
     if not there(folder / "config.yaml"):
         return
     ours = yaml.safe_load(to_yaml(config))
-    check_unchanged(folder)
-    theirs = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    theirs = run_files.options_of(folder)
     for key in theirs.keys() & ours.keys() - {"runs_dir", "run_name", "resume", "timeout", "wait"}:
         pairs = (theirs[key], ours[key]) if isinstance(ours[key], dict) else ({"": theirs[key]}, {"": ours[key]})
         if differing := [k for k in pairs[0].keys() & pairs[1].keys() if pairs[0][k] != pairs[1][k]]:
@@ -328,7 +327,7 @@ def _written(comparison: Comparison, outcomes: Mapping[Path, dict[str, Any]]) ->
     pictures = {"compare.png": partial(points, report), "curves.png": partial(curves, report, histories)}
     if any(map(any, spending.values())):
         pictures["epsilon.png"] = partial(curves, report, spending, "largest epsilon so far")
-    write_atomic(folder / "compare.json", json.dumps(report, indent=2, default=asdict) + "\n")
+    write_json(folder / "compare.json", json.loads(json.dumps(report, default=asdict)), indent=2)
     for name, picture in pictures.items():
         with spared(folder / name):
             write_atomic(folder / name, picture())

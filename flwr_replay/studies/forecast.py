@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from flwr_replay.runs.opening import read_result
+from flwr_replay.report.run_files import read_result
 from flwr_replay.studies.compare import Comparison
 
 __all__ = ["forecast"]

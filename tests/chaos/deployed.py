@@ -29,8 +29,8 @@ from deployed import CLINICS, COORDINATOR, REFUSES, TASK, deployed, until
 from flwr_replay.files.atomic import in_use
 from flwr_replay.files.lines import read_lines
 from flwr_replay.report.progress import shown_bytes
+from flwr_replay.report.run_files import read_run_id
 from flwr_replay.runs.coordinator import examine_coordinator
-from flwr_replay.runs.opening import read_run_id
 from flwr_replay.runs.rehearsal import supernode
 from flwr_replay.runs.superlink import flwr_run, superlink
 

@@ -82,9 +82,11 @@ def test_the_doctor_names_a_serverapp_that_hangs_and_a_full_disk(written, tmp_pa
     subprocess.run(["sh", "-c", ". ./connect.sh"], cwd=home, check=True)  # so that Flower knows the SuperLink
     run = home / "runs" / "first"
     run.mkdir(parents=True)
-    (run / "config.yaml").write_text("timeout: 60\n")
+    options = {"timeout": 60, "rounds": 1, "strategy": {"name": "cwt"}, "task": {"name": "digits", "class_names": []}}
+    (run / "config.yaml").write_text(json.dumps(options))
     (run / "run-id").write_text("20261126-000000-x")
     sent = {"round": 3, "direction": "down", "stage": "train", "kind": "model", "bytes": 9}
+    sent |= {"field": "arrays", "protection": "none"}
     lines = [json.dumps({**sent, "institution": name}) for name in ("north", "south")]
     (run / "ledger.jsonl").write_text("\n".join([*lines, lines[0].replace("down", "up")]) + "\n")
 

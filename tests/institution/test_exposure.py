@@ -14,6 +14,7 @@ from flwr_replay.generators import perceptual
 from flwr_replay.generators.base import ImageGenerator
 from flwr_replay.institution.exposure import matched, membership
 from flwr_replay.institution.synthesis import SynthesisStages
+from flwr_replay.report.run_files import BOUND
 
 SIZES = {"a": 40, "b": 33}
 JOB = ["task=medmnist", "task.size=8", "classes=3", "model=cnn", "model.width=4", "model.norm=group", "device=cpu"]
@@ -152,7 +153,7 @@ def test_runs_without_generators_and_incomplete_ones_are_refused(hospitals, synt
     other = tmp_path / "other"
     other.mkdir()
     text = (hospitals[2].folder / "config.yaml").read_text()
-    (other / "config.yaml").write_text(text.replace("epochs: 1", "epochs: 2", 1))
+    (other / "config.yaml").write_text(text.removeprefix(BOUND).replace("epochs: 1", "epochs: 2", 1))
     code, _, err = synthetic(found=other)
     assert code == 2
     assert "images are drawn from a trained generator" in err

@@ -16,8 +16,8 @@ from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.tensors import read_tensors
 from flwr_replay.processes import MARK, family
 from flwr_replay.report.progress import Display
+from flwr_replay.report.run_files import read_run_id
 from flwr_replay.runs.on_cluster import run_on_cluster
-from flwr_replay.runs.opening import read_run_id
 from flwr_replay.runs.options import resolve
 from flwr_replay.runs.simulate import Simulation, run_inline
 

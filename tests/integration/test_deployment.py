@@ -29,9 +29,9 @@ from safetensors.numpy import load_file
 
 from flwr_replay.files.atomic import in_use, read_json
 from flwr_replay.report.progress import LogDisplay
+from flwr_replay.report.run_files import read_run_id
 from flwr_replay.runs.clinic import examine_clinic
 from flwr_replay.runs.coordinator import examine_coordinator
-from flwr_replay.runs.opening import read_run_id
 from flwr_replay.runs.simulate import FAILED, run_inline
 
 pytestmark = [pytest.mark.deployment, pytest.mark.xdist_group("deployment")]

@@ -18,7 +18,7 @@ from flwr_replay.lab.begun import begun_with
 from flwr_replay.lab.evidence import Evidence
 from flwr_replay.lab.judge import originals_of
 from flwr_replay.lab.verified import TRIALS
-from flwr_replay.runs.opening import read_run_id
+from flwr_replay.report.run_files import read_run_id
 from flwr_replay.wire.recording import FOLDER
 from flwr_replay.wire.weights import parted
 

@@ -9,6 +9,7 @@ from flwr_replay.files.atomic import read_json, read_text, write_json
 from flwr_replay.report.any_page import write_page
 from flwr_replay.report.imbalance import guessing_lines
 from flwr_replay.report.progress import Display
+from flwr_replay.report.run_files import json_of, write_of
 from flwr_replay.report.summary import summary
 from flwr_replay.runs.simulate import run_inline
 
@@ -40,10 +41,10 @@ def test_what_is_said_of_test_examples_stands_before_those_of_validation(tmp_pat
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     job = ["task=digits", "strategy=fedavg", "nodes=2", "rounds=1", "model.width=4", "split=validation"]
     _, folder = run_inline([*job, f"runs_dir={tmp_path}"], Display())
-    confusion = read_json(folder / "confusion.json")
+    confusion = json_of(folder, "confusion.json")
     named = confusion["institutions"]["institution-1"] = [0] * 100
     named[1] = 3
-    write_json(folder / "confusion.json", confusion)
+    write_of(folder, "confusion.json", confusion)
     text = Page(write_page(folder)).text
     assert 0 < text.index("No better than always naming") < text.index("Test examples were used only then")
     result = read_json(folder / "result.json")

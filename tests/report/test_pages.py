@@ -15,6 +15,7 @@ from flwr_replay.files.atomic import read_json, write_json
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 from flwr_replay.report.any_page import write_page
 from flwr_replay.report.progress import Display
+from flwr_replay.report.run_files import read_result, write_of, write_result
 from flwr_replay.report.summary import confusion_of, summary, warnings
 from flwr_replay.runs.listing import watch
 from flwr_replay.runs.simulate import run_inline
@@ -147,7 +148,7 @@ def test_a_model_that_knows_one_class_only_and_an_exploded_loss_are_warned_of(ra
         "Few test examples: north 19, south 2. Figures of so few say little."
     ]
     folder = shutil.copytree(ran[1], tmp_path / "run")
-    write_json(folder / "confusion.json", {"round": 2, "institutions": {"a": [9, 0, 9, 0]}})
+    write_of(folder, "confusion.json", {"round": 2, "institutions": {"a": [9, 0, 9, 0]}})
     assert "warning: The model predicts class 0" in summary(ran[0], folder)
     assert "The model predicts class 0" in Page(write_page(folder)).text
 
@@ -161,7 +162,7 @@ def test_balanced_accuracy_stands_beside_accuracy_where_labels_are_unequal(ran, 
     assert "balanced" not in live
     counts = [0] * 100
     counts[0], counts[11] = 9, 3
-    write_json(folder / "confusion.json", {"round": 2, "institutions": {"a": counts}})
+    write_of(folder, "confusion.json", {"round": 2, "institutions": {"a": counts}})
     said = (
         f"labels are unequal: always naming the most frequent label would have accuracy 0.7500; "
         f"this model has balanced-accuracy {balanced:.4f} (guessing: 0.5000)"
@@ -187,6 +188,7 @@ def test_a_deployments_page_says_that_labels_are_unknown(ran, tmp_path):
     line = {"round": 0, "institution": "north", "direction": "up", "stage": "encode", "field": "labels"}
     with (folder / "ledger.jsonl").open("a") as ledger:
         ledger.write(json.dumps({**line, "kind": "per-sample", "bytes": 9, "protection": "none"}) + "\n")
+    write_result(folder, read_result(folder))
     assert "The labels of north went to the server, one for each example." in Page(write_page(folder)).text
     assert "training labels" not in summary(result, folder)
 

@@ -8,7 +8,7 @@ import shutil
 from contextlib import suppress
 
 import pytest
-from harness import Stopping
+from harness import Stopping, older
 from replay_runs import GENERATOR
 from safetensors.numpy import load_file
 
@@ -195,7 +195,7 @@ def test_another_seed_in_the_configuration_is_reported(resume):
 
 def test_runs_of_older_versions_go_on(resume):
     def damaged(folder):
-        (folder / "SHA256SUMS").unlink()
+        older(folder)
         return folder
 
     assert resume("fedreplay", damaged)[1] == ""

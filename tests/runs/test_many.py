@@ -10,13 +10,14 @@ import pytest
 from harness import Stopping
 
 from flwr_replay.errors import RunError
-from flwr_replay.files.atomic import home, write_json
+from flwr_replay.files.atomic import home
 from flwr_replay.files.lines import each_line, read_lines
 from flwr_replay.files.tensors import read_with_texts
 from flwr_replay.institution.identity import proof_of
 from flwr_replay.institution.owner import Institution
 from flwr_replay.memory import forget
 from flwr_replay.report.progress import Display
+from flwr_replay.report.run_files import write_of
 from flwr_replay.report.summary import summary
 from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.options import resolve
@@ -52,13 +53,13 @@ class Open(Display):
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not list open files")
-def test_many_institutions_have_few_files_open_and_four_each_on_the_disk(tmp_path):
+def test_many_institutions_have_few_files_open_and_five_each_on_the_disk(tmp_path):
     display = Open()
     result, _ = ran(tmp_path, "strategy=fedavg", f"nodes={NODES}", "rounds=2", display=display)
     assert len(result["final"]["institutions"]) == NODES
     assert 0 < display.most <= 64
     files = Counter(path.name for path in home().rglob("*") if path.is_file())
-    assert files == dict.fromkeys(("ledger.jsonl", "identity.key", "options.json", "tests"), NODES)
+    assert files == dict.fromkeys(("ledger.jsonl", "ledger.begun", "identity.key", "options.json", "tests"), NODES)
 
 
 def test_a_simulations_institutions_do_not_wait_for_the_disk_and_a_deployments_do(tmp_path, monkeypatch):
@@ -219,7 +220,7 @@ def test_a_summary_of_many_shows_the_lowest_and_the_highest(tmp_path):
     assert "clinic-38: 0.3380" not in said
     assert "clinic-00: epsilon 40 at delta 0.1, DP-SGD" in said  # the largest is never left out
     assert "clinic-20: epsilon" not in said
-    write_json(folder / "confusion.json", {"round": 1, "institutions": {}})
+    write_of(folder, "confusion.json", {"round": 1, "institutions": {}})
     few = {name: result["final"]["institutions"][name] for name in names[:16]}
     result |= {"final": {**result["final"], "institutions": few}, "privacy": {}, "failures": []}
     assert "more are in" not in summary(result, folder)

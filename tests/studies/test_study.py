@@ -155,7 +155,10 @@ def test_the_metric_by_epsilon_has_what_was_spent_by_then(tmp_path):
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     stated = [(1, "a", None), (2, "a", 1.5), (2, "b", 1.0), (3, "a", 2.0)]
-    rows = [{"round": at, "institution": name, "epsilon": epsilon} for at, name, epsilon in stated]
+    rows = [
+        {"round": at, "institution": name, "epsilon": epsilon, "delta": 1e-5, "mechanism": "DP-SGD"}
+        for at, name, epsilon in stated
+    ]
     (tmp_path / "privacy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert by_epsilon([tmp_path], "accuracy") == [[(1.5, 0.2), (2.0, 0.4)]]
 
