@@ -207,9 +207,11 @@ class FedER(Relay):
         """Draw buffers if need be and deliver them; have every institution train a model, which then goes on."""
         self.fresh = self.fresh or opened(arrays)
         self.hops.begin_round(server_round, [member.name for member in self.trainers(server_round)])
-        self.buffers.prepare(grid, server_round, config, self.givers())
+        self.buffers.prepare(grid, server_round, config, givers := self.givers())
         if STAGES[0] in self.stages and not self.buffers.trained:
             raise RunError(f"no institution could train its generator; {self.recorder.failures_line()}")
+        if self.config.buffer and givers and not self.buffers.numbers:
+            raise RunError(f"no institution has sent a buffer; {self.recorder.failures_line()}: resume the run")
         self.held = self.buffers.deliver(grid, server_round, self.wanted(), config)
         turns = self.configure_train(server_round, arrays, config, grid)
         self.exchange(grid, server_round, turns, take=self.take, missed=self.as_sent, at_once=self.hops.at_once)

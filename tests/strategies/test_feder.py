@@ -384,12 +384,20 @@ def test_a_buffer_of_another_size_than_the_runs_is_not_drawn(start):
         if config_in(message.content).get("stage") == "draw-buffer":
             message.content["config"]["buffer"] = 13
 
-    ran = start(before=more)
-    reasons = {failure["reason"] for failure in ran.result["failures"]}
-    assert all("strategy.buffer is 12, it asks for 13" in reason for reason in reasons)
-    assert not asked_of(ran, "keep-buffer")
+    with pytest.raises(RunError, match=r"no institution has sent a buffer; .* strategy\.buffer is 12, it asks for 13"):
+        start(before=more)
 
 
 def test_settings_without_a_generator_are_refused():
     with pytest.raises(ConfigError, match="FedER needs a generator"):
         FedER()
+
+
+def test_a_run_in_which_nobody_can_send_a_buffer_stops_at_once_and_asks_again_when_resumed(folder, tmp_path):
+    """As with a full disk: it trained all its rounds without any buffer."""
+    nodes, job = node_configs(folder, tmp_path / "state"), [*JOB, "rounds=3"]
+    with pytest.raises(RunError, match="no institution has sent a buffer; a, b, c: error 2: made to fail: resume"):
+        run(folder, job, nodes, name="unsent", failing=[("draw-buffer",)])
+    again = run(folder, job, nodes, resume=str(folder / "runs" / "unsent"))
+    assert len(again.grid.who("draw-buffer")) == 3
+    assert again.result["rounds"] == 3
