@@ -1,36 +1,29 @@
-"""Lower bounds on epsilon from guesses which of m examples, each in by a fair coin, one run has learned from.
+"""A lower bound on epsilon from guesses which of m examples, each in by a fair coin, one run has learned from.
 
-Two tests of a claim. Both count c right ones among g guesses, and abstain from the other m − g examples.
-
-- `by_steinke`: Steinke, Nasr and Jagielski 2023 (arXiv 2305.08846), Theorem 5.2. It tests (ε, δ)-DP as it stands. With
-  (ε, 0)-DP, c is at most Bin(g, e^ε / (1 + e^ε)), as for randomised response; δ adds at most 2mδ α to the tail.
-- `by_mahloujifar`: Mahloujifar, Melis and Chaudhuri 2024 (arXiv 2410.22235), Algorithm 3. It tests a whole trade-off
-  curve. **Ours is that of a Gaussian**: the μ-GDP mechanism that is (ε, δ)-DP (Dong, Roth and Su 2019, arXiv
-  1905.02383, Corollary 2.13). So it refutes a Gaussian with this ε, and (ε, δ)-DP only of mechanisms that resemble one.
+Steinke, Nasr and Jagielski 2023 (arXiv 2305.08846), Theorem 5.2, test (ε, δ)-DP as it stands. c right ones are counted
+among g guesses; the auditor abstains from the other m − g examples. With (ε, 0)-DP, c is at most Bin(g, e^ε / (1 +
+e^ε)), as for randomised response; δ adds at most 2mδ α to the tail.
 
 A test at significance s is wrong in at most a share s of all audits. Whoever tries several numbers of guesses and
-reports the best bound divides s by their number (Bonferroni): `lower_bounds` does.
+reports the best bound divides s by their number (Bonferroni): `lower_bound` does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from math import exp, inf, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import brentq
-from scipy.special import expit, log_ndtr, ndtr, ndtri
+from scipy.special import expit
 from scipy.stats import binom, rankdata
 
 from flwr_replay.config.sections import require
 
-__all__ = ["SIGNIFICANCE", "Guesses", "auc", "by_mahloujifar", "by_steinke", "guessed", "lower_bounds"]
+__all__ = ["SIGNIFICANCE", "Guesses", "auc", "by_steinke", "guessed", "lower_bound"]
 
-SIGNIFICANCE = 0.05  # 95 % bounds
-LARGEST = 64.0  # epsilon, and mu; no number of canaries that fits a machine shows as much
+SIGNIFICANCE = 0.01  # 99 % bounds
+LARGEST = 64.0  # epsilon; no number of canaries that fits a machine shows as much
 STEP = 1e-6  # to which a bound is computed
 
 
@@ -74,7 +67,7 @@ def by_steinke(found: Guesses, delta: float, significance: float = SIGNIFICANCE)
 
     Examples
     --------
-    >>> round(by_steinke(Guesses(500, 500, 366), delta=1e-5), 4)
+    >>> round(by_steinke(Guesses(500, 500, 366), delta=1e-5, significance=0.05), 4)
     0.8349
     """
     right_C = np.arange(1, found.right + 1)
@@ -87,19 +80,6 @@ def by_steinke(found: Guesses, delta: float, significance: float = SIGNIFICANCE)
         return tail + 2 * found.canaries * delta * alpha
 
     return _largest(lambda epsilon: p_value(epsilon) <= significance)
-
-
-def by_mahloujifar(found: Guesses, delta: float, significance: float = SIGNIFICANCE) -> float:
-    """Return the largest epsilon at delta of the Gaussian mechanisms that the guesses refute, at least 0; see above.
-
-    The parameters are those of `by_steinke`; delta lies in (0, 1).
-
-    Examples
-    --------
-    >>> round(by_mahloujifar(Guesses(500, 500, 366), delta=1e-5), 3)
-    1.638
-    """
-    return _gaussian_epsilon(_refuted_mu(found, significance), delta)
 
 
 def guessed(scores_m: NDArray[np.float64], was_in_m: NDArray[np.bool_], guesses: int) -> Guesses:
@@ -122,13 +102,11 @@ def guessed(scores_m: NDArray[np.float64], was_in_m: NDArray[np.bool_], guesses:
     return Guesses(len(scores_m), guesses, right)
 
 
-def lower_bounds(
-    tried: Sequence[Guesses], delta: float, significance: float = SIGNIFICANCE
-) -> dict[str, tuple[float, Guesses]]:
-    """Return each method's best bound over all numbers of guesses that were tried, and the guesses that gave it.
+def lower_bound(tried: Sequence[Guesses], delta: float, significance: float = SIGNIFICANCE) -> tuple[float, Guesses]:
+    """Return the best bound over all numbers of guesses that were tried, and the guesses that gave it.
 
-    The significance is divided by how many bounds there are, two for each number of guesses. So in at least 1 −
-    `significance` of all audits none of them is too large.
+    The significance is divided by how many there are. So in at least 1 − `significance` of all audits it is not too
+    large.
 
     Raises
     ------
@@ -136,13 +114,8 @@ def lower_bounds(
         If nothing was guessed.
     """
     require(bool(tried), "a bound comes from at least one number of guesses; got none")
-    share = significance / (2 * len(tried))
-    methods: dict[str, Callable[[Guesses, float, float], float]] = {
-        "steinke": by_steinke,
-        "mahloujifar": by_mahloujifar,
-    }
-    found = {name: [(bound(one, delta, share), one) for one in tried] for name, bound in methods.items()}
-    return {name: max(bounds, key=lambda pair: pair[0]) for name, bounds in found.items()}
+    found = [(by_steinke(one, delta, significance / len(tried)), one) for one in tried]
+    return max(found, key=lambda pair: pair[0])
 
 
 def auc(scores_m: NDArray[np.float64], was_in_m: NDArray[np.bool_]) -> float:
@@ -165,38 +138,3 @@ def _largest(refuted: Callable[[float], bool]) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if refuted(middle) else (low, middle)
     return low
-
-
-@lru_cache(maxsize=4096)
-def _refuted_mu(found: Guesses, significance: float) -> float:
-    """Return the largest mu of which the recursion of Mahloujifar et al. 2024, Algorithm 3, finds c too many.
-
-    With h(i) the probability of more than i right guesses and r(i) its part in one example, both scaled: where h cannot
-    follow r by the trade-off curve down to i = 0, the g guesses have no room for c right ones.
-    """
-    m, g, c = found.canaries, found.guesses, found.right
-
-    def refuted(mu: float) -> bool:
-        r, h = significance * c / m, significance * (g - c) / m
-        for i in range(c - 1, -1, -1):
-            least = float(ndtr(ndtri(r) - mu))  # the blow-up function's inverse, of a Gaussian's trade-off curve
-            if least <= h:  # from here on neither changes
-                break
-            r, h = min(1.0, r + (least - h) * i / (g - i)), least
-        return r + h > g / m
-
-    return _largest(refuted)
-
-
-def _gaussian_epsilon(mu: float, delta: float) -> float:
-    """Return epsilon at delta of a mechanism with a Gaussian's trade-off curve (Balle and Wang 2018, Theorem 8)."""
-
-    def excess(epsilon: float) -> float:
-        return float(ndtr(mu / 2 - epsilon / mu)) - exp(epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))) - delta
-
-    if mu == 0 or excess(0.0) <= 0:
-        return 0.0
-    if delta == 0:
-        return inf
-    most = mu * mu / 2 + mu * sqrt(-2 * np.log(delta))  # a tail bound: beyond it delta is less
-    return float(brentq(excess, 0.0, most + 1, xtol=STEP))

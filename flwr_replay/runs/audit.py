@@ -4,7 +4,11 @@ The run is the one that `flwr-replay run` would do in this process, with the acc
 every run. Canaries come in at two places that no option and no message reaches: the institution's DP-SGD, and its data.
 A deployment is refused.
 
-"Not refuted" is no proof: another attack may do better, and m canaries cannot show more than `most`.
+Inside DP-SGD the steps themselves are tested, too: `flwr_replay.runs.seen_steps`. An honest claim is refuted in at most
+one of a hundred audits, by all tests together.
+
+"Not refuted" is no proof: another attack may do better, m canaries cannot show more than `most`, and steps nothing
+below `detectable`.
 """
 
 from __future__ import annotations
@@ -30,12 +34,14 @@ from flwr_replay.institution.guard import guard
 from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.state import RUNS
 from flwr_replay.privacy.account import Account
-from flwr_replay.privacy.bounds import Guesses, auc, guessed, lower_bounds
+from flwr_replay.privacy.accounting import SampledGaussian
+from flwr_replay.privacy.bounds import SIGNIFICANCE, Guesses, auc, guessed, lower_bound
 from flwr_replay.privacy.plan import mechanisms_of
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import read_run_id
 from flwr_replay.runs.canaries import Canaries, GradientCanaries
 from flwr_replay.runs.canary_images import ImageCanaries
+from flwr_replay.runs.seen_steps import judged
 from flwr_replay.runs.simulate import Simulation, simulate
 from flwr_replay.serve import serve
 from flwr_replay.wire.payload import REQUESTS
@@ -97,12 +103,19 @@ def audit(
         f"images are scored on what leaves; {name} has released no such thing: choose --kind gradients, or another "
         "topology",
     )
-    report = {
-        "institution": name,
-        "kind": kind,
-        **({"releases": probe.releases} if isinstance(probe, ImageCanaries) else {}),
-        **_shown(probe.scores_m, tossed.was_in_m, _claim(simulation, name, folder)),
-    }
+    claim, charged = _claim(simulation, name, folder)
+    report: dict[str, Any] = {"institution": name, "kind": kind, "claim": claim}
+    significance, found = SIGNIFICANCE, []
+    if isinstance(probe, ImageCanaries):
+        report["releases"] = probe.releases
+    elif claim["epsilon"] is not None:
+        require(bool(probe.seen), f"steps of DP-SGD are tested; {name} has taken none: choose another --institution")
+        significance /= 2  # the other half is for the guesses
+        report["steps"] = judged(probe.seen, charged, probe.stray, claim["delta"], significance)
+        found = report["steps"]["found"]
+    report |= _guessed(probe.scores_m, tossed.was_in_m, claim["delta"], significance)
+    above = claim["epsilon"] is not None and report["bounds"]["steinke"]["epsilon"] > claim["epsilon"]
+    report["refuted"] = above or bool(found)
     write_json(folder / "audit.json", report, indent=2)
     return report, folder
 
@@ -189,9 +202,14 @@ def audited_app(name: str, probe: GradientCanaries | ImageCanaries) -> ClientApp
         return client
 
     def watch(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        """Score what leaves, after the guard has let it."""
+        """Watch the institution's steps, or score what leaves it, after the guard has let it."""
+        if institution_of(context)[0].name != name:
+            return call_next(message, context)
+        if isinstance(probe, GradientCanaries):
+            with probe.message():
+                return call_next(message, context)
         answer = call_next(message, context)
-        if isinstance(probe, ImageCanaries) and institution_of(context)[0].name == name and answer.has_content():
+        if answer.has_content():
             probe.saw(message.content, answer.content)
         return answer
 
@@ -199,42 +217,38 @@ def audited_app(name: str, probe: GradientCanaries | ImageCanaries) -> ClientApp
     return serve(make, mods=mods)
 
 
-def _claim(simulation: Simulation, name: str, folder: Path) -> dict[str, Any]:
-    """Return what the institution's account claims at the audit's delta; epsilon is None where it claims nothing."""
+def _claim(simulation: Simulation, name: str, folder: Path) -> tuple[dict[str, Any], list[SampledGaussian]]:
+    """Return what the institution's account claims at the audit's delta, None where it claims nothing; its charges."""
     plan = simulation.job.settings.privacy
     if plan is None:
-        return {"epsilon": None, "delta": DELTA, "mechanisms": [], "unproven": ""}
+        return {"epsilon": None, "delta": DELTA, "mechanisms": [], "unproven": ""}, []
     examples = len(simulation.part.train[simulation.part.names.index(name)])
     delta = min(DELTA, plan.checked_delta(examples))
     account = Account(home() / "state" / "simulation" / name / RUNS / read_run_id(folder), delta=delta)
-    return {
+    claim = {
         "epsilon": account.stated_epsilon,
         "delta": delta,
         "mechanisms": sorted(set(account.mechanisms)),
         "unproven": plan.unproven,
     }
+    return claim, account.spent
 
 
-def _shown(scores_m: NDArray[np.float64], was_in_m: NDArray[np.bool_], claim: dict[str, Any]) -> dict[str, Any]:
-    """Return what guesses by the scores show, beside the claim."""
+def _guessed(
+    scores_m: NDArray[np.float64], was_in_m: NDArray[np.bool_], delta: float, significance: float
+) -> dict[str, Any]:
+    """Return what guesses by the scores show."""
     m = len(scores_m)
     require(
         bool(np.isfinite(scores_m).all()), "an audit's scores must be finite; a model has diverged: choose a lower lr"
     )
     numbers = sorted({max(2, round(share * m)) for share in SHARES})
-    found = lower_bounds([guessed(scores_m, was_in_m, guesses) for guesses in numbers], claim["delta"])
-    most = lower_bounds([Guesses(m, guesses, guesses) for guesses in numbers], claim["delta"])
-    bounds = {
-        method: {"epsilon": bound, "guesses": one.guesses, "right": one.right, "most": most[method][0]}
-        for method, (bound, one) in found.items()
-    }
-    claimed = claim["epsilon"]
+    bound, one = lower_bound([guessed(scores_m, was_in_m, guesses) for guesses in numbers], delta, significance)
+    most, _ = lower_bound([Guesses(m, guesses, guesses) for guesses in numbers], delta, significance)
     return {
         "canaries": m,
         "in": int(was_in_m.sum()),
         "auc": auc(scores_m, was_in_m),
         "thresholds": len(numbers),
-        "bounds": bounds,
-        "claim": claim,
-        "refuted": claimed is not None and any(one["epsilon"] > claimed for one in bounds.values()),
+        "bounds": {"steinke": {"epsilon": bound, "guesses": one.guesses, "right": one.right, "most": most}},
     }

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 from flwr.app import RecordDict
@@ -9,6 +10,7 @@ from harness import node_configs, write_shards
 
 from flwr_replay.cli.main import main
 from flwr_replay.institution import budget
+from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 from flwr_replay.privacy.dpsgd import noisy_step
 from flwr_replay.runs.audit import audited_app
@@ -40,7 +42,9 @@ def test_an_honest_run_is_not_refuted_and_its_report_lies_in_the_run_s_folder(au
     assert code == 0
     assert report["refuted"] is False
     assert report["canaries"] == 200
-    assert set(report["bounds"]) == {"steinke", "mahloujifar"}
+    assert report["steps"]["found"] == []
+    assert report["steps"]["steps"] == report["steps"]["charged"] == 20
+    assert report["claim"]["epsilon"] < report["steps"]["detectable"]
     [written] = tmp_path.glob("runs/*/audit.json")
     assert {key: value for key, value in json.loads(written.read_text()).items() if key in report} == report
     claim = report["claim"]
@@ -52,24 +56,59 @@ def test_an_honest_run_is_not_refuted_and_its_report_lies_in_the_run_s_folder(au
     assert claim["epsilon"] > 4  # which holds at delta 1/|D|
 
 
-def test_a_refuted_claim_has_exit_code_1_and_says_so(audit, monkeypatch):
+def test_a_refuted_claim_has_exit_code_1_and_says_why(audit, monkeypatch):
     def quieter(*args, sigma, **rest):
-        return noisy_step(*args, sigma=sigma / 20, **rest)
+        return noisy_step(*args, sigma=sigma / 2, **rest)
 
     monkeypatch.setattr(budget, "noisy_step", quieter)
-    code, out, _ = audit("strategy=fedavg", *DIGITS, "dp=classifier", "target-epsilon=0.5", "--canaries", "300")
+    code, out, _ = audit("strategy=fedavg", *DIGITS, "dp=classifier", "target-epsilon=8", "--canaries", "300")
     assert code == 1
     assert "REFUTED" in out
+    assert "Found: less noise, for what one example adds, than charged." in out
     assert "no proof" not in out
 
 
-def test_the_text_says_what_it_cannot_show(audit):
+def test_the_text_says_what_it_could_have_seen_and_what_it_cannot_show(audit):
     code, out, _ = audit(*FEDAVG, "--canaries", "100")
     assert code == 0
+    assert "would have been found in 95 of 100 audits" in out
     assert "Not refuted is no proof" in out
-    assert "if all were it would be" in out
-    assert "as of a Gaussian's trade-off curve" in out
-    assert "corrected for 7 numbers of guesses and two bounds" in out
+    assert "so they can refute no larger claim" in out
+    assert "an honest claim is refuted in at most 1 of 100 audits" in out
+
+
+def test_an_account_that_charges_half_of_the_steps_is_refuted(audit, monkeypatch):
+    whole = Account.charge
+
+    def half(account, mechanism, cost, *noise):
+        whole(account, mechanism, replace(cost, steps=cost.steps // 2), *noise)
+
+    monkeypatch.setattr(Account, "charge", half)
+    code, out, _ = audit(*FEDAVG, "--canaries", "100")
+    assert code == 1
+    assert "20 steps of DP-SGD were seen, 10 were charged" in out
+
+
+METHODS = {
+    "a proxy": ["strategy=proxyfl", "dp=proxy"],
+    "a generator": [
+        "strategy=cwt",
+        "replay=vqvae2",
+        "dp=generator",
+        "generator.codebook=gradient",
+        "generator.width=8",
+    ],
+    "a part, by opacus": ["strategy=fedreplay", "model=cnn", "model.width=4", "model.norm=group", "dp=encoder"],
+}
+
+
+@pytest.mark.parametrize("words", METHODS.values(), ids=METHODS)
+def test_in_honest_steps_of_other_methods_nothing_is_found(audit, words):
+    code, out, _ = audit(*DIGITS, *words, "target-epsilon=8", "rounds=1", "--canaries", "40", "--json")
+    assert code == 0
+    report = json.loads(out)["steps"]
+    assert report["found"] == []
+    assert report["steps"] == report["charged"] > 0
 
 
 def test_mislabelled_images_are_found_without_dp_and_nothing_is_claimed(audit):

@@ -1,0 +1,226 @@
+"""What recorded steps of DP-SGD say of noise, clipping, sampling and charges, whatever the code says of itself.
+
+A step is seen from outside: rows that were drawn, what one example adds to a sum, and by how much the weights moved.
+What is left of a move without the sum is noise. Everything is in units of C:
+
+    r = u − S,    u the move, S the sum of clipped gradients;    A = the most that one example adds to a sum
+
+An account that charges σ, q and n steps says that r is N(0, σ²A²) in every step and coordinate, independent of S and of
+other steps, that every row joins every step with probability q, and that there were n. Each of the p-values below tests
+one of these, over n steps of d numbers. The χ² tests are exact, those of dispersion are approximate. The smallest
+p-value counts times their number (Bonferroni).
+
+It is the white-box test of Nasr et al. 2023 (arXiv 2302.07956) taken to its end: who sees a step of known gradients
+needs no guesses, since the noise's variance is measured from n · d numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import sqrt
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.stats import binom, chi2, gamma, norm
+from torch import Tensor
+
+from flwr_replay.privacy.accounting import SampledGaussian, epsilon
+
+__all__ = ["SeenSteps", "judged"]
+
+GROWTH = 0.02  # of a sum after clipping, which is let pass
+FOUND = 0.95  # of all audits: the power that is stated
+FINDINGS = {
+    "noise": "less noise, for what one example adds, than charged",
+    "noise of a step": "a step with less noise than charged",
+    "noise of a layer": "a layer with less noise than charged",
+    "noise of a parameter": "a parameter with less noise than charged",
+    "noise of all steps": "noise that cancels over the steps",
+    "repeated noise": "noise that is alike in several steps",
+    "clipping": "examples that move the weights by more than what was clipped",
+    "rate": "more rows in the batches than charged",
+    "batches": "batches whose sizes are not those of Poisson sampling",
+    "rows": "rows that join more or less evenly than by Poisson sampling",
+}
+
+
+@dataclass
+class SeenSteps:
+    """Steps of one module that were charged alike.
+
+    Attributes
+    ----------
+    cost : SampledGaussian
+        As the code says; its rate and sigma are what is tested.
+    examples : int
+        D.
+    sizes : list of int
+        Numbers of each layer, d in all.
+    most : float
+        A, in units of C.
+    batches : list of int
+        Rows of each step.
+    drawn_D : NDArray
+        How often each row was drawn, int64 (D,).
+    squares_n : list of float
+        ‖r‖² of each step.
+    squares_d, total_d : NDArray
+        Σ r² and Σ r over the steps, (d,).
+    along_n : list of float
+        r along S of each step, less what `GROWTH` lets pass.
+    """
+
+    cost: SampledGaussian
+    examples: int
+    sizes: list[int]
+    most: float = 0.0
+    batches: list[int] = field(default_factory=list)
+    squares_n: list[float] = field(default_factory=list)
+    along_n: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.drawn_D = np.zeros(self.examples, np.int64)
+        self.squares_d, self.total_d = np.zeros(sum(self.sizes)), np.zeros(sum(self.sizes))
+
+    def saw(self, rows_B: Tensor, taken: int, moved_d: Tensor, sums_d: Tensor, most: float) -> None:
+        """Record a step.
+
+        Parameters
+        ----------
+        rows_B : Tensor
+            The rows that were drawn, int64 (B,).
+        taken : int
+            Examples that the sum had.
+        moved_d, sums_d : Tensor
+            By how much the weights moved, and the sum of clipped gradients, in units of C, float64 (d,).
+        most : float
+            The largest norm of what one example added to the sum, in units of C.
+        """
+        self.batches.append(taken)
+        self.drawn_D += np.bincount(rows_B, minlength=self.examples)
+        self.most = max(self.most, most)
+        rest_d, norm_of_sum = moved_d - sums_d, float(torch.linalg.vector_norm(sums_d))
+        along = float(rest_d @ sums_d) / norm_of_sum if norm_of_sum else 0.0
+        self.along_n.append(along - GROWTH * norm_of_sum)
+        rest = rest_d.cpu().numpy()
+        self.squares_n.append(float(rest @ rest))
+        self.squares_d += rest**2
+        self.total_d += rest
+
+    @property
+    def steps(self) -> int:
+        """How many were seen."""
+        return len(self.squares_n)
+
+    @property
+    def sigma(self) -> float:
+        """The noise that was seen, over the most that one example adds."""
+        return sqrt(sum(self.squares_n) / (self.steps * len(self.total_d))) / self.most
+
+    @property
+    def rate(self) -> float:
+        """The share of the rows that was drawn."""
+        return sum(self.batches) / (len(self.batches) * self.examples)
+
+    def p_values(self) -> dict[str, float]:
+        """Return the p-value of each test, by its key in `FINDINGS`; many tests of a kind are corrected."""
+        n, d, variance = self.steps, len(self.total_d), (self.cost.sigma * self.most) ** 2
+        layers = [part.sum() for part in np.split(self.squares_d, np.cumsum(self.sizes)[:-1])]
+        found = {
+            "noise": chi2.cdf(sum(self.squares_n) / variance, n * d),
+            "noise of a step": n * chi2.cdf(min(self.squares_n) / variance, d),
+            "noise of a layer": len(layers) * min(chi2.cdf(np.array(layers) / variance, n * np.array(self.sizes))),
+            "noise of a parameter": d * chi2.cdf(self.squares_d.min() / variance, n),
+            "noise of all steps": chi2.cdf(self.total_d @ self.total_d / (n * variance), d),
+            "repeated noise": chi2.sf(self.total_d @ self.total_d / (n * variance), d),
+            "clipping": norm.sf(sum(self.along_n) / sqrt(n * variance)),
+        }
+        q, steps = self.cost.rate, len(self.batches)
+        found["rate"] = binom.sf(sum(self.batches) - 1, steps * self.examples, q)
+        if q < 1:
+            found["batches"] = _dispersion(np.array(self.batches), self.examples, q)
+            found["rows"] = _dispersion(self.drawn_D, steps, q)
+        return {name: min(1.0, float(p)) for name, p in found.items()}
+
+    def undetected(self, significance: float) -> SampledGaussian:
+        """Return the worst steps that tests at this significance could miss in more than 5 of 100 audits."""
+        numbers = self.steps * len(self.total_d)
+        less = sqrt(chi2.ppf(significance, numbers) / chi2.ppf(FOUND, numbers))
+        q, rows = self.cost.rate, len(self.batches) * self.examples
+        more = (norm.isf(significance) + norm.ppf(FOUND)) * sqrt(q * (1 - q) / rows)
+        return SampledGaussian(min(1.0, q + more), self.cost.sigma * less, self.steps)
+
+
+def judged(
+    seen: Sequence[SeenSteps], charged: Sequence[SampledGaussian], stray: int, delta: float, significance: float
+) -> dict[str, Any]:
+    """Test what an account charges by the steps that were seen.
+
+    Parameters
+    ----------
+    seen : Sequence[SeenSteps]
+        All of an institution; each has a step.
+    charged : Sequence[SampledGaussian]
+        All charges on its account, with a sigma above 0.
+    stray : int
+        Steps without DP-SGD on weights that it trains.
+    delta : float
+        At which epsilon is stated.
+    significance : float
+        Share of honest audits in which something may be found.
+
+    Returns
+    -------
+    dict
+        `steps`; `charged`; `stray`; `kinds`: `sigma` and `rate` of each kind of step, seen and charged, and `most`, A;
+        `detectable`, the epsilon above which a fault that is the same in all steps would have been found in 95 of 100
+        audits; `found`, in words.
+    """
+    share = significance / (len(FINDINGS) * len(seen))
+    found = {name for one in seen for name, p in one.p_values().items() if p <= share}
+    found -= {name for name in found if name.startswith("noise of")} if "noise" in found else set()
+    words, steps = [FINDINGS[name] for name in FINDINGS if name in found], _steps(charged)
+    taken = _steps([replace(one.cost, steps=one.steps) for one in seen])
+    if over := sum(max(0, n - steps.get(kind, 0)) for kind, n in taken.items()):
+        words.append(f"{over:,} steps that were not charged")
+    if stray:
+        words.append(f"{stray:,} steps without DP-SGD on weights that it trains")
+    others = [SampledGaussian(*kind, n) for kind, n in steps.items() if kind not in taken]
+    return {
+        "steps": sum(taken.values()),
+        "charged": sum(steps.get(kind, 0) for kind in taken),
+        "stray": stray,
+        "kinds": [
+            {
+                "sigma": {"seen": one.sigma, "charged": one.cost.sigma},
+                "rate": {"seen": one.rate, "charged": one.cost.rate},
+                "most": one.most,
+            }
+            for one in seen
+        ],
+        "detectable": epsilon([*others, *(one.undetected(share) for one in seen)], delta),
+        "found": words,
+    }
+
+
+def _steps(costs: Sequence[SampledGaussian]) -> Mapping[tuple[float, float], int]:
+    """Return how many steps there are of each rate and sigma."""
+    found: dict[tuple[float, float], int] = {}
+    for cost in costs:
+        found[cost.rate, cost.sigma] = found.get((cost.rate, cost.sigma), 0) + cost.steps
+    return found
+
+
+def _dispersion(counts: NDArray[np.int64], trials: int, q: float) -> float:
+    """Return the p-value, two-sided, of how far counts lie from their mean, if each is binomial.
+
+    The sum of their squared deviations gets a gamma distribution of the same mean and variance.
+    """
+    variance = trials * q * (1 - q)
+    spread = 2 + (1 - 6 * q * (1 - q)) / variance  # the variance of one squared deviation, in units of `variance`²
+    whole = float(((counts - trials * q) ** 2).sum() / variance)
+    shape = len(counts) / spread
+    return 2 * min(float(tail(whole, shape, scale=spread)) for tail in (gamma.cdf, gamma.sf))
