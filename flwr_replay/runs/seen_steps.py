@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.stats import binom, chi2, gamma, norm
+from scipy.stats import beta, binom, chi2, gamma, norm
 from torch import Tensor
 
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
@@ -150,8 +150,9 @@ class SeenSteps:
         numbers = self.steps * len(self.total_d)
         less = sqrt(chi2.ppf(significance, numbers) / chi2.ppf(FOUND, numbers))
         q, rows = self.cost.rate, len(self.batches) * self.examples
-        more = (norm.isf(significance) + norm.ppf(FOUND)) * sqrt(q * (1 - q) / rows)
-        return SampledGaussian(min(1.0, q + more), self.cost.sigma * less, self.steps)
+        most = int(binom.isf(significance, rows, q)) + 1  # so many are found
+        more = float(beta.ppf(FOUND, most, rows - most + 1)) if most <= rows else 1.0
+        return SampledGaussian(more, self.cost.sigma * less, self.steps)
 
 
 def judged(

@@ -91,13 +91,6 @@ def test_an_account_that_charges_half_of_the_steps_is_refuted(audit, monkeypatch
 
 METHODS = {
     "a proxy": ["strategy=proxyfl", "dp=proxy"],
-    "a generator": [
-        "strategy=cwt",
-        "replay=vqvae2",
-        "dp=generator",
-        "generator.codebook=gradient",
-        "generator.width=8",
-    ],
     "a part, by opacus": ["strategy=fedreplay", "model=cnn", "model.width=4", "model.norm=group", "dp=encoder"],
 }
 
