@@ -125,7 +125,8 @@ class PrivacyBudget:
                 )
 
     def charge(self, mechanism: str, cost: SampledGaussian, request: ChargedRequest) -> None:
-        """Charge the account, unless it states less than the institution stated before."""
+        """Charge the account, unless it states less than the institution stated before, or the data have changed."""
+        self.state.check_data(request.run, dp=True, pooled=self.plan.pooled)
         account, stated = self.account(request.run), request.stated
         if (known := account.epsilon()) < (1 - ROUNDING) * stated:
             raise PrivacyError(

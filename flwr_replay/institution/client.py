@@ -215,9 +215,9 @@ class InstitutionClient(NumPyClient):
             )
         if self.budget:
             self.budget.plan.check_first_passes(self.budget.examples)
+        self.state.check_data(request.run, dp=self.budget is not None)
         if self.institution.tests_external:
             _ = self.institution.external  # if they are missing, the error comes before anyone trains
-        label_sums = self.task.label_sums(train.y)
         proof = proof_of(self.institution.state, request.run, self.institution.durable)
         return Present(
             name=self.institution.name,
@@ -225,7 +225,7 @@ class InstitutionClient(NumPyClient):
             raw_bytes=train.raw_bytes,
             proof=proof,
             pins=self.institution.seal.digest if self.institution.seal else "",
-            **label_sums,
+            **self.task.label_sums(train.y),
         )
 
     def evaluate_model(self, request: Evaluate) -> Evaluation:

@@ -21,7 +21,7 @@ KEY = "identity.key"
 
 
 def proof_of(folder: Path, run: str, durable: bool = True) -> str:
-    """Return an institution's proof for one run.
+    """Return an institution's proof for one run; of any other text, one that only this institution can make.
 
     Parameters
     ----------

@@ -10,6 +10,8 @@ from there as long as the file is the one that it has written.
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 from collections import OrderedDict
 from pathlib import Path
@@ -18,10 +20,11 @@ from typing import NamedTuple
 from flwr_replay.config.binding import differing, digest_of
 from flwr_replay.config.sections import NODES
 from flwr_replay.errors import PrivacyError, RefusedError, WireError
-from flwr_replay.files.atomic import NAME, private_folder, read_text, stamp, write_atomic
+from flwr_replay.files.atomic import NAME, private_folder, read_json, read_text, stamp, write_atomic
 from flwr_replay.files.disk import entries, locked, opener, reading, remove, there, writing
 from flwr_replay.files.once import write_once
 from flwr_replay.files.tensors import read_with_texts, write_tensors
+from flwr_replay.institution.identity import proof_of
 from flwr_replay.institution.owner import Institution
 from flwr_replay.memory import on_forget, remembered
 from flwr_replay.report.run_files import OF_RUN
@@ -31,6 +34,7 @@ __all__ = ["DATA", "OPTIONS", "ORIGIN", "REMOVED", "RUNS", "StateStore"]
 
 RUNS = "runs"  # the folder of all runs: the server names them, so they must not meet the institution's own files
 DATA = "data.sha256"  # a run's file: digests of the training examples, a line each
+FINGERPRINTS = "fingerprints.json"  # a run's file: by split, that of its examples and labels
 OPTIONS = "options.json"  # a run's file: those to which it is bound
 REMOVED = "removed"  # a run's file: the institution has removed what it kept of the run
 SUFFIX = ".safetensors"
@@ -81,6 +85,53 @@ class StateStore:
                 f"this institution has removed what it kept of run {run!r}, which cannot go on: begin a new run"
             )
         _bind(self.of_run(run), bound, self.institution.durable)
+
+    def check_data(self, run: str, dp: bool, pooled: bool = False) -> None:
+        """Look whether the examples and labels are those that a run began with here; the first time, note them.
+
+        What is noted is an HMAC under the institution's own key: without the key it tells nobody whether an image is
+        the institution's. It never leaves.
+
+        Parameters
+        ----------
+        run : str
+            Its id.
+        dp : bool
+            Whether the run has an account here. Otherwise it goes on with the new data, which the log says once.
+        pooled : bool
+            In a simulation, whether the institution trains on the examples of all.
+
+        Raises
+        ------
+        PrivacyError
+            Under DP, if training or validation examples are others: an account is about one data set.
+        """
+        owner, file = self.institution, self.of_run(run) / FINGERPRINTS
+        splits = {"training": owner.data.train, "validation": owner.data.val, "test": owner.data.test}
+        if pooled and owner.read_pooled:
+            splits["pooled"] = owner.read_pooled().train
+        now = {  # a line break is in no run's id: the server cannot ask for it as a proof
+            split: proof_of(owner.state, f"{run}\n{split}\n{examples.digest}", owner.durable)
+            for split, examples in splits.items()
+            if examples is not None
+        }
+        before = read_json(file, {...: str}) if there(file) else {}
+        changed = [split for split in now if before.get(split, now[split]) != now[split]]
+        if dp and set(changed) - {"test"}:
+            raise PrivacyError(
+                f"a privacy account is about one data set; the {' and '.join(changed)} examples or labels are others "
+                f"than when run {run!r} began here: restore them, or begin a new run"
+            )
+        if changed:
+            logging.getLogger("flwr").warning(
+                "%s: the %s examples or labels are others than when run %r began here; it goes on with them",
+                owner.name,
+                " and ".join(changed),
+                run,
+            )
+        if before != (kept := {**before, **now}):
+            private_folder(file.parent)
+            write_atomic(file, json.dumps(kept), to_disk=owner.durable)
 
     def note_data(self, run: str) -> None:
         """Write down which training examples the institution has in a run: a digest, and another if they change.

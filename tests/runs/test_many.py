@@ -59,7 +59,9 @@ def test_many_institutions_have_few_files_open_and_five_each_on_the_disk(tmp_pat
     assert len(result["final"]["institutions"]) == NODES
     assert 0 < display.most <= 64
     files = Counter(path.name for path in home().rglob("*") if path.is_file())
-    assert files == dict.fromkeys(("ledger.jsonl", "ledger.begun", "identity.key", "options.json", "tests"), NODES)
+    assert files == dict.fromkeys(
+        ("ledger.jsonl", "ledger.begun", "identity.key", "options.json", "fingerprints.json", "tests"), NODES
+    )
 
 
 def test_a_simulations_institutions_do_not_wait_for_the_disk_and_a_deployments_do(tmp_path, monkeypatch):
