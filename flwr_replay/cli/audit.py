@@ -65,7 +65,8 @@ def _text(report: dict[str, Any], folder: Path) -> str:
             )
         lines.append(
             f"  an epsilon above {rounded_up(steps['detectable'])} would have been found in 95 of 100 audits, if "
-            "noise, clipping or rate were wrong, alike in all steps; a step without a charge is always found"
+            "noise, clipping or rate were wrong, alike in all steps; so would sums that grow after clipping by "
+            f"{steps['growth']:.0%}; a step without a charge is always found"
         )
     lines += [
         f"  {report['canaries']:,} canaries ({report['kind']}), {report['in']:,} of them in; AUC {report['auc']:.3f}",

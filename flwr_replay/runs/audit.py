@@ -109,7 +109,11 @@ def audit(
     if isinstance(probe, ImageCanaries):
         report["releases"] = probe.releases
     elif claim["epsilon"] is not None:
-        require(bool(probe.seen), f"steps of DP-SGD are tested; {name} has taken none: choose another --institution")
+        require(
+            bool(probe.seen) and all(one.most for one in probe.seen),
+            f"steps of DP-SGD are tested; {name} has taken none that an example joined: choose another --institution, "
+            "or more rounds",
+        )
         significance /= 2  # the other half is for the guesses
         report["steps"] = judged(probe.seen, charged, probe.stray, claim["delta"], significance)
         found = report["steps"]["found"]

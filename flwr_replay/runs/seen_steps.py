@@ -7,8 +7,10 @@ What is left of a move without the sum is noise. Everything is in units of C:
 
 An account that charges σ, q and n steps says that r is N(0, σ²A²) in every step and coordinate, independent of S and of
 other steps, that every row joins every step with probability q, and that there were n. Each of the p-values below tests
-one of these, over n steps of d numbers. The χ² tests are exact, those of dispersion are approximate. The smallest
-p-value counts times their number (Bonferroni).
+one of these, over n steps of d numbers, and holds for any n. The smallest counts times their number (Bonferroni).
+
+S may depend on the noise of earlier steps, but is there before the step's own noise is drawn. So r along S is
+N(0, σ²A²) in every step, whatever went before. Rounding to float32 adds at most 2⁻²⁴ (‖w‖ + 5 ‖u‖), w the weights.
 
 It is the white-box test of Nasr et al. 2023 (arXiv 2302.07956) taken to its end: who sees a step of known gradients
 needs no guesses, since the noise's variance is measured from n · d numbers.
@@ -18,21 +20,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import sqrt
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.stats import beta, binom, chi2, gamma, norm
+from scipy.stats import beta, binom, chi2, norm
 from torch import Tensor
 
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
+from flwr_replay.rng import derived_rng
 
 __all__ = ["SeenSteps", "judged"]
 
-GROWTH = 0.02  # of a sum after clipping, which is let pass
 FOUND = 0.95  # of all audits: the power that is stated
+DRAWN = 2**16  # draws of Poisson sampling, with which counts are compared
 FINDINGS = {
     "noise": "less noise, for what one example adds, than charged",
     "noise of a step": "a step with less noise than charged",
@@ -69,8 +73,8 @@ class SeenSteps:
         ‖r‖² of each step.
     squares_d, total_d : NDArray
         Σ r² and Σ r over the steps, (d,).
-    along_n : list of float
-        r along S of each step, less what `GROWTH` lets pass.
+    along_n, sums_n : list of float
+        r along S, and ‖S‖, of each step.
     """
 
     cost: SampledGaussian
@@ -80,6 +84,7 @@ class SeenSteps:
     batches: list[int] = field(default_factory=list)
     squares_n: list[float] = field(default_factory=list)
     along_n: list[float] = field(default_factory=list)
+    sums_n: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.drawn_D = np.zeros(self.examples, np.int64)
@@ -103,8 +108,8 @@ class SeenSteps:
         self.drawn_D += np.bincount(rows_B, minlength=self.examples)
         self.most = max(self.most, most)
         rest_d, norm_of_sum = moved_d - sums_d, float(torch.linalg.vector_norm(sums_d))
-        along = float(rest_d @ sums_d) / norm_of_sum if norm_of_sum else 0.0
-        self.along_n.append(along - GROWTH * norm_of_sum)
+        self.along_n.append(float(rest_d @ sums_d) / norm_of_sum if norm_of_sum else 0.0)
+        self.sums_n.append(norm_of_sum)
         rest = rest_d.cpu().numpy()
         self.squares_n.append(float(rest @ rest))
         self.squares_d += rest**2
@@ -145,14 +150,21 @@ class SeenSteps:
             found["rows"] = _dispersion(self.drawn_D, steps, q)
         return {name: min(1.0, float(p)) for name, p in found.items()}
 
-    def undetected(self, significance: float) -> SampledGaussian:
-        """Return the worst steps that tests at this significance could miss in more than 5 of 100 audits."""
+    def undetected(self, significance: float) -> dict[str, float]:
+        """Return the largest faults that tests at this significance could miss in more than 5 of 100 audits.
+
+        Returns
+        -------
+        dict
+            `noise`: its share of what is charged; `growth`: of sums after clipping, as a share of them; `rate`.
+        """
         numbers = self.steps * len(self.total_d)
         less = sqrt(chi2.ppf(significance, numbers) / chi2.ppf(FOUND, numbers))
+        far = (norm.isf(significance) + norm.ppf(FOUND)) * sqrt(self.steps) * self.cost.sigma * self.most
         q, rows = self.cost.rate, len(self.batches) * self.examples
         most = int(binom.isf(significance, rows, q)) + 1  # so many are found
         more = float(beta.ppf(FOUND, most, rows - most + 1)) if most <= rows else 1.0
-        return SampledGaussian(more, self.cost.sigma * less, self.steps)
+        return {"noise": less, "growth": float(far / sum(self.sums_n)), "rate": more}
 
 
 def judged(
@@ -177,8 +189,9 @@ def judged(
     -------
     dict
         `steps`; `charged`; `stray`; `kinds`: `sigma` and `rate` of each kind of step, seen and charged, and `most`, A;
-        `detectable`, the epsilon above which a fault that is the same in all steps would have been found in 95 of 100
-        audits; `found`, in words.
+        `detectable`, the epsilon above which a fault of noise, clipping or rate, the same in all steps, would have
+        been found in 95 of 100 audits; `growth`, the share of sums above which so would their growth after clipping;
+        `found`, in words.
     """
     share = significance / (len(FINDINGS) * len(seen))
     found = {name for one in seen for name, p in one.p_values().items() if p <= share}
@@ -189,7 +202,10 @@ def judged(
         words.append(f"{over:,} steps that were not charged")
     if stray:
         words.append(f"{stray:,} steps without DP-SGD on weights that it trains")
-    others = [SampledGaussian(*kind, n) for kind, n in steps.items() if kind not in taken]
+    spent = [SampledGaussian(*kind, n) for kind, n in steps.items() if kind not in taken]
+    missed = [one.undetected(share) for one in seen]
+    for one, most in zip(seen, missed, strict=True):
+        spent.append(SampledGaussian(most["rate"], one.cost.sigma * most["noise"], one.steps))
     return {
         "steps": sum(taken.values()),
         "charged": sum(steps.get(kind, 0) for kind in taken),
@@ -202,7 +218,8 @@ def judged(
             }
             for one in seen
         ],
-        "detectable": epsilon([*others, *(one.undetected(share) for one in seen)], delta),
+        "detectable": epsilon(spent, delta),
+        "growth": max(most["growth"] for most in missed),
         "found": words,
     }
 
@@ -216,12 +233,19 @@ def _steps(costs: Sequence[SampledGaussian]) -> Mapping[tuple[float, float], int
 
 
 def _dispersion(counts: NDArray[np.int64], trials: int, q: float) -> float:
-    """Return the p-value, two-sided, of how far counts lie from their mean, if each is binomial.
+    """Return the p-value, two-sided, of how far counts lie from their mean, if each is binomial."""
+    drawn, seen = _distances(len(counts), trials, q), ((counts - round(trials * q)) ** 2).sum()
+    below, above = np.searchsorted(drawn, seen, "right"), DRAWN - np.searchsorted(drawn, seen)
+    return 2 * float(1 + min(below, above)) / (1 + DRAWN)
 
-    The sum of their squared deviations gets a gamma distribution of the same mean and variance.
+
+@cache
+def _distances(counts: int, trials: int, q: float) -> NDArray[np.int64]:
+    """Draw counts, and return their squared distances from the mean, rounded; summed, and sorted, (DRAWN,).
+
+    How often each number occurs among the counts is multinomial.
     """
-    variance = trials * q * (1 - q)
-    spread = 2 + (1 - 6 * q * (1 - q)) / variance  # the variance of one squared deviation, in units of `variance`²
-    whole = float(((counts - trials * q) ** 2).sum() / variance)
-    shape = len(counts) / spread
-    return 2 * min(float(tail(whole, shape, scale=spread)) for tail in (gamma.cdf, gamma.sf))
+    numbers = np.arange(binom.ppf(1e-15, trials, q), binom.isf(1e-15, trials, q) + 1).astype(np.int64)
+    shares, rng = binom.pmf(numbers, trials, q), derived_rng(0, "dispersion")
+    squares, some = (numbers - round(trials * q)) ** 2, DRAWN // 64
+    return np.sort(np.concatenate([rng.multinomial(counts, shares / shares.sum(), some) @ squares for _ in range(64)]))

@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 from flwr.app import RecordDict
 from harness import node_configs, write_shards
 
@@ -72,6 +73,7 @@ def test_the_text_says_what_it_could_have_seen_and_what_it_cannot_show(audit):
     code, out, _ = audit(*FEDAVG, "--canaries", "100")
     assert code == 0
     assert "would have been found in 95 of 100 audits" in out
+    assert "so would sums that grow after clipping" in out
     assert "Not refuted is no proof" in out
     assert "so they can refute no larger claim" in out
     assert "an honest claim is refuted in at most 1 of 100 audits" in out
@@ -87,6 +89,16 @@ def test_an_account_that_charges_half_of_the_steps_is_refuted(audit, monkeypatch
     code, out, _ = audit(*FEDAVG, "--canaries", "100")
     assert code == 1
     assert "20 steps of DP-SGD were seen, 10 were charged" in out
+
+
+def test_steps_that_no_example_joined_show_nothing(audit, monkeypatch):
+    def empty(examples, cost, stream):
+        return iter([torch.empty(0, dtype=torch.int64)] * cost.steps)
+
+    monkeypatch.setattr(budget, "poisson_batches", empty)
+    code, _, err = audit(*FEDAVG, "--canaries", "100")
+    assert code == 2
+    assert "institution-1 has taken none that an example joined" in err.splitlines()[-1]
 
 
 METHODS = {

@@ -94,6 +94,22 @@ class Noise:
         return noisy_step(*args, stream=Changed, **rest)
 
 
+def test_what_is_left_of_a_move_is_the_noise_that_was_drawn(monkeypatch):
+    drawn, whole, rounding = [], SeenSteps.saw, []
+
+    def saw(self, rows_B, taken, moved_d, sums_d, most):
+        noise_d = self.cost.sigma * flat(drawn)
+        rounding.append(float((moved_d - sums_d - noise_d).abs().max() / moved_d.abs().max()))
+        drawn.clear()
+        whole(self, rows_B, taken, moved_d, sums_d, most)
+
+    monkeypatch.setattr(budget, "noisy_step", Noise(lambda noise, place, step: drawn.append(noise) or noise))
+    monkeypatch.setattr(SeenSteps, "saw", saw)
+    assert audited(8)[0]["found"] == []
+    assert len(rounding) == STEPS
+    assert max(rounding) < 6 * 2**-24
+
+
 KEPT = {}
 NOISES = {
     "half": (lambda noise, place, step: noise / 2, "noise"),
@@ -232,12 +248,13 @@ def test_steps_past_dp_sgd_are_found():
     assert audited(after=lambda *_: own.step())[0]["found"] == []
 
 
-def recorded(rng, cost, noise=1.0, rate=1.0):
-    """Return a record of drawn steps: 40 numbers, 200 examples."""
-    seen = SeenSteps(cost, 200, [30, 10])
+def recorded(rng, cost, noise=1.0, growth=0.0, rate=1.0, examples=200):
+    """Return a record of drawn steps: 40 numbers. Sums follow the noise of earlier steps, as those of training do."""
+    seen = SeenSteps(cost, examples, [30, 10])
     for _ in range(cost.steps):
-        rows_B, sums_d = torch.from_numpy(np.flatnonzero(rng.random(200) < rate * cost.rate)), torch.ones(40).double()
-        moved_d = sums_d + noise * cost.sigma * torch.from_numpy(rng.standard_normal(40))
+        rows_B = torch.from_numpy(np.flatnonzero(rng.random(examples) < rate * cost.rate))
+        sums_d = torch.from_numpy(np.where(seen.total_d < 0, 1.0, -1.0))
+        moved_d = (1 + growth) * sums_d + noise * cost.sigma * torch.from_numpy(rng.standard_normal(40))
         seen.saw(rows_B, len(rows_B), moved_d, sums_d, 1.0)
     return seen
 
@@ -245,14 +262,27 @@ def recorded(rng, cost, noise=1.0, rate=1.0):
 def test_false_alarms_are_rarer_than_stated_and_what_is_stated_as_detectable_is_found():
     rng, cost, share = np.random.default_rng(0), SampledGaussian(0.1, 1.5, 20), 0.005 / len(FINDINGS)
     least = recorded(rng, cost).undetected(share)
-    tried = {"honest": {}, "noise": {"noise": least.sigma / cost.sigma}, "rate": {"rate": least.rate / cost.rate}}
     found = {
         name: sum(min(recorded(rng, cost, **fault).p_values().values()) <= share for _ in range(100))
-        for name, fault in tried.items()
+        for name, fault in {
+            "honest": {},
+            "noise": {"noise": least["noise"]},
+            "growth": {"growth": least["growth"]},
+            "rate": {"rate": least["rate"] / cost.rate},
+        }.items()
     }
     assert found["honest"] <= 3
     assert found["noise"] >= 88
+    assert found["growth"] >= 88
     assert found["rate"] >= 88
+
+
+@pytest.mark.parametrize(("examples", "q", "steps"), [(200, 0.1, 20), (20, 0.1, 1), (20, 0.5, 1)])
+def test_each_test_is_wrong_no_more_often_than_its_p_value_says(examples, q, steps):
+    rng, cost = np.random.default_rng(1), SampledGaussian(q, 1.5, steps)
+    tried = [recorded(rng, cost, examples=examples).p_values() for _ in range(200)]
+    wrong = {name: sum(one[name] <= 0.05 for one in tried) for name in FINDINGS}
+    assert max(wrong.values()) <= 22, wrong  # 10 are expected; more than 22 have a chance of 1 in 7,000
 
 
 def test_a_canary_adds_exactly_c_where_its_row_is_drawn_and_its_coin_says_in():
