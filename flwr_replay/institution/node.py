@@ -18,7 +18,7 @@ from flwr_replay.config.parts import VARIABLE, allow, check_allowed
 from flwr_replay.config.quoting import digits
 from flwr_replay.config.run import RECORD, RunConfig
 from flwr_replay.config.sections import BATCH, TaskConfig
-from flwr_replay.data import institution_names, load
+from flwr_replay.data import institution_names, load, load_bounded
 from flwr_replay.data.dealt import dealt, loaded, pooled
 from flwr_replay.data.decoded import FOLDER, DecodedImages
 from flwr_replay.errors import ConfigError, nearest
@@ -102,9 +102,10 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
     rules = owned.get("policy") or "none: everything may leave"
     logging.getLogger("flwr").info("%s: data %s, policy %s", owned["name"], owned["data"], rules)
     root = Path(owned["state"]) if owned.get("state") else home() / "state"
+    read = load_bounded if config.privacy.end_to_end else load
     return Institution(
         name=owned["name"],
-        read=partial(load, task, DecodedImages(root / owned["name"] / FOLDER, _cache_gb(owned) * 1e9)),
+        read=partial(read, task, DecodedImages(root / owned["name"] / FOLDER, _cache_gb(owned) * 1e9)),
         device=select_device(config.device),
         policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
         state_root=root,

@@ -5,6 +5,7 @@ import shlex
 from collections import Counter
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import Message
@@ -322,3 +323,26 @@ def test_what_is_replayed_does_not_depend_on_the_private_batches(folder, monkeyp
     drawn = [[rows for rows in of_run if len(rows) == 6 * B] for of_run in found]
     assert drawn[0] == drawn[1]
     assert len(drawn[0]) >= 4
+
+
+def test_end_to_end_a_label_above_the_classes_is_not_told(tmp_path, caplog):
+    """The server chooses task.classes, and could ask by it whether anybody has a rare class."""
+    left = []
+    for label in (2, 7):
+        folder = tmp_path / str(label)
+        folder.mkdir()
+        write_shards(folder, SIZES)
+        with np.load(folder / "b.npz") as stored:
+            arrays = dict(stored)
+        arrays["train_labels"][0] = label
+        np.savez(folder / "b.npz", **arrays)
+        for options in ([*END_TO_END, SEEDED], SMALL):
+            left.append(run(folder, *options))
+    dp, plain, dp_above, plain_above = left
+    assert not plain.result["failures"]
+    assert [one["institution"] for one in plain_above.result["failures"]] == ["b"]
+    assert dp_above.ledger == dp.ledger
+    assert not dp_above.result["failures"]
+    assert same(dp_above.weights, dp.weights)
+    [said] = {line for line in caplog.messages if "are taken for it" in line}
+    assert said.startswith("1 labels are above 2, the last of task.classes=3")
