@@ -54,7 +54,7 @@ from flwr_replay.rng import derived_seed
 from flwr_replay.wire.records import StateDict
 from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
 
-__all__ = ["StyleGAN2", "StyleGAN2Config"]
+__all__ = ["StyleGAN2", "StyleGAN2Config", "networks"]
 
 PATH_EVERY, ADA_EVERY = 4, 4  # steps
 BETAS = (0.0, 0.99)  # of Adam
@@ -136,6 +136,17 @@ def image_generator(
     return StyleGAN2(config, form, seed, device)
 
 
+def networks(config: StyleGAN2Config, form: ImageForm) -> tuple[StyleGenerator, Discriminator]:
+    """Build the generator and the discriminator."""
+    images, widths = (form.classes, form.channels, _side(form)), (config.width, config.max_width)
+    generator = StyleGenerator(config.latents, config.mapping, *images, *widths)
+    return generator, Discriminator(*images, *widths, config.residual, config.deviation)
+
+
+def _side(form: ImageForm) -> int:
+    return max(8, 1 << (form.size - 1).bit_length())
+
+
 class StyleGAN2(ImageGenerator):
     """Generator, discriminator, running means, both optimizers, and ADA's p.
 
@@ -153,14 +164,10 @@ class StyleGAN2(ImageGenerator):
 
     def __init__(self, config: StyleGAN2Config, form: ImageForm, seed: int, device: torch.device) -> None:
         self.config, self.form, self.seed, self.device = config, form, seed, device
-        side = max(8, 1 << (form.size - 1).bit_length())
+        side = _side(form)
         self.before, self.after = (side - form.size) // 2, (side - form.size + 1) // 2
-        widths = config.width, config.max_width
         with seeded(derived_seed(seed, "stylegan2")), torch.device("cpu"):
-            self.generator = StyleGenerator(config.latents, config.mapping, form.classes, form.channels, side, *widths)
-            self.discriminator = Discriminator(
-                form.classes, form.channels, side, *widths, config.residual, config.deviation
-            )
+            self.generator, self.discriminator = networks(config, form)
         self.privacy: PrivacyLoss | None = None  # made when the second part begins
         # Half as fast again on a CPU as the other order.
         self.generator.to(device).to(memory_format=torch.channels_last)

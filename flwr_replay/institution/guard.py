@@ -21,6 +21,7 @@ import psutil
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 
+from flwr_replay.config.compose import model_named
 from flwr_replay.config.halves import load_client
 from flwr_replay.config.parts import users_code
 from flwr_replay.config.run import RunConfig
@@ -34,6 +35,7 @@ from flwr_replay.errors import (
     WireError,
     one_line,
 )
+from flwr_replay.generators.sizes import bytes_of as generator_bytes
 from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.masking import Masking
 from flwr_replay.institution.node import institution_of
@@ -272,22 +274,27 @@ def _check_options(policy: Policy, config: RunConfig) -> None:
 
 def _check_size(message: Message, policy: Policy, answers: Sequence[type[Payload]], config: RunConfig) -> None:
     """Refuse, before any data are read or a model is built, one too large to be built here, or to leave."""
-    size, arrays = _model_bytes(config), message.content.get("arrays")
-    if COPIES * size > psutil.virtual_memory().available:
+    sizes, arrays = _sizes(config), message.content.get("arrays")
+    part, largest = max(sizes.items(), key=lambda pair: pair[1])
+    if COPIES * largest > psutil.virtual_memory().available:
         raise RefusedError(
-            f"a model must fit into the institution's memory {COPIES} times, to be trained; model={config.model.name} "
-            f"of this run has {size / 1e6:,.0f} MB, which do not: choose a smaller model.width or task.size"
+            f"a model must fit into the institution's memory {COPIES} times, to be trained; {part} of this run has "
+            f"{largest / 1e6:,.0f} MB, which do not: choose a smaller width or task.size"
         )
     whole = [[one for one in answer.declared().values() if one.kind == "model" and not one.part] for answer in answers]
     if arrays and whole[0]:
         policy.check_upload(arrays.count_bytes(), "the model")
     if any(field.means in ("weights", "gradient") for fields in whole for field in fields):
-        policy.check_upload(size, "the model")
+        policy.check_upload(next(iter(sizes.values())), "the model")
 
 
 @lru_cache(maxsize=64)  # the same options come with every message
-def _model_bytes(config: RunConfig) -> int:
-    return bytes_of(config.model, config.task)
+def _sizes(config: RunConfig) -> dict[str, int]:
+    """Return the bytes of all that a run may build here, by its name; those of the run's model first."""
+    models = [config.model, *map(model_named, config.strategy.private_models)]
+    found = {f"model={model.name}": bytes_of(model, config.task) for model in reversed(models)}
+    first = f"model={config.model.name}"
+    return {first: found.pop(first), **found, "generator and prior": generator_bytes(config)}
 
 
 def _keep_counts(reply: Message, answer: type[Payload]) -> None:

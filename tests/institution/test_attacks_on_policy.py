@@ -12,6 +12,8 @@ from hostile_server import HostileServer, metrics, refusal, weights
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, DataError, PrivacyError
 from flwr_replay.files.tensors import digest, write_tensors
+from flwr_replay.generators import priors, sizes, stylegan2, vqvae2
+from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.institution.node import _deployed
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.institution.state import StateStore
@@ -20,7 +22,8 @@ from flwr_replay.models import zoo
 from flwr_replay.payloads.common import RollCall, Train
 from flwr_replay.payloads.fedavgshare import Give
 from flwr_replay.payloads.fedreplay import Encode, Extract
-from flwr_replay.payloads.replay import EncodeImages, KeepCodes, KeepPrior
+from flwr_replay.payloads.replay import EncodeImages, KeepCodes, KeepPrior, TrainGenerator
+from flwr_replay.payloads.synthetic import TrainSlice
 from flwr_replay.rng import derived_seed
 from flwr_replay.wire.payload import REQUESTS
 from flwr_replay.wire.weights import to_arrays
@@ -299,6 +302,11 @@ def test_a_server_does_not_choose_by_a_column_whom_an_institution_trains_on(tmp_
         ),
         (["strategy=cwt", "model.width=4096"], "max-upload-mb: 64", "at most 64 MB leave in one message; the model"),
         (["strategy=proxyfl", "model.width=4096"], "", "must fit into the institution's memory"),
+        (
+            ["strategy=proxyfl", "strategy.private_models=[cnn2]", "task.size=1024"],
+            "",
+            "trained; model=cnn2 of this run",
+        ),
     ],
 )
 def test_a_model_is_not_built_before_its_size_is_known_to_fit(folder, monkeypatch, options, policy, said):
@@ -316,3 +324,31 @@ def test_the_bytes_of_a_model_are_known_without_it(model):
     config = compose(["task=mnist", f"model={model}"])
     built = to_arrays(zoo.build(config.model, config.task, 0))
     assert zoo.bytes_of(config.model, config.task) == sum(array.nbytes for array in built.values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["strategy=fedavg", "replay=vqvae2", "generator.width=1024"],
+        ["strategy=fedavg", "replay=pixelcnn", "prior.width=1024"],
+        ["strategy=feder", "generator=stylegan2", "generator.width=1024", "generator.max_width=1024"],
+        ["strategy=feder", "generator=vqvae2", "generator.codes=65536", "generator.dim=1024"],
+    ],
+)
+def test_a_generator_is_not_built_before_its_size_is_known_to_fit(folder, monkeypatch, options):
+    server = HostileServer(folder, *TASK, *options)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=5 * 10**7))
+    for module in (vqvae2, stylegan2, priors):
+        monkeypatch.setattr(module, "seeded", None)  # whoever builds one fails otherwise
+    asked = TrainGenerator(run="x", replayed=0) if "strategy=fedavg" in options else TrainSlice(run="x")
+    for request in (RollCall(strategy="x", run="x"), asked):
+        assert "generator and prior of this run has" in refusal(server.send(request))
+
+
+@pytest.mark.parametrize("prior", ["pixelcnn", "masked"])
+def test_the_bytes_of_a_generator_and_a_prior_are_known_without_them(prior):
+    config = compose(["task=mnist", "strategy=fedavg", "replay=pixelcnn", f"prior={prior}"])
+    plan = ReplayPlan.of(config)
+    coder = plan.fresh_generator()
+    built = [*to_arrays(coder).values(), *to_arrays(plan.fresh_prior(coder)).values()]
+    assert sizes.bytes_of(config) == sum(array.nbytes for array in built)
