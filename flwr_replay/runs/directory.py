@@ -385,6 +385,8 @@ class RunDirectory(Recorder):
         self.forgetting.rewind(server_round)
         self.traffic = Traffic(ledger_lines(self.path, FORMS[LEDGER]))
         self.failures = self._lines("failures")
+        for one in self.failures:
+            self.said[one["institution"]] += len(one["reason"])
         self.earlier = len(self.failures)
         for row in self._lines("privacy"):  # what was released stays released
             row.pop("round", None)  # older versions wrote none

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
@@ -21,6 +22,8 @@ from flwr_replay.wire.payload import Row
 from flwr_replay.wire.records import StateDict
 
 __all__ = ["Recorder", "Snapshot"]
+
+REASONS, CUT = 10_000, 100  # characters of an institution's reasons that are kept whole, and of each one after these
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.failures: list[dict[str, Any]] = []
+        self.said = Counter[str]()  # by institution: characters of its reasons in these
         self.per_round = 1  # exchanges in a round
         self.earlier = 0  # how many of these are from before the run was resumed
         self.released: dict[str, dict[str, Any]] = {}  # by institution: the epsilon and delta that it stated last
@@ -128,9 +132,11 @@ class Recorder:
         self.released[name] = {**stated, "mechanism": kind, "accountant": "rdp"}
 
     def failed(self, server_round: int, name: str, reason: str) -> None:
-        """Note that an institution refused, failed or did not answer."""
+        """Note that an institution refused, failed or did not answer; of long reasons without end, their beginnings."""
         reason = one_line(reason)
-        self.failures.append({"round": server_round, "institution": name, "reason": reason})
+        kept = reason if self.said[name] < REASONS or len(reason) <= CUT else f"{reason[: CUT - 2]} …"
+        self.said[name] += len(kept)
+        self.failures.append({"round": server_round, "institution": name, "reason": kept})
         about = f" (round {ceil(server_round / self.per_round)})" if self.per_round > 1 else ""
         logging.getLogger("flwr").warning("%s takes no part in exchange %s%s: %s", name, server_round, about, reason)
 

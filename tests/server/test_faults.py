@@ -17,7 +17,7 @@ from flwr_replay.errors import RefusedError, RunError
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.checkpoints import Checkpoints
 from flwr_replay.runs.execute import execute
-from flwr_replay.server import asking
+from flwr_replay.server import asking, recorder
 from flwr_replay.studies.compare import compare_strategies
 from flwr_replay.wire.records import config_in
 
@@ -139,6 +139,22 @@ def test_an_error_code_from_one_institution_costs_only_that_one(tmp_path, method
     result = ran(tmp_path, f"strategy={method}", "rounds=4", before=before)
     assert result["rounds"] == 4
     assert {failure["institution"] for failure in result["failures"]} == {"institution-3"}
+
+
+def test_what_is_kept_of_an_institutions_reasons_is_bounded_and_the_first_are_whole(tmp_path, monkeypatch):
+    """Also when the run is resumed; the log has all."""
+    monkeypatch.setattr(recorder, "REASONS", 2000)
+
+    def talking(grid, message):
+        train = grid.asked[-1][:2] == ("train", "institution-3")
+        return Message(Error(0, f"{len(grid.asked):04d}" + "x" * 850), reply_to=message) if train else None
+
+    result = ran(tmp_path, "rounds=5", before=talking)
+    assert [len(one["reason"]) > 850 for one in result["failures"]] == [True] * 3 + [False] * 2
+    place = tmp_path / "runs" / "x"
+    result = ran(tmp_path, "rounds=7", f"resume='{place}'", before=talking)
+    assert {len(one["reason"]) for one in result["failures"][3:]} == {recorder.CUT}
+    assert len(result["failures"]) == len((place / "failures.jsonl").read_text().splitlines()) == 7
 
 
 @pytest.mark.parametrize("method", ["fedavg", "cwt"])
