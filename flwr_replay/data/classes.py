@@ -50,13 +50,17 @@ class Classes:
     def numbers(self, labels: NDArray[Any], source: str) -> NDArray[Any]:
         """Return the classes of an array of labels, shape (N,).
 
-        Where classes are named by words, numbers are positions already, and are returned as they are.
+        Where classes are named by words, numbers are positions already, and are returned as they are; booleans are
+        not, if the words are true and false.
 
         Raises
         ------
         DataError
             For the first label that is no class.
         """
+        spoken = {name.casefold(): name for name in self.names}
+        if labels.dtype.kind == "b" and spoken.keys() == {"false", "true"}:
+            labels = np.where(labels, spoken["true"], spoken["false"])
         numeric = labels.dtype.kind in "biuf"
         if numeric and not any(map(WHOLE.fullmatch, self.names)):
             return labels

@@ -298,7 +298,7 @@ def _cast(labels: NDArray[Any], kind: str, classes: int, source: str) -> NDArray
             y = numbers.astype(np.uint8 if masks else np.int64)
     if not right.all():
         first, *pixel = map(int, np.unravel_index(np.argmin(right), right.shape))
-        value = shortened(str(labels[(first, *pixel)]))[1:-1]
+        value = shortened(str(labels[(first, *pixel)]))[1:-1] + ("" if numbers is labels else f" as {labels.dtype}")
         at = f", row {pixel[0]}, column {pixel[1]}," if pixel else ""
         raise DataError(
             f"labels must {rule}; got {value} (example {first}{at} of {source}): correct it, or leave the example out"
