@@ -91,13 +91,17 @@ def read_weights(path: Path, option: str, names: Collection[str] = ()) -> Found:
     Raises
     ------
     ConfigError
-        If the file cannot be read, holds several models that fit, or numbers that are not finite.
+        If the file cannot be read, holds several models that fit, or numbers that are not dense, finite and real.
     """
     try:
-        loaded = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+        loaded = (
+            load_file(path) if path.suffix.lower() == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+        )
     except Exception as error:  # a damaged file can raise any error
         blocked = BLOCKED.search(str(error)) if isinstance(error, UnpicklingError) else None
         line = f"{type(error).__name__} {' '.join(str(error).split())[:200]}"
+        if isinstance(error, UnpicklingError):  # PyTorch's line advises to run whatever the file holds
+            line = "torch.save did not write it so"
         if blocked:  # a whole model, or arguments beside the weights
             line = (
                 f"it also holds {blocked[1]}, which may run code when it is read: where you trust its author, save its "
@@ -119,8 +123,9 @@ def read_weights(path: Path, option: str, names: Collection[str] = ()) -> Found:
             "torch.save(torch.load(FILE)[NAME], 'weights.pth')"
         )
     for name, tensor in best[0].arrays.items():
-        if not torch.isfinite(tensor).all():
-            raise ConfigError(f"{option} must hold finite numbers; {name!r} in {path} does not")
+        dense = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized or tensor.is_complex())
+        if not (dense and torch.isfinite(tensor).all()):
+            raise ConfigError(f"{option} must hold dense, finite, real numbers; {name!r} in {path} does not")
     return best[0]
 
 

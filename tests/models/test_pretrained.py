@@ -85,6 +85,31 @@ def test_a_wrapped_checkpoint_is_opened(tmp_path, wrap):
     assert all(torch.equal(found[name], weights[name]) for name in weights if not name.startswith("head"))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: tensor.to_sparse(),
+        lambda tensor: tensor.to("meta"),
+        lambda tensor: tensor.to(torch.complex64),
+    ],
+)
+def test_weights_that_cannot_be_copied_whole_are_refused(tmp_path, change):
+    torch.save({name: change(tensor) for name, tensor in cnn().state_dict().items()}, tmp_path / "w.pth")
+    with pytest.raises(ConfigError, match="dense, finite, real numbers; 'conv1"):
+        load_pretrained(cnn(), str(tmp_path / "w.pth"))
+
+
+def test_safetensors_are_known_by_a_suffix_in_capitals_and_nobody_is_told_to_run_what_a_file_holds(tmp_path):
+    weights = cnn().state_dict()
+    save_file(weights, tmp_path / "w.SAFETENSORS")
+    found = load_pretrained(cnn(seed=1), str(tmp_path / "w.SAFETENSORS")).state_dict()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    save_file(weights, tmp_path / "w.pth")
+    with pytest.raises(ConfigError, match=r"torch\.save did not write it so") as error:
+        load_pretrained(cnn(), str(tmp_path / "w.pth"))
+    assert "weights_only" not in str(error.value)
+
+
 def test_of_several_models_that_fit_one_is_to_be_saved_alone(tmp_path):
     weights = cnn().state_dict()
     torch.save({"model": cnn(seed=1).state_dict(), "model_ema": weights, "epoch": 3}, tmp_path / "w.pth")
