@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from flwr_replay.config.sections import TaskConfig, spelled
 from flwr_replay.data.decoded import DecodedImages
-from flwr_replay.data.manifest import SPLITS, Row, manifest_rows, raws_of, words_of
+from flwr_replay.data.manifest import SPLITS, Row, manifest_rows, raws_of, some, words_of
 from flwr_replay.data.picture import fitted, is_picture, picture
 from flwr_replay.data.readers import Raw
 from flwr_replay.errors import ConfigError, DataError
@@ -91,6 +91,8 @@ def form_of(rows: Sequence[Row], given: Container[str] = ()) -> dict[str, Any]:
     red, green, blue = image.split()
     grey = red.tobytes() == green.tobytes() == blue.tobytes()
     found: dict[str, Any] = {"size": image.height, "channels": 1 if grey else 3}
+    if "class_names" not in given:
+        _refuse_inner(rows)
     if "class_names" in given:
         pass
     elif words := words_of(rows):
@@ -102,6 +104,22 @@ def form_of(rows: Sequence[Row], given: Container[str] = ()) -> dict[str, Any]:
         else:  # years, or grades from 1 on, are names
             found |= {"classes": len(numbers), "class_names": list(map(str, numbers))}
     return {name: value for name, value in found.items() if name not in given}
+
+
+def _refuse_inner(rows: Sequence[Row]) -> None:
+    """Refuse folders that are all divided alike, such as fold1/ and fold2/, or data/: their folders may be classes."""
+    inner: dict[Path, set[str]] = {}
+    for row in rows:
+        folder = Path(row.where.removeprefix("folder "))
+        if row.file.is_relative_to(folder):  # no manifest's
+            inner.setdefault(folder, set()).add("".join(row.file.relative_to(folder).parts[:-1][:1]))
+    first, names = next(iter(inner.items()), (Path(), set()))
+    if len(names) > 1 and "" not in names and all(names == others for others in inner.values()):
+        what = f"set task.data-dir={first}" if len(inner) == 1 else "put them into one folder, or into train/ and test/"
+        raise DataError(
+            f"folders above classes are no classes; {some(sorted({row.label for row in rows}))} all hold "
+            f"{some(sorted(names))}: if these are the classes, {what}; if not, set task.class-names"
+        )
 
 
 def images_below(folder: Path, unread: Counter[str]) -> list[Path]:

@@ -26,12 +26,13 @@ from flwr_replay.data.readers import SPLIT_SEED, Raw, csv_rows, shortened
 from flwr_replay.errors import DataError
 from flwr_replay.rng import derived_seed
 
-__all__ = ["SPLITS", "VALIDATED", "Row", "manifest_rows", "parted", "raws_of", "words_of"]
+__all__ = ["SPLITS", "VALIDATED", "Row", "manifest_rows", "parted", "raws_of", "some", "words_of"]
 
 SPLITS = ("train", "test", "val")
 TESTED = 0.2  # share of the patients to test on, if no split is given
 # What tables write for no value, as pandas reads them; None is a class, such as no tumour.
-MISSING = {"", "nan", "-nan", "na", "n/a", "<na>", "#n/a", "#na", "#n/a n/a", "null", "nat", "?"}
+MISSING = {"", "nan", "-nan", "na", "n/a", "n.a.", "<na>", "#n/a", "#na", "#n/a n/a", "null", "nat", "?"}
+MISSING |= {"#ref!", "#value!", "#div/0!", "#name?", "#null!", "#num!"}  # a spreadsheet's errors
 VALIDATED = 0.1  # with split=validation, share of the patients to train on that are held out, if no split is given
 
 
@@ -65,7 +66,7 @@ def manifest_rows(path: Path, site_column: str, column: str, known: Sequence[str
     ------
     DataError
         For an empty cell, an unknown split, a file that is listed twice, even under two spellings, a column that is
-        named nearly as one that is read, such as `PatientID`, or two sites that are; the error names it.
+        named nearly as one that is read, such as `PatientID`, or two sites or patients that are; the error names it.
     """
     wanted = [column, "label", *([site_column] if site_column != "site" else [])]
     lines = csv_rows(path, wanted)
@@ -75,12 +76,13 @@ def manifest_rows(path: Path, site_column: str, column: str, known: Sequence[str
             raise DataError(f"column {other!r} of {path} would not be read: call it {name!r}, or something else")
     used = {*wanted, *(name for name in (site_column, "split") if name in present)}
     for name in sorted(used):
-        if lacking := [where for where, cells in lines if not cells[name]]:
+        none = {""} if name == "label" else MISSING  # a class may be called NA
+        if lacking := [f"{cells[name]} ({where})".strip() for where, cells in lines if cells[name].casefold() in none]:
             raise DataError(
                 f"every row must have a value for {name!r}; {len(lacking):,} of {len(lines):,} have none, the first is "
                 f"{lacking[0]}: fill it in, or remove the row"
             )
-    rows, listed = [], {}  # type: list[Row], dict[Path, str]
+    rows, listed, written = [], {}, {}  # type: list[Row], dict[Path, str], dict[tuple[str, str], str]
     for where, cells in lines:
         values = {name: cells[name] for name in used}
         if "split" in values and values["split"] not in known:
@@ -88,6 +90,12 @@ def manifest_rows(path: Path, site_column: str, column: str, known: Sequence[str
         file, patient = path.parent / values[column], cells.get("patient", "")
         if (earlier := listed.setdefault(file.resolve(), where)) != where:
             raise DataError(f"a file must be listed once; {file} is in {earlier} and in {where}")
+        patient = "" if patient.casefold() in MISSING else patient
+        if (other := written.setdefault((values.get(site_column, ""), spelled(patient)), patient)) != patient:
+            raise DataError(
+                f"patients must differ by more than spelling; got {shortened(other)} and {shortened(patient)} "
+                f"({where}): write them alike, or rename one"
+            )
         rows.append(Row(file, values["label"], where, values.get(site_column), values.get("split"), patient))
     _refuse_alike({row.site: row.where for row in reversed(rows) if row.site is not None}, "sites")
     return rows
@@ -158,7 +166,7 @@ def _labels(rows: list[Row], task: TaskConfig, source: str) -> NDArray[np.int64]
     if not task.class_names and (words := words_of(rows)):
         # An institution numbers names as all others do, though it may lack a class or call one otherwise.
         raise DataError(
-            f"labels in {source} are names ({_some(words)}): set task.class-names to all {task.classes} of them, in "
+            f"labels in {source} are names ({some(words)}): set task.class-names to all {task.classes} of them, in "
             "the order of the classes, the same everywhere"
         )
     classes = Classes(task)
@@ -201,7 +209,7 @@ def _refuse_alike(found: Mapping[str, str], what: str) -> None:
     first: dict[str, str] = {}
     for name, where in found.items():
         text = "".join(letter for letter in unicodedata.normalize("NFKC", name) if unicodedata.category(letter) != "Cf")
-        plain = re.sub(r"(?<=\w)[\s_-]+(?=\w)", "", text.strip().casefold())
+        plain = re.sub(r"(?<=\w)[\s_-]+(?=\w)", "", spelled(text).casefold())
         if (other := first.setdefault(plain, name)) != name:
             also = ", or set task.class-names to all of them" if what == "labels" else ""
             raise DataError(
@@ -272,5 +280,6 @@ def _place(row: Row) -> float:
         return 0.0
 
 
-def _some(names: list[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """Write a few names as a list."""
     return ", ".join(shortened(name)[1:-1] for name in names[:5]) + (", ..." if len(names) > 5 else "")

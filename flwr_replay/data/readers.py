@@ -327,6 +327,9 @@ def csv_rows(path: Path, columns: Sequence[str]) -> list[tuple[str, dict[str, st
             reader = csv.DictReader(file, skipinitialspace=True)
             reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
             rows = [(f"{path} line {reader.line_num}", row) for row in reader]
+            file.seek(0)
+            if "\0" in file.read():
+                raise csv.Error("it holds zero bytes")
             header = list(reader.fieldnames or [])
     except FileNotFoundError:
         raise DataError(f"{path} does not exist: add it") from None

@@ -115,6 +115,28 @@ def test_splits_that_would_pass_for_classes(tmp_path: Path, make: Task, folders:
     refused(make(), *words)
 
 
+@pytest.mark.parametrize(
+    ("folders", "said"),
+    [
+        (["data/a", "data/b"], "data all hold a, b: if these are the classes, set task.data-dir=.*/data;"),
+        (
+            ["Train/a", "Train/b", "Eval/a", "Eval/b"],
+            "Eval, Train all hold a, b: .* into one folder, or into train/ and test/",
+        ),
+        (["1/a", "1/b", "2/a", "2/b"], "1, 2 all hold a, b"),
+    ],
+)
+def test_what_stands_above_classes_is_asked_about(tmp_path: Path, folders: list[str], said: str) -> None:
+    drawn(tmp_path, *folders)
+    with pytest.raises(DataError, match=said):
+        read_off(tmp_path)
+    top = sorted({folder.split("/")[0] for folder in folders})
+    if len(top) == 1:
+        assert read_off(tmp_path / "data").class_names == ("a", "b")  # as the line says
+    else:
+        assert len(read_off(tmp_path, "task.class-names=['" + "','".join(top) + "']").class_names) == 2
+
+
 @pytest.mark.parametrize("names", [("valid", "invalid"), ("Train", "Car"), ("ER+", "ER-"), ("none", "glioma")])
 def test_classes_that_look_like_something_else(tmp_path: Path, names: tuple[str, str]) -> None:
     drawn(tmp_path, *names)
@@ -173,7 +195,7 @@ def test_folders_called_by_numbers_are_as_many_classes(tmp_path: Path) -> None:
     assert (read_off(tmp_path / "gap").classes, read_off(tmp_path / "gap", "task.classes=3").class_names) == (2, ())
 
 
-@pytest.mark.parametrize("missing", ["nan", "NA", "N/A", "null", "<NA>", "#N/A", "?"])
+@pytest.mark.parametrize("missing", ["nan", "NA", "N/A", "n.a.", "<NA>", "#N/A", "#VALUE!", "?"])
 @pytest.mark.parametrize("labels", [["0", "1"], ["ill", "well"]])
 def test_missing_labels_are_no_class(tmp_path: Path, missing: str, labels: list[str]) -> None:
     for n in range(9):
@@ -205,6 +227,33 @@ def test_labels_and_sites_that_are_nearly_the_same_are_asked_about(
     assert len(load(make(classes=3, class_names=(*pair, "ill"))).train)  # as the error says
     manifest(tmp_path, "image,label,site", [f"{n}.png,{n % 2},{[*pair, 'ill'][n % 3]}" for n in range(9)])
     refused(make(), "sites must differ by more than spelling")
+
+
+@pytest.mark.parametrize("pair", [("1", "1.0"), ("01", "1")])
+def test_sites_and_patients_that_are_one_number_are_asked_about(
+    tmp_path: Path, make: Task, pair: tuple[str, str]
+) -> None:
+    for n in range(9):
+        draw(tmp_path / f"{n}.png", n)
+    manifest(tmp_path, "image,label,site", [f"{n}.png,{n % 2},{pair[n % 2]}" for n in range(9)])
+    refused(make(), "sites must differ by more than spelling")
+    patients = [f"{n}.png,{n % 2},{pair[n > 4]},{'test' if n > 4 else 'train'}" for n in range(9)]
+    manifest(tmp_path, "image,label,patient,split", patients)
+    refused(make(), "patients must differ by more than spelling", "line 7")
+    manifest(tmp_path, "image,label,patient,split,site", [f"{row},s{n > 4}" for n, row in enumerate(patients)])
+    assert len(load(make()).train)  # of two sites, they are two
+
+
+@pytest.mark.parametrize("missing", ["nan", "NA", "#N/A"])
+def test_a_site_that_is_missing_is_none_and_neither_is_a_patient(tmp_path: Path, make: Task, missing: str) -> None:
+    for n in range(9):
+        draw(tmp_path / f"{n}.png", n)
+    manifest(tmp_path, "image,label,site", [f"{n}.png,{n % 2},{missing if n % 3 else 'x'}" for n in range(9)])
+    refused(make(), f"'site'; 6 of 9 have none, the first is {missing} (", "line 3")
+    manifest(tmp_path, "image,label,patient", [f"{n}.png,{n % 2},{missing if n else 'p'}" for n in range(9)])
+    patients = load(make()).train.patients
+    assert patients is not None
+    assert len(set(patients)) == len(patients)
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFD"])
@@ -418,6 +467,8 @@ def test_manifests_that_are_wrong(tmp_path: Path, make: Task) -> None:
     refused(make(), "got '-1'")
     manifest(tmp_path, "image,label", ["a.png,helthy", "c.png,ill"])
     refused(make(class_names=("healthy", "ill")), "'helthy'", "line 2", "did you mean healthy?")
+    manifest(tmp_path, "image,label", ["a\0.png,0", "a.png,1"])
+    refused(make(), "manifest.csv", "zero bytes")
     manifest(tmp_path, "image,label", ["b.png,0", "a.png,1"])
     refused(make(), "b.png", "line 2", "does not exist")
     (tmp_path / "manifest.csv").write_bytes(b"image,label\n\xff\xfe,0\n")
