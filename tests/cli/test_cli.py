@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from flwr_replay.config.catalogue import choices
-from flwr_replay.files.atomic import alone, read_json
+from flwr_replay.files.atomic import alone
 from flwr_replay.memory import forget
+from flwr_replay.report.run_files import read_result
 
 SMALL = ["model.width=4", "rounds=1", "encoder-epochs=1"]
 
@@ -208,7 +209,7 @@ def test_run_writes_its_directory(flwr_replay, tmp_path):
     assert code == 0
     result = json.loads(out)
     (folder,) = (tmp_path / "runs").iterdir()
-    assert read_json(folder / "result.json") == result
+    assert read_result(folder) == result
     for name in ("config.yaml", "environment.json", "metrics.jsonl", "ledger.jsonl", "checkpoints", "models"):
         assert (folder / name).exists()
     assert result["final"]["global"]["accuracy"] > 0.1

@@ -95,7 +95,7 @@ def test_the_doctor_names_what_is_wrong(written, tmp_path):
     (line,) = changed(written, "policy.yaml", rb"per-sample", b"synthetic")
     assert "policy.yaml refuses this study; policy lets fields of kind" in line
     (line,) = changed(written, "policy.yaml", rb"kinds", b"kind")
-    assert "unknown key 'kind'" in line
+    assert "unknown key kind in line 5" in line
     (line,) = changed(written, "clinic.env", rb"flwr-replay=[^ ]+", b"flwr-replay=99")
     assert "and 99 at the coordinator: install it from where the coordinator says" in line
     (line,) = changed(written, "clinic.env", rb" flwr=[\d.]+", b" flwr=99")
