@@ -185,7 +185,7 @@ def test_a_generator_that_never_ends_is_its_institutions_failure(folder):
         stage = config_in(message.content).get("stage")
         if stage == "train-slice" and grid.name_of(message.metadata.dst_node_id) == "a":
             asked.append(1)
-            said = {**metrics_in(reply.content), "steps": len(asked), "steps-left": 2**62}
+            said = {**metrics_in(reply.content), "steps": len(asked), "steps-left": 10**15}
             reply.content["metrics"] = MetricRecord(said)
         return reply
 

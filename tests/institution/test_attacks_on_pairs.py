@@ -62,7 +62,7 @@ def test_with_a_share_of_almost_all_one_example_is_left_to_learn_from(folder):
     assert weights(server.send(TrainMutually(arrays=server.weights, **{**ALONE, "holdout": 0.99})))
 
 
-@pytest.mark.parametrize("values", [{"kept": -1e9}, {"kept": 1e300}, {"shares": [-0.5]}, {"weights": [1e300]}])
+@pytest.mark.parametrize("values", [{"kept": -1e9}, {"kept": 1e99}, {"shares": [-0.5]}, {"weights": [1e99]}])
 def test_shares_that_are_none_are_refused(folder, values):
     server = HostileServer(folder, *DP, "strategy=proxyfl")
     server.send(TrainProxy(**PAIR, **FIRST))

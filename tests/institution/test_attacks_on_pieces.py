@@ -149,7 +149,7 @@ def test_a_damaged_file_is_one_line(folder):
     file.write_bytes(content)
     forget()
     for reply in (go_on(server), begin(server)):
-        assert refusal(reply) == "RunError; the institution's own log says more"
+        assert refusal(reply) == "DamagedError; the institution's own log says more"
 
 
 # --- under DP ---------------------------------------------------------------------------------------------------------

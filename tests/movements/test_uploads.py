@@ -170,7 +170,7 @@ def renamed(content):
         (metric("num-examples", 2.5), "num-examples must be a whole number from 1 to"),
         (metric("num-examples", [1, 2]), "num-examples must be a whole number from 1 to"),
         (metric("num-steps", -1), "num-steps must be a whole number from 0 to"),
-        (metric("train-loss", float("inf")), "train-loss must be a finite number"),
+        (metric("train-loss", float("inf")), "train-loss must be a number of at most"),
         (metric("error", float("nan")), "metrics, all finite"),
         (renamed, "weights must come back as they were sent"),
     ],
