@@ -327,7 +327,7 @@ def test_a_cell_of_other_options_is_not_taken_for_ours(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"config\.yaml must be as the run wrote it"):
         compare(tmp_path, "fedavg,local", "seeds=1", "rounds=1")
     (config.parent / "SHA256SUMS").unlink()
-    with pytest.raises(RunError, match=r"another value of training\.lr"):
+    with pytest.raises(RunError, match="SHA256SUMS must be a file"):
         compare(tmp_path, "fedavg,local", "seeds=1", "rounds=1")
 
 
