@@ -93,16 +93,14 @@ def form_of(rows: Sequence[Row], given: Container[str] = ()) -> dict[str, Any]:
     found: dict[str, Any] = {"size": image.height, "channels": 1 if grey else 3}
     if "class_names" not in given:
         _refuse_inner(rows)
-    if "class_names" in given:
-        pass
-    elif words := words_of(rows):
-        found |= {"classes": len(words), "class_names": words}
-    else:
-        numbers = sorted({int(spelled(row.label)) for row in rows})
-        if "classes" in given or numbers[0] < 0 or numbers == list(range(len(numbers))):
-            found["classes"] = numbers[-1] + 1
-        else:  # years, or grades from 1 on, are names
-            found |= {"classes": len(numbers), "class_names": list(map(str, numbers))}
+        if words := words_of(rows):
+            found |= {"classes": len(words), "class_names": words}
+        else:
+            numbers = sorted({int(spelled(row.label)) for row in rows})
+            if "classes" in given or numbers[0] < 0 or numbers == list(range(len(numbers))):
+                found["classes"] = numbers[-1] + 1
+            else:  # years, or grades from 1 on, are names
+                found |= {"classes": len(numbers), "class_names": list(map(str, numbers))}
     return {name: value for name, value in found.items() if name not in given}
 
 
