@@ -8,6 +8,8 @@ import gc
 import os
 from pathlib import Path
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: workers do not fight over the cores
 os.environ.pop("UV_RUN_RECURSION_DEPTH", None)  # hints name `uv run` under it, and the tests may run so
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the processes of tests share what one has compiled
@@ -46,6 +48,14 @@ def in_memory():
 
 if in_memory():
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))  # of tmp_path, and of nothing else
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_parts():
+    """Begin each file with no code of its own allowed: what one file allows, the next must not inherit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLWR_REPLAY_OWN_PARTS", "")
+        yield
 
 
 class Examples:
