@@ -57,8 +57,8 @@ overrides = ""
 
 POLICY = """\
 # A proposal by the coordinator: the least that this study needs. This file is the clinic's own word, so read it and
-# change what you do not agree with. docs/deploy.md explains every key. Look at what would leave, and at the verdict on
-# it, before you start: README.md has the command. An unknown key is an error, and then nothing leaves at all.
+# change what you do not agree with. docs/examples/hospitals/policy.yaml explains every key. Look at what would leave
+# before you start: README.md has the command. An unknown key is an error, and then nothing leaves at all.
 strategies: [{strategy}]
 kinds: [{kinds}]
 max-upload-mb: {upload}
