@@ -32,8 +32,10 @@ import torch
 from scipy.stats import beta
 from torch import nn
 
+from flwr_replay.engines.simulate import Simulation
 from flwr_replay.institution.budget import DPTraining
 from flwr_replay.institution.mutual import Learning, MutualLearner
+from flwr_replay.lab.audit import SHARES, audit
 from flwr_replay.learning.tasks import Classification
 from flwr_replay.models.staged import StagedModel
 from flwr_replay.privacy.account import Account
@@ -42,9 +44,7 @@ from flwr_replay.privacy.bounds import auc, guessed, lower_bound
 from flwr_replay.privacy.dpsgd import _scales, noisy_step
 from flwr_replay.privacy.secret import Stream
 from flwr_replay.report.progress import Display
-from flwr_replay.runs.audit import SHARES, audit
 from flwr_replay.runs.options import resolve
-from flwr_replay.runs.simulate import Simulation
 
 DELTA = 1e-5
 STEPS = 20

@@ -49,9 +49,9 @@ def answer(stage: str, folder: Path, size: int, cache_gb: float) -> None:
     """Answer one message, as the process that a SuperNode starts."""
     from flwr_replay.client_app import app
     from flwr_replay.config.compose import compose
+    from flwr_replay.engines.inline import InlineGrid
     from flwr_replay.models.zoo import backbone
     from flwr_replay.payloads.common import Evaluate, RollCall, Train
-    from flwr_replay.runs.engine import InlineGrid
     from flwr_replay.wire.records import array_record
     from flwr_replay.wire.weights import to_arrays
 

@@ -38,6 +38,8 @@ from flwr.serverapp.strategy import FedAvg
 from flwr_replay.config.compose import compose
 from flwr_replay.config.run import RunConfig
 from flwr_replay.data.dealt import dealt, loaded
+from flwr_replay.engines.inline import InlineGrid
+from flwr_replay.engines.simulate import Simulation, run_inline, run_ray
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import iterations, make_optimizer, torch_rng
@@ -46,8 +48,6 @@ from flwr_replay.movements.parallel import weighted_mean
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
-from flwr_replay.runs.engine import InlineGrid
-from flwr_replay.runs.simulate import Simulation, run_inline, run_ray
 from flwr_replay.wire.records import StateDict
 from flwr_replay.wire.weights import load_arrays, to_arrays
 

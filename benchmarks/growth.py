@@ -16,9 +16,9 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from flwr_replay.engines.simulate import run_inline
 from flwr_replay.report.progress import Display, shown_bytes
 from flwr_replay.runs.opening import read_run_id
-from flwr_replay.runs.simulate import run_inline
 
 WEEK = 7 * 24 * 60  # rounds
 SMALL = ["task=digits", "model=mlp", "model.width=8", "partition.size=60", "device=cpu", "evaluate_every=1"]

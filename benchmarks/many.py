@@ -35,6 +35,7 @@ from engine import evaluate, sequential, shards, visit
 
 from flwr_replay.config.compose import compose
 from flwr_replay.config.run import RunConfig
+from flwr_replay.engines.simulate import Simulation, simulate
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.state import StateStore
@@ -44,7 +45,6 @@ from flwr_replay.movements.evaluating import Evaluating
 from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.directory import RunDirectory
-from flwr_replay.runs.simulate import Simulation, simulate
 from flwr_replay.server.calling import Calling
 from flwr_replay.wire.weights import to_arrays
 

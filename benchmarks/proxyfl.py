@@ -29,6 +29,7 @@ from engine import Pairing, shards
 
 from flwr_replay.config.compose import compose
 from flwr_replay.config.run import RunConfig
+from flwr_replay.engines.simulate import Simulation, run_inline, run_ray
 from flwr_replay.institution.budget import DPTraining
 from flwr_replay.institution.mutual import Learning, MutualLearner
 from flwr_replay.learning.tasks import make_task
@@ -38,7 +39,6 @@ from flwr_replay.movements.topology import mixing_matrix
 from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.secret import Stream
 from flwr_replay.rng import derived_seed
-from flwr_replay.runs.simulate import Simulation, run_inline, run_ray
 
 
 def plain(config: RunConfig) -> Iterator[None]:

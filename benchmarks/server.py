@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from flwr_replay.config.compose import compose
 from flwr_replay.config.run import RunConfig
+from flwr_replay.engines.simulate import run_inline
 from flwr_replay.learning.latents import LatentStore, on_device, prefetched
 from flwr_replay.learning.ranks import Ranks
 from flwr_replay.learning.tasks import make_task
@@ -40,7 +41,6 @@ from flwr_replay.models.zoo import backbone
 from flwr_replay.payloads.fedreplay import Latents
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.directory import RunDirectory
-from flwr_replay.runs.simulate import run_inline
 from flwr_replay.strategies.fedreplay import FedReplay, descend
 
 JOBS = {  # from training that takes all of the time to reading that does

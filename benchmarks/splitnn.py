@@ -28,6 +28,7 @@ import torch
 from flwr_replay.config.compose import compose
 from flwr_replay.config.run import RunConfig
 from flwr_replay.data.dealt import dealt, loaded
+from flwr_replay.engines.simulate import Simulation, run_inline, run_ray
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import batches, make_optimizer, torch_rng
@@ -35,7 +36,6 @@ from flwr_replay.models import split
 from flwr_replay.models.zoo import backbone
 from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
-from flwr_replay.runs.simulate import Simulation, run_inline, run_ray
 
 NODES, EXAMPLES, BATCH = 4, 640, 32
 BATCHES = EXAMPLES // BATCH  # in a visit

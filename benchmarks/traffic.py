@@ -17,9 +17,9 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from flwr_replay.config.compose import compose
+from flwr_replay.engines.simulate import Simulation
+from flwr_replay.forecast.forecast import forecast
 from flwr_replay.movements.topology import mixing_matrix, receivers
-from flwr_replay.runs.forecast import forecast
-from flwr_replay.runs.simulate import Simulation
 
 INSTITUTIONS = (4, 8, 16, 32)
 METHODS = {  # options, and the graph of the models' recipients

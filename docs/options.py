@@ -9,7 +9,7 @@ import typer
 
 from flwr_replay.cli.main import app
 from flwr_replay.config.catalogue import choices, conf_path
-from flwr_replay.runs.described import Described, Option, comments, described, key, read, shown
+from flwr_replay.forecast.described import Described, Option, comments, described, key, read, shown
 
 HEAD = """# Options
 

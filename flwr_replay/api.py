@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
+    from flwr_replay.finished.trained import TrainedModel
     from flwr_replay.report.progress import Display
-    from flwr_replay.runs.trained import TrainedModel
 
 __all__ = ["Comparison", "Run", "Where", "compare", "plot", "run", "start"]
 
@@ -95,9 +95,9 @@ class Run:
     def model(self, institution: str = "", *, best: bool = False) -> TrainedModel:
         """Load the global model, of the last or the best round, or that of an institution.
 
-        See `flwr_replay.runs.trained.load_model`.
+        See `flwr_replay.finished.trained.load_model`.
         """
-        from flwr_replay.runs.trained import load_model
+        from flwr_replay.finished.trained import load_model
 
         return load_model(self.folder, institution, best=best)
 
@@ -316,10 +316,10 @@ def start(
             f"client-cpus and client-gpus belong to --engine ray; got {', '.join(shares)}: leave them out"
         )
     overrides, config = resolve(options, runs_dir, resume)  # reports a wrong option before PyTorch loads
+    from flwr_replay.engines.cluster.on_cluster import run_on_cluster
+    from flwr_replay.engines.simulate import Simulation, run_ray, simulate, simulate_by
     from flwr_replay.learning.training import select_device
     from flwr_replay.report.progress import without_colours
-    from flwr_replay.runs.on_cluster import run_on_cluster
-    from flwr_replay.runs.simulate import Simulation, run_ray, simulate, simulate_by
 
     without_colours()
     planned = Simulation.of(config)

@@ -33,10 +33,13 @@ from flwr_replay.client_app import app
 from flwr_replay.config.catalogue import own_options
 from flwr_replay.config.compose import compose, overrides_of
 from flwr_replay.config.halves import allow_strategy, load_client, load_strategy
+from flwr_replay.engines.inline import InlineGrid
+from flwr_replay.engines.simulate import Simulation
 from flwr_replay.errors import FlwrReplayError
 from flwr_replay.files.atomic import home
 from flwr_replay.files.lines import read_lines
 from flwr_replay.files.tensors import digest, nested, unnested
+from flwr_replay.forecast.forecast import expected, forecast, idea_of, shares_of
 from flwr_replay.institution.state import RUNS
 from flwr_replay.models.zoo import backbone
 from flwr_replay.privacy.account import CHARGES
@@ -44,11 +47,8 @@ from flwr_replay.privacy.plan import mechanisms_of
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import read_run_id
 from flwr_replay.rng import derived_seed
-from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import Job, execute
-from flwr_replay.runs.forecast import expected, forecast, idea_of, shares_of
 from flwr_replay.runs.opening import new_run_id
-from flwr_replay.runs.simulate import Simulation
 from flwr_replay.server.recorder import Recorder
 from flwr_replay.wire.ledger import ledger_lines
 from flwr_replay.wire.payload import CLIENT_APP_RAISED, REQUESTS

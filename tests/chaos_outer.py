@@ -15,10 +15,10 @@ import psutil
 from chaos_runs import check_bits, check_ledgers, spent
 from deployed import CLINICS, COORDINATOR, REFUSES, TASK, until
 
+from flwr_replay.deploy.coordinator import examine_coordinator
 from flwr_replay.files.atomic import LEFT, in_use, read_json
 from flwr_replay.files.lines import read_lines
 from flwr_replay.processes import GRACE, MARK, members
-from flwr_replay.runs.coordinator import examine_coordinator
 
 STRIKES = {  # of a run, in turn
     "deployed": [

@@ -26,11 +26,11 @@ from flwr_replay.check import NEEDED, OF_REPLAY, REPEATABLE
 from flwr_replay.cli.main import main
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.halves import load_strategy
+from flwr_replay.engines.simulate import Simulation
 from flwr_replay.files.atomic import read_json
 from flwr_replay.files.lines import read_lines
 from flwr_replay.privacy.plan import mechanisms_of
 from flwr_replay.runs.options import resolve
-from flwr_replay.runs.simulate import Simulation
 from flwr_replay.wire.ledger import ledger_lines
 
 GENERATOR = ["generator.epochs=1", "generator.width=4", "prior.epochs=1", "prior.width=4", "prior.layers=1"]

@@ -20,11 +20,11 @@ from typing import Any
 
 import psutil
 
+from flwr_replay.deploy.clinic import examine_clinic
+from flwr_replay.deploy.deployment import init
+from flwr_replay.engines.superlink import free_port
 from flwr_replay.files.lines import read_lines
 from flwr_replay.processes import MARK, family, members
-from flwr_replay.runs.clinic import examine_clinic
-from flwr_replay.runs.deployment import init
-from flwr_replay.runs.superlink import free_port
 
 HOSPITALS = Path(__file__).parents[1] / "docs" / "examples" / "hospitals"
 STUDY = ["strategy=fedreplay", "channels=1", "task.size=8", "classes=10", "model=cnn", "width=4", "cut=conv1"]

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from flwr.app import Error, Message
 
+from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.memory import forget
-from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.wire.records import config_in
 
 __all__ = ["NEVER", "Asked", "Grid", "first", "nth"]

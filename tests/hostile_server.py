@@ -9,8 +9,8 @@ from harness import node_configs
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
 from flwr_replay.config.halves import load_client
+from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.models.zoo import backbone
-from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.wire.records import arrays_in, config_in, metrics_in
 from flwr_replay.wire.weights import to_arrays
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from flwr_replay.engines.superlink import free_port
 from flwr_replay.processes import MARK, family, members
-from flwr_replay.runs.superlink import free_port
 
 RAY = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--block"]
 # Two seconds of silence mean that a machine has died.

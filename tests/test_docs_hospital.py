@@ -11,7 +11,7 @@ from harness import command
 from PIL import Image
 
 from flwr_replay.data.folder import folder_rows
-from flwr_replay.runs.rehearsal import _names, deal
+from flwr_replay.deploy.rehearsal import _names, deal
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "hospital.md").read_text(encoding="utf-8")

@@ -21,11 +21,11 @@ from flwr.app import Context, RecordDict
 from flwr.common.config import flatten_dict
 
 from flwr_replay.config.compose import from_run_config
+from flwr_replay.engines.inline import InlineGrid
+from flwr_replay.engines.superlink import flower, streamed, superlink
 from flwr_replay.errors import ConfigError
 from flwr_replay.institution.policy import LIMITS, Policy, read_policy
 from flwr_replay.models import split
-from flwr_replay.runs.engine import InlineGrid
-from flwr_replay.runs.superlink import flower, streamed, superlink
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
 APPS = ("cwt", "fedreplay", "numpy_client", "replay")  # those that end with one model

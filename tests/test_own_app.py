@@ -22,6 +22,7 @@ from flwr_replay.config.compose import compose
 from flwr_replay.config.halves import load_client, load_strategy
 from flwr_replay.config.privacy import PrivacyConfig
 from flwr_replay.config.sections import ReplayConfig, TrainingConfig
+from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.errors import ConfigError, RunError, WireError
 from flwr_replay.files.atomic import home
 from flwr_replay.generators.base import ImageForm
@@ -33,7 +34,6 @@ from flwr_replay.learning.tasks import Classification
 from flwr_replay.movements.base import Settings
 from flwr_replay.privacy.plan import Passes, PrivacyPlan
 from flwr_replay.report.progress import Display
-from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import execute
 from flwr_replay.serve import serve, serving
 from flwr_replay.server.answers import check_foreign

@@ -17,9 +17,9 @@ from safetensors.numpy import load_file
 
 from flwr_replay.cli.main import main
 from flwr_replay.config.compose import compose, from_run_config, overrides_of
+from flwr_replay.engines.simulate import run_inline
 from flwr_replay.files.atomic import read_json
 from flwr_replay.report.progress import Display
-from flwr_replay.runs.simulate import run_inline
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

@@ -39,9 +39,9 @@ def show_audit(
     from flwr_replay.runs.options import resolve
 
     overrides, config = resolve(options or [], runs_dir, "")
+    from flwr_replay.engines.simulate import Simulation
+    from flwr_replay.lab.audit import audit
     from flwr_replay.report.progress import TerminalDisplay
-    from flwr_replay.runs.audit import audit
-    from flwr_replay.runs.simulate import Simulation
 
     report, folder = audit(Simulation.of(config), overrides, institution, canaries, kind, TerminalDisplay())
     print(json.dumps(report, indent=2) if as_json else _text(report, folder))

@@ -34,7 +34,7 @@ def init(
     The options are the study's. `flwr-replay doctor --clinic FOLDER` checks a clinic's folder where it is used.
     """
     print("loading …", file=sys.stderr, flush=True)
-    from flwr_replay.runs.deployment import COORDINATOR_FOLDER, init
+    from flwr_replay.deploy.deployment import COORDINATOR_FOLDER, init
 
     place, names = Path(out).expanduser().absolute(), clinics.split(",")
     init(names, address, options or [], place)
@@ -77,8 +77,8 @@ def state(
     """
     from flwr_replay.cli.places import absolute
     from flwr_replay.data.decoded import FOLDER
+    from flwr_replay.institution.kept import bytes_of, kept, ledger_bytes, remove
     from flwr_replay.report.progress import shown_bytes, shown_time
-    from flwr_replay.runs.kept import bytes_of, kept, ledger_bytes, remove
 
     folder = absolute(place)
     found = kept(folder)

@@ -8,10 +8,10 @@ import shutil
 import socket
 from pathlib import Path
 
+from flwr_replay.engines.superlink import flower
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import home, make_folder
 from flwr_replay.runs.environment import versions
-from flwr_replay.runs.superlink import flower
 
 __all__ = ["examine"]
 

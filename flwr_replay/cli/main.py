@@ -134,8 +134,8 @@ def _forecast(options: list[str], runs_dir: str, resume: str, as_json: bool) -> 
     from flwr_replay.runs.options import resolve
 
     _, config = resolve(options, runs_dir, resume)
-    from flwr_replay.runs.forecast import forecast, forecast_page
-    from flwr_replay.runs.simulate import Simulation
+    from flwr_replay.engines.simulate import Simulation
+    from flwr_replay.forecast.forecast import forecast, forecast_page
     from flwr_replay.terminal import wrapped
 
     simulation = Simulation.of(config)
@@ -252,7 +252,7 @@ def strategies(
     as_json: AsJson = False,
 ) -> None:
     """List the methods: what each does, and what it sends. NAME shows one's source, algorithm and deviations, too."""
-    from flwr_replay.runs.forecast import describe_strategies, document_of
+    from flwr_replay.forecast.forecast import describe_strategies, document_of
     from flwr_replay.terminal import wrapped
 
     if name:
@@ -276,8 +276,8 @@ def show(
     """Print each institution's label counts, and how far the labels of any two differ (KS and TV)."""
     from flwr_replay.data.dealt import loaded
     from flwr_replay.data.show import show as describe
+    from flwr_replay.engines.simulate import Simulation
     from flwr_replay.runs.options import resolve
-    from flwr_replay.runs.simulate import Simulation
 
     _, config = resolve(options or [], ".", "")
     print(describe(loaded(config.task), Simulation.of(config).part, absolute(out) if out else None))
@@ -318,11 +318,11 @@ def doctor(
     if clinic and deployment:
         raise ConfigError("--clinic and --deployment are two questions; got both: ask them one after another")
     if deployment:
-        from flwr_replay.runs.coordinator import examine_coordinator
+        from flwr_replay.deploy.coordinator import examine_coordinator
 
         healthy, text = examine_coordinator(Path(deployment).expanduser().absolute())
     elif clinic:
-        from flwr_replay.runs.clinic import examine_clinic
+        from flwr_replay.deploy.clinic import examine_clinic
 
         healthy, text = examine_clinic(Path(clinic).expanduser().absolute())
     else:

@@ -34,8 +34,8 @@ def predict(
     images, a CSV file with a column image, or one image. With a column label the answer says which are right.
     """
     from flwr_replay.files.atomic import write_atomic
-    from flwr_replay.runs.predict import images_in, predictions, right_in
-    from flwr_replay.runs.trained import load_model
+    from flwr_replay.finished.predict import images_in, predictions, right_in
+    from flwr_replay.finished.trained import load_model
 
     source = absolute(images)
     folder = finished_place(place)
@@ -61,9 +61,9 @@ def export(
 
     RUN is a run directory, `last` for the newest in runs/, or an institution's state directory.
     """
-    from flwr_replay.runs.export import card
-    from flwr_replay.runs.export import export as write
-    from flwr_replay.runs.trained import load_model
+    from flwr_replay.finished.export import card
+    from flwr_replay.finished.export import export as write
+    from flwr_replay.finished.trained import load_model
 
     folder = finished_place(place)
     model = load_model(folder, institution, best=best)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flwr_replay.files.atomic import private_folder
+from flwr_replay.forecast.officer import findings, planned, study_options
 from flwr_replay.report.officer_page import sums, verdict, write_officer_page
-from flwr_replay.runs.officer import findings, planned, study_options
 
 __all__ = ["page"]
 

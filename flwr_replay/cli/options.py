@@ -10,7 +10,7 @@ import typer
 from flwr_replay.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from flwr_replay.runs.described import Described, Option
+    from flwr_replay.forecast.described import Described, Option
 
 __all__ = ["options"]
 
@@ -22,7 +22,7 @@ def options(
 
     GROUP is task, training, strategy=fedreplay, …; or one option: ks, partition.ks.
     """
-    from flwr_replay.runs.described import described
+    from flwr_replay.forecast.described import described
 
     known = described()
     if group and group not in known:

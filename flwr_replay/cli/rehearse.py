@@ -34,8 +34,8 @@ def rehearse(
     minute or more here: evaluate-every=N makes fewer. Ctrl-C stops everything.
     """
     print("loading …", file=sys.stderr, flush=True)
+    from flwr_replay.deploy.rehearsal import rehearse
     from flwr_replay.errors import ConfigError
-    from flwr_replay.runs.rehearsal import rehearse
 
     place = Path(out or f"rehearsal-{time.strftime('%Y%m%d-%H%M%S')}").expanduser().absolute()
     own = Path(policy).expanduser().absolute() if policy else None

@@ -52,7 +52,7 @@ def show_synthetic(
     RUN is a run directory, or a folder with its config.yaml, run-id and SHA256SUMS.
     """
     from flwr_replay.files.atomic import private_folder, write_json
-    from flwr_replay.institution.exposure import examine
+    from flwr_replay.lab.exposure import examine
     from flwr_replay.report.run_files import read_run_id
 
     found, under_dp = [], False

@@ -241,7 +241,7 @@ class Movement(Evaluating):
         Parameters
         ----------
         grid : Grid
-            Flower's, or `flwr_replay.runs.engine.InlineGrid`.
+            Flower's, or `flwr_replay.engines.inline.InlineGrid`.
         initial_arrays : ArrayRecord
             The fresh global weights.
         num_rounds : int

@@ -110,7 +110,7 @@ def write_officer_page(folder: Path, found: Mapping[str, Any]) -> tuple[Path, Pa
     folder : Path
         It exists; earlier files of these names are replaced.
     found : Mapping
-        What `flwr_replay.runs.officer.findings` returned.
+        What `flwr_replay.forecast.officer.findings` returned.
     """
     names, lines = list(found["institutions"]), found["fields"]
     hidden = SEALED if found["sealed"] else MASKED if found["masked"] else NOT_HIDDEN

@@ -1,1 +1,1 @@
-"""One run: its directory, and the engines that execute it."""
+"""One run's record: its directory, its opening, its checkpoints, and the loop that executes it."""

@@ -192,7 +192,7 @@ def run_job(
     Parameters
     ----------
     grid : Grid
-        Flower's, or `flwr_replay.runs.engine.InlineGrid`.
+        Flower's, or `flwr_replay.engines.inline.InlineGrid`.
     job : Job
         The planned run; its option `resume` names the directory of a run to continue.
     display : Display

@@ -47,7 +47,7 @@ class Exchanging(Calling):
         Parameters
         ----------
         grid : Grid
-            Flower's, or `flwr_replay.runs.engine.InlineGrid`.
+            Flower's, or `flwr_replay.engines.inline.InlineGrid`.
         server_round : int
             The number of the exchange.
         messages : iterable of Message

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import FlwrReplayError, RunError, one_line
 from flwr_replay.files.disk import entries, there
 from flwr_replay.processes import end_with_parent
@@ -30,7 +31,6 @@ from flwr_replay.report.missing import missing_suffix
 from flwr_replay.report.progress import Display, TerminalDisplay
 from flwr_replay.report.run_files import read_result
 from flwr_replay.runs.options import resolve
-from flwr_replay.runs.simulate import run_inline
 
 __all__ = ["Cell", "Method", "run_all", "run_cell", "short_hash"]
 

@@ -33,6 +33,7 @@ import yaml
 from flwr_replay.config.compose import compose, to_yaml
 from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.run import RunConfig
+from flwr_replay.engines.simulate import Simulation
 from flwr_replay.errors import ConfigError, RunError, nearest
 from flwr_replay.files.atomic import alone, make_folder, write_atomic, write_json
 from flwr_replay.files.disk import there
@@ -41,7 +42,6 @@ from flwr_replay.privacy.noise import noise_of
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report import run_files
 from flwr_replay.runs.options import resolve
-from flwr_replay.runs.simulate import Simulation
 from flwr_replay.studies.cells import Cell, Method, run_all, short_hash
 from flwr_replay.studies.methods import methods_of, named, options_of, swept
 

@@ -17,9 +17,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from flwr_replay.data.folder import folder_rows
+from flwr_replay.deploy.rehearsal import deal, supernode
+from flwr_replay.engines.superlink import flwr_run, superlink
 from flwr_replay.files.lines import read_lines
-from flwr_replay.runs.rehearsal import deal, supernode
-from flwr_replay.runs.superlink import flwr_run, superlink
 
 AWAY = 60  # seconds
 OPTIONS = ("strategy=cwt", "replay=vqvae2", "rounds=2", "evaluate_every=2", "generator.slice-seconds=45")

@@ -26,13 +26,13 @@ import subprocess
 from chaos_outer import PARTS, OnDeployment, having
 from deployed import CLINICS, COORDINATOR, REFUSES, TASK, deployed, until
 
+from flwr_replay.deploy.coordinator import examine_coordinator
+from flwr_replay.deploy.rehearsal import supernode
+from flwr_replay.engines.superlink import flwr_run, superlink
 from flwr_replay.files.atomic import in_use
 from flwr_replay.files.lines import read_lines
 from flwr_replay.report.progress import shown_bytes
 from flwr_replay.report.run_files import read_run_id
-from flwr_replay.runs.coordinator import examine_coordinator
-from flwr_replay.runs.rehearsal import supernode
-from flwr_replay.runs.superlink import flwr_run, superlink
 
 CWT = ("strategy=cwt", "rounds=1", "evaluate_every=100", "lr=0.05")
 WIDE = ("strategy=fedavg", "rounds=2", "evaluate_every=2", "nodes=2", "model.width=1500", "timeout=60")

@@ -13,8 +13,8 @@ from deployed import HOSPITALS, STUDY
 from harness import command
 
 from flwr_replay.cli.main import main
-from flwr_replay.runs.certificates import SERVER, SERVER_KEY
-from flwr_replay.runs.superlink import free_port
+from flwr_replay.engines.certificates import SERVER, SERVER_KEY
+from flwr_replay.engines.superlink import free_port
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from flwr.app import RecordDict
 from harness import node_configs, write_shards
 
 from flwr_replay.cli.main import main
+from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.institution import budget
+from flwr_replay.lab.audit import audited_app
+from flwr_replay.lab.canaries import Canaries, GradientCanaries
 from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 from flwr_replay.privacy.dpsgd import noisy_step
-from flwr_replay.runs.audit import audited_app
-from flwr_replay.runs.canaries import Canaries, GradientCanaries
-from flwr_replay.runs.engine import InlineGrid
 
 DIGITS = ["task=digits", "nodes=2", "model=mlp", "model.width=16", "partition=iid", "rounds=2", "batch-size=64"]
 FEDAVG = ["strategy=fedavg", *DIGITS, "dp=classifier", "target-epsilon=4"]

@@ -164,7 +164,7 @@ def test_a_memory_that_is_not_enough_is_reported_in_one_line(flwr_replay, monkey
     def huge(*given):
         return torch.empty(2**59)  # more than any machine has
 
-    monkeypatch.setattr("flwr_replay.runs.simulate.Simulation.of", huge)
+    monkeypatch.setattr("flwr_replay.engines.simulate.Simulation.of", huge)
     code, _, err = flwr_replay("run", *SMALL)
     assert code == 2
     assert err.splitlines()[-1].startswith("error: this machine has too little memory (")

@@ -14,12 +14,12 @@ from harness import command
 
 from flwr_replay import processes
 from flwr_replay.config.quoting import node_config
+from flwr_replay.deploy import clinic
+from flwr_replay.deploy.clinic import examine_clinic
+from flwr_replay.deploy.deployment import host_of
+from flwr_replay.engines.certificates import write_certificates
 from flwr_replay.errors import ConfigError
 from flwr_replay.institution.policy import read_policy
-from flwr_replay.runs import clinic
-from flwr_replay.runs.certificates import write_certificates
-from flwr_replay.runs.clinic import examine_clinic
-from flwr_replay.runs.deployment import host_of
 
 
 def changed(written, file, old, new):

@@ -14,14 +14,14 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from harness import command
 
+from flwr_replay.deploy import coordinator, examining
+from flwr_replay.deploy.clinic import examine_clinic
+from flwr_replay.deploy.coordinator import examine_coordinator
+from flwr_replay.engines.certificates import CA, SERVER, SERVER_KEY, write_certificates
+from flwr_replay.engines.simulate import run_inline
+from flwr_replay.engines.superlink import free_port
 from flwr_replay.files.atomic import alone
 from flwr_replay.report.progress import Display
-from flwr_replay.runs import coordinator, examining
-from flwr_replay.runs.certificates import CA, SERVER, SERVER_KEY, write_certificates
-from flwr_replay.runs.clinic import examine_clinic
-from flwr_replay.runs.coordinator import examine_coordinator
-from flwr_replay.runs.simulate import run_inline
-from flwr_replay.runs.superlink import free_port
 
 
 def test_the_doctor_names_what_is_wrong_at_the_coordinator(written, tmp_path, monkeypatch, capsys):

@@ -12,12 +12,12 @@ import pytest
 from flwr_replay import run
 from flwr_replay.api import Run, plot
 from flwr_replay.cli.main import app
+from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import ConfigError, DivergedError, RunError
 from flwr_replay.files.atomic import alone
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import read_result
 from flwr_replay.runs.listing import clean, listed, spare, watch
-from flwr_replay.runs.simulate import run_inline
 
 TINY = {"task": "digits", "nodes": 2, "rounds": 2, "model.width": 4}
 

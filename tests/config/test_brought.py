@@ -17,9 +17,9 @@ from flwr_replay.config.compose import compose, compose_own
 from flwr_replay.config.parts import VARIABLE
 from flwr_replay.errors import ConfigError, RefusedError
 from flwr_replay.files.atomic import read_json
+from flwr_replay.forecast.described import described
 from flwr_replay.institution.node import _institution
 from flwr_replay.memory import forget
-from flwr_replay.runs.described import described
 from flwr_replay.wire.payload import REQUESTS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from flwr_replay.config.compose import compose, overrides_of, to_yaml
 from flwr_replay.config.parts import VARIABLE
 from flwr_replay.data.datasets import load
+from flwr_replay.engines.inline import partitions
 from flwr_replay.errors import ConfigError, DataError, RefusedError, RunError
 from flwr_replay.institution.node import _institution
 from flwr_replay.models import split
@@ -19,7 +20,6 @@ from flwr_replay.models.own import check_layers
 from flwr_replay.models.zoo import backbone, build
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.rng import derived_seed
-from flwr_replay.runs.engine import partitions
 from flwr_replay.wire.weights import to_arrays
 
 NETS = """

@@ -5,10 +5,10 @@ import shutil
 import pytest
 from clinical import draw, levels, read, refused, truncate
 
+from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import ConfigError
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.options import resolve
-from flwr_replay.runs.simulate import run_inline
 
 SIZE = ("task.size=8",)
 MONTGOMERY, SHENZHEN = "MontgomerySet", "ChinaSet_AllFiles"

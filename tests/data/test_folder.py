@@ -16,8 +16,8 @@ from PIL import Image
 from flwr_replay.config.sections import PartitionConfig, TaskConfig
 from flwr_replay.data import Dataset, load, partition
 from flwr_replay.errors import ConfigError, DataError
+from flwr_replay.finished.predict import images_in
 from flwr_replay.runs.options import resolve
-from flwr_replay.runs.predict import images_in
 
 Task = Callable[..., TaskConfig]
 

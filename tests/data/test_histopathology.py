@@ -6,10 +6,10 @@ import pytest
 from slides import TASK, write_slides
 
 from flwr_replay.config.compose import compose
+from flwr_replay.engines.simulate import Simulation, run_inline
 from flwr_replay.errors import ConfigError, RefusedError
+from flwr_replay.forecast.forecast import forecast
 from flwr_replay.report.progress import Display
-from flwr_replay.runs.forecast import forecast
-from flwr_replay.runs.simulate import Simulation, run_inline
 
 
 @pytest.fixture

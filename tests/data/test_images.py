@@ -11,7 +11,7 @@ from flwr_replay.data import load
 from flwr_replay.data.folder import read_image
 from flwr_replay.data.images import write_images
 from flwr_replay.errors import ConfigError, RunError
-from flwr_replay.runs.predict import images_in
+from flwr_replay.finished.predict import images_in
 
 
 def test_what_predict_reads_is_what_the_data_set_has(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -18,6 +18,8 @@ from harness import forked
 from replay_runs import GENERATOR
 
 from flwr_replay.config.compose import compose
+from flwr_replay.engines.inline import InlineGrid
+from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import RunError
 from flwr_replay.files import atomic
 from flwr_replay.files.atomic import (
@@ -38,10 +40,8 @@ from flwr_replay.files.tensors import write_tensors
 from flwr_replay.institution.owner import Institution
 from flwr_replay.report.progress import Display
 from flwr_replay.runs import opening
-from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.opening import open_run
 from flwr_replay.runs.options import resolve
-from flwr_replay.runs.simulate import run_inline
 from flwr_replay.wire.records import config_in
 
 SMALL = ["model=mlp", "model.width=4", "nodes=2", "rounds=1", "device=cpu"]

@@ -12,8 +12,8 @@ from harness import node_configs, run, write_shards
 from flwr_replay.cli.main import main
 from flwr_replay.generators import perceptual
 from flwr_replay.generators.base import ImageGenerator
-from flwr_replay.institution.exposure import matched, membership
 from flwr_replay.institution.synthesis import SynthesisStages
+from flwr_replay.lab.exposure import matched, membership
 from flwr_replay.report.run_files import BOUND
 
 SIZES = {"a": 40, "b": 33}

@@ -16,6 +16,7 @@ from flwr_replay.check import WatchedGrid
 from flwr_replay.client_app import app, make_client
 from flwr_replay.clients.cwt import CWTClient
 from flwr_replay.config.compose import compose
+from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.errors import ConfigError, DataError, RefusedError
 from flwr_replay.institution import node as owned
 from flwr_replay.institution.guard import guard
@@ -25,7 +26,6 @@ from flwr_replay.models.zoo import backbone
 from flwr_replay.payloads.common import RollCall, Train
 from flwr_replay.payloads.fedreplay import Encode, Extract
 from flwr_replay.report.progress import Display
-from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import execute
 from flwr_replay.serve import serve
 from flwr_replay.wire.records import array_record, config_in, opened

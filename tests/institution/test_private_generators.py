@@ -13,7 +13,9 @@ from harness import SHARDS, Ran, broken, node_configs, run, write_shards
 from torch.nn import functional as F
 
 from flwr_replay.config.compose import compose, overrides_of
+from flwr_replay.engines.simulate import Simulation
 from flwr_replay.errors import BudgetError, ConfigError, FlwrReplayError, TrainingError
+from flwr_replay.forecast.forecast import forecast
 from flwr_replay.generators.base import ImageForm
 from flwr_replay.generators.style_layers import Discriminator
 from flwr_replay.generators.stylegan2 import StyleGAN2
@@ -29,8 +31,6 @@ from flwr_replay.privacy.dpsgd import clipped_sums
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.summary import summary
 from flwr_replay.runs.execute import Job
-from flwr_replay.runs.forecast import forecast
-from flwr_replay.runs.simulate import Simulation
 from flwr_replay.wire.records import config_in, metrics_in
 
 SIZES = {"a": 40, "b": 33, "c": 20}

@@ -16,10 +16,10 @@ from flwr_replay.check import check_strategy
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import read_json
+from flwr_replay.finished.trained import load_model
 from flwr_replay.lab.evidence import Evidence
 from flwr_replay.movements.base import Settings
 from flwr_replay.runs.execute import Job
-from flwr_replay.runs.trained import load_model
 from flwr_replay.strategies.cwt import CWT
 from flwr_replay.wire.records import opened
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from flwr_replay.config.compose import compose
+from flwr_replay.engines.simulate import Simulation, run_inline
 from flwr_replay.errors import ConfigError
 from flwr_replay.generators.sampled import VQVAE2Images
 from flwr_replay.generators.synthesis import SynthesisPlan
@@ -15,7 +16,6 @@ from flwr_replay.institution.synthesis import SynthesisStages
 from flwr_replay.payloads.synthetic import TrainSlice
 from flwr_replay.report.progress import Display
 from flwr_replay.report.summary import summary
-from flwr_replay.runs.simulate import Simulation, run_inline
 
 RUN = ["strategy=feder", "task=medmnist", "task.size=8", "classes=2", "model=cnn", "model.width=4", "device=cpu"]
 CODES = ["generator.width=4", "generator.codes=8", "generator.dim=4", "generator.epochs=8", "prior.epochs=1"]

@@ -12,14 +12,14 @@ import psutil
 import pytest
 from ray_machines import HEAD, SECOND, machines
 
+from flwr_replay.engines.cluster.on_cluster import run_on_cluster
+from flwr_replay.engines.simulate import Simulation, run_inline
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.tensors import read_tensors
 from flwr_replay.processes import MARK, family
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import read_run_id
-from flwr_replay.runs.on_cluster import run_on_cluster
 from flwr_replay.runs.options import resolve
-from flwr_replay.runs.simulate import Simulation, run_inline
 
 ROOT = Path(__file__).resolve().parents[2]
 QUIET = {"FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", "FLWR_TELEMETRY_ENABLED": "0"}

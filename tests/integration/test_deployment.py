@@ -27,12 +27,12 @@ from deployed import CLINICS, COORDINATOR, REFUSES, until
 from harness import command
 from safetensors.numpy import load_file
 
+from flwr_replay.deploy.clinic import examine_clinic
+from flwr_replay.deploy.coordinator import examine_coordinator
+from flwr_replay.engines.simulate import FAILED, run_inline
 from flwr_replay.files.atomic import in_use, read_json
 from flwr_replay.report.progress import LogDisplay
 from flwr_replay.report.run_files import read_run_id
-from flwr_replay.runs.clinic import examine_clinic
-from flwr_replay.runs.coordinator import examine_coordinator
-from flwr_replay.runs.simulate import FAILED, run_inline
 
 pytestmark = [pytest.mark.deployment, pytest.mark.xdist_group("deployment")]
 

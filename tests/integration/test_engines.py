@@ -3,10 +3,10 @@
 import pytest
 
 from flwr_replay.config.compose import compose
+from flwr_replay.engines.simulate import Simulation, run_inline, run_ray, simulate_by
 from flwr_replay.files.tensors import read_tensors
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import read_run_id
-from flwr_replay.runs.simulate import Simulation, run_inline, run_ray, simulate_by
 
 JOB = ["strategy=proxyfl", "task=digits", "partition=iid", "partition.size=60", "nodes=3", "rounds=2", "batch_size=20"]
 JOB += ["model=mlp", "width=8", "private-models=[mlp,lenet5]", "topology=complete", "device=cpu", "threads=1"]

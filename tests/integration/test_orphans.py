@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from flwr_replay.config.compose import overrides_of
+from flwr_replay.engines.simulate import run_inline
 from flwr_replay.processes import GRACE, MARK, members
 from flwr_replay.report.progress import Display
-from flwr_replay.runs.simulate import run_inline
 
 COMMAND = [sys.executable, "-c", "from flwr_replay.cli.main import main; main()"]
 SMALL = ["model=mlp", "model.width=4", "nodes=2", "rounds=5000"]

@@ -111,7 +111,7 @@ def test_what_cannot_be_rehearsed_is_refused_before_anything_is_written(play, tm
 
 def test_a_folder_without_sites_is_dealt_at_random_and_colours_are_seen(tmp_path):
     from flwr_replay.data.folder import folder_rows, form_of
-    from flwr_replay.runs.rehearsal import _names
+    from flwr_replay.deploy.rehearsal import _names
 
     for label in ("cat", "dog"):
         (tmp_path / label).mkdir()

@@ -7,13 +7,13 @@ import torchvision
 from safetensors.torch import save_file
 
 from flwr_replay.config.compose import compose
+from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import ConfigError
 from flwr_replay.models import build
 from flwr_replay.models.pretrained import load_pretrained
 from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.execute import settings_of
-from flwr_replay.runs.simulate import run_inline
 
 JOB = ["task=digits", "model=cnn", "model.width=4", "nodes=2", "rounds=1"]
 

@@ -11,10 +11,10 @@ from peers import JOB, NAMES, hospitals, run
 from flwr_replay.check import check_strategy
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.compose import compose
+from flwr_replay.engines.simulate import Simulation
 from flwr_replay.errors import ConfigError
 from flwr_replay.models.zoo import backbone
 from flwr_replay.payloads.avgpush import EvaluatePeer
-from flwr_replay.runs.simulate import Simulation
 from flwr_replay.studies.compare import compare_strategies
 from flwr_replay.wire.records import arrays_in, config_in
 from flwr_replay.wire.weights import load_arrays, parted

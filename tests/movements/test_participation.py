@@ -8,6 +8,8 @@ from harness import SHARDS, Ran, command, lines, node_configs, run, write_shards
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError
+from flwr_replay.finished.export import card
+from flwr_replay.finished.trained import load_model
 from flwr_replay.movements.hops import Cycles, Reopening, Turn
 from flwr_replay.movements.participation import number_chosen, participants
 from flwr_replay.payloads.common import Trained
@@ -15,8 +17,6 @@ from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 from flwr_replay.report.notes import notes
 from flwr_replay.report.run_page import write_run_page
 from flwr_replay.report.summary import summary
-from flwr_replay.runs.export import card
-from flwr_replay.runs.trained import load_model
 from flwr_replay.server.settings import Settings
 from flwr_replay.strategies.fedavg import FedAvg
 from flwr_replay.strategies.splitnn import SplitNN

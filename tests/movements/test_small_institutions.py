@@ -10,11 +10,11 @@ from flwr_replay.client_app import app
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.compose import compose
 from flwr_replay.config.halves import load_strategy
+from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Settings
-from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.server.recorder import Recorder
 from flwr_replay.wire.records import opened
 

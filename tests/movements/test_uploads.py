@@ -12,11 +12,11 @@ from harness import SHARDS, node_configs, write_shards
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
+from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.errors import RunError
 from flwr_replay.learning.latents import LatentStore
 from flwr_replay.payloads.fedreplay import Latents
 from flwr_replay.report.progress import Display
-from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import execute
 from flwr_replay.strategies import fedreplay
 from flwr_replay.wire.records import arrays_in

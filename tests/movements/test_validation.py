@@ -13,15 +13,15 @@ from flwr_replay.config.compose import compose
 from flwr_replay.data import load
 from flwr_replay.data.clinical.subjects import divide
 from flwr_replay.data.dealt import dealt, loaded, pooled
+from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import DataError, RunError
+from flwr_replay.finished.export import card
 from flwr_replay.institution.owner import Institution
 from flwr_replay.payloads.common import Evaluate
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_page import write_run_page
 from flwr_replay.report.summary import confusion_of, summary
 from flwr_replay.report.summary import tested_of as numbers
-from flwr_replay.runs.export import card
-from flwr_replay.runs.simulate import run_inline
 from flwr_replay.studies.compare import planned
 
 VALIDATED = "split=validation"

@@ -13,13 +13,13 @@ from flwr_replay.check import check_strategy
 from flwr_replay.config import catalogue
 from flwr_replay.config import compose as composing
 from flwr_replay.config.compose import compose
+from flwr_replay.engines.simulate import Simulation, simulate
 from flwr_replay.errors import ConfigError
+from flwr_replay.forecast.forecast import forecast
 from flwr_replay.payloads.common import Train
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.plan import Passes, PrivacyPlan
 from flwr_replay.report.progress import Display
-from flwr_replay.runs.forecast import forecast
-from flwr_replay.runs.simulate import Simulation, simulate
 
 STRATEGY = '''"""Sweeping.
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from flwr_replay.config.compose import compose
+from flwr_replay.engines.simulate import Simulation, simulate
 from flwr_replay.errors import ConfigError
+from flwr_replay.forecast.forecast import forecast, forecast_page
 from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.accounting import LocalRelease, SampledGaussian, epsilon
 from flwr_replay.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_noise
@@ -18,8 +20,6 @@ from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.privacy.secret import Stream
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.execute import Job, claim
-from flwr_replay.runs.forecast import forecast, forecast_page
-from flwr_replay.runs.simulate import Simulation, simulate
 
 OPTIONS = ["latent-clip=2", "latent-epsilon=8", "label-epsilon=3"]
 LATENTS = ["strategy=fedreplay", "device=cpu", "model.width=4", "dp=latents", *OPTIONS]

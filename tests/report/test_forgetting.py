@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flwr_replay.check import Breaking
+from flwr_replay.engines.simulate import run_inline
 from flwr_replay.report.forgetting import drops
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.options import resolve
-from flwr_replay.runs.simulate import run_inline
 
 JOB = ["task=digits", "partition=ks", "model=cnn", "model.width=4", "nodes=3", "rounds=2", "forgetting=true"]
 

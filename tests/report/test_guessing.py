@@ -5,13 +5,13 @@ import re
 from page import Page
 from sklearn.datasets import load_diabetes
 
+from flwr_replay.engines.simulate import run_inline
 from flwr_replay.files.atomic import read_json, read_text, write_json
 from flwr_replay.report.any_page import write_page
 from flwr_replay.report.imbalance import guessing_lines
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import json_of, write_of
 from flwr_replay.report.summary import summary
-from flwr_replay.runs.simulate import run_inline
 
 
 def test_a_regression_is_compared_with_the_mean_label(tmp_path, monkeypatch):

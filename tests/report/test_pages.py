@@ -10,6 +10,7 @@ from page import Page
 
 from flwr_replay.api import Comparison
 from flwr_replay.cli.main import app
+from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import read_json, write_json
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
@@ -18,7 +19,6 @@ from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import read_result, write_of, write_result
 from flwr_replay.report.summary import confusion_of, summary, warnings
 from flwr_replay.runs.listing import watch
-from flwr_replay.runs.simulate import run_inline
 from flwr_replay.studies.compare import compare_strategies
 
 TINY = ["task=digits", "nodes=2", "rounds=2", "partition=majority", "model.width=4", "seed=3"]

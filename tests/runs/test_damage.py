@@ -12,11 +12,11 @@ from harness import Stopping, older
 from replay_runs import GENERATOR
 from safetensors.numpy import load_file
 
+from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import FlwrReplayError
 from flwr_replay.files.atomic import home
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.options import resolve
-from flwr_replay.runs.simulate import run_inline
 
 SMALL = ["model=mlp", "model.width=4", "nodes=2", "device=cpu"]
 PRIVATE = ["privacy.dp=classifier", "privacy.noise=seeded", "privacy.target_epsilon=50"]

@@ -8,6 +8,7 @@ import pytest
 from harness import SHARDS, Stopping, node_configs, run, write_shards
 
 from flwr_replay.check import check_strategy
+from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import read_json
 from flwr_replay.files.lines import parts
@@ -16,7 +17,6 @@ from flwr_replay.report.progress import Display
 from flwr_replay.report.run_page import write_run_page
 from flwr_replay.runs.checkpoints import Checkpoints
 from flwr_replay.runs.options import resolve
-from flwr_replay.runs.simulate import run_inline
 from flwr_replay.wire import ledger
 from flwr_replay.wire.ledger import ledger_lines
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from harness import Stopping
 
+from flwr_replay.engines.inline import InlineGrid
+from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import home
 from flwr_replay.files.lines import each_line, read_lines
@@ -19,9 +21,7 @@ from flwr_replay.memory import forget
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import write_of
 from flwr_replay.report.summary import summary
-from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.options import resolve
-from flwr_replay.runs.simulate import run_inline
 from flwr_replay.runs.taking_part import TakingPart
 from flwr_replay.server.members import Member, Members
 from flwr_replay.server.recorder import Snapshot

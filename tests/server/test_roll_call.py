@@ -13,9 +13,9 @@ from grid import NEVER, Grid, first
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose, overrides_of
+from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.errors import RunError
 from flwr_replay.report.progress import Display
-from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import execute
 from flwr_replay.server import calling
 

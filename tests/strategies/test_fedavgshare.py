@@ -13,15 +13,15 @@ from safetensors.numpy import load_file
 from flwr_replay.check import check_strategy
 from flwr_replay.clients.fedavgshare import FedAvgShareClient
 from flwr_replay.config.compose import compose
+from flwr_replay.engines.simulate import Simulation, run_inline
 from flwr_replay.errors import ConfigError, RefusedError, RunError
+from flwr_replay.forecast.forecast import forecast_page
 from flwr_replay.institution.policy import Policy
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.models.zoo import backbone
 from flwr_replay.payloads.fedavgshare import Given
 from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
-from flwr_replay.runs.forecast import forecast_page
-from flwr_replay.runs.simulate import Simulation, run_inline
 
 
 @pytest.fixture

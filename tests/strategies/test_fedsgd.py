@@ -13,13 +13,13 @@ from torch.nn.functional import cross_entropy
 from flwr_replay.clients import fedsgd
 from flwr_replay.config.compose import compose
 from flwr_replay.config.sections import TrainingConfig
+from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.owner import Institution
 from flwr_replay.learning.tasks import Classification
 from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Settings
 from flwr_replay.rng import derived_seed
-from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.serve import serve
 from flwr_replay.strategies.fedsgd import FedSGD
 from flwr_replay.wire.records import array_record, opened

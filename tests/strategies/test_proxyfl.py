@@ -10,7 +10,9 @@ from peers import JOB, NAMES, N, broken, hospitals, run
 from torch.nn import functional
 
 from flwr_replay.config.compose import compose
+from flwr_replay.engines.simulate import Simulation, run_inline
 from flwr_replay.errors import BudgetError, ConfigError, RefusedError, RunError
+from flwr_replay.forecast.forecast import forecast_page
 from flwr_replay.learning.training import batches, torch_rng
 from flwr_replay.models.zoo import backbone
 from flwr_replay.payloads.mutual import ReleasedProxy
@@ -18,9 +20,7 @@ from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
-from flwr_replay.runs.forecast import forecast_page
 from flwr_replay.runs.options import resolve
-from flwr_replay.runs.simulate import Simulation, run_inline
 
 PROXYFL = ["strategy=proxyfl", "rounds=2"]
 DP = ["dp=proxy", "sigma=2", "delta=0.01"]

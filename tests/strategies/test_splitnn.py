@@ -14,12 +14,12 @@ from torch.nn.functional import cross_entropy
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose, overrides_of
 from flwr_replay.config.halves import load_strategy
+from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.errors import DivergedError, FlwrReplayError, RunError
 from flwr_replay.models import placed
 from flwr_replay.models.zoo import backbone
 from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
-from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import execute, settings_of
 from flwr_replay.strategies.splitnn import group_sizes
 from flwr_replay.wire.payload import REQUESTS

@@ -10,11 +10,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from harness import command, node_configs, run, write_shards
 
 from flwr_replay.config.compose import compose
+from flwr_replay.engines.simulate import Simulation
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.lines import read_lines
 from flwr_replay.files.tensors import write_tensors
-from flwr_replay.runs.forecast import forecast
-from flwr_replay.runs.simulate import Simulation
+from flwr_replay.forecast.forecast import forecast
 from flwr_replay.wire import recording as module
 from flwr_replay.wire.recording import FOLDER, Recording, read_message
 from flwr_replay.wire.records import array_record

@@ -6,7 +6,7 @@ import task
 import torch
 from flwr.app import Context, RecordDict
 
-from flwr_replay.runs.engine import InlineGrid
+from flwr_replay.engines.inline import InlineGrid
 
 NODES = 4
 CONFIG = {"num-server-rounds": 2, "local-epochs": 2, "learning-rate": 0.05}

@@ -6,9 +6,9 @@ from harness import write_shards
 from PIL import Image
 from replay_runs import FEW, GENERATOR, PRIOR, SIZES, run
 
+from flwr_replay.engines.simulate import run_inline
 from flwr_replay.institution.pictures import draw_grid
 from flwr_replay.report.progress import Display
-from flwr_replay.runs.simulate import run_inline
 
 TILE = 3 * 8 + 3  # larger, and a border
 WIDTH = 12 * TILE + 3

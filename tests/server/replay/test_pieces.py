@@ -7,8 +7,8 @@ from harness import lines, same, write_shards
 from replay_runs import FEW, SIZES, broken, run, simulated
 
 from flwr_replay.config.compose import compose, overrides_of
-from flwr_replay.runs.forecast import forecast
-from flwr_replay.runs.simulate import Simulation
+from flwr_replay.engines.simulate import Simulation
+from flwr_replay.forecast.forecast import forecast
 from flwr_replay.server import pieces
 from flwr_replay.wire.records import array_record, arrays_in, metrics_in
 

@@ -15,7 +15,10 @@ from replay_runs import FEW, JOB, B, broken, run, simulated
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose, overrides_of
 from flwr_replay.config.halves import load_strategy
+from flwr_replay.engines.inline import InlineGrid
+from flwr_replay.engines.simulate import Simulation
 from flwr_replay.errors import ConfigError
+from flwr_replay.forecast.forecast import forecast
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.sampler import CodeSampler
 from flwr_replay.institution.budget import DPTraining, PrivacyBudget
@@ -27,10 +30,7 @@ from flwr_replay.privacy.accounting import SampledGaussian, epsilon, rounded_up
 from flwr_replay.privacy.dpsgd import clipped_sums
 from flwr_replay.privacy.secret import noise_stream
 from flwr_replay.rng import derived_seed
-from flwr_replay.runs.engine import InlineGrid
 from flwr_replay.runs.execute import settings_of
-from flwr_replay.runs.forecast import forecast
-from flwr_replay.runs.simulate import Simulation
 from flwr_replay.wire.records import config_in
 from flwr_replay.wire.weights import to_arrays
 

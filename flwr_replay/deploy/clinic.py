@@ -1,0 +1,240 @@
+"""Checks of a clinic's folder, as `flwr-replay deploy init` wrote it, where it is used: will it work.
+
+Each check uses the code that the SuperNode's processes use: the same reader of data, policy and node config.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shlex
+import socket
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import psutil
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.app import Context, RecordDict
+
+from flwr_replay.config.compose import compose
+from flwr_replay.config.quoting import node_config
+from flwr_replay.deploy.deployment import PEERS_FILE
+from flwr_replay.deploy.examining import certificate, connection, examined, free_space, is_authority, validity
+from flwr_replay.engines.certificates import CA
+from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.files.atomic import NAME, make_folder, read_bytes, read_text
+from flwr_replay.forecast.officer import refusals, study_options
+from flwr_replay.institution.kept import ledger_bytes
+from flwr_replay.institution.node import institution_of
+from flwr_replay.institution.policy import read_policy
+from flwr_replay.institution.seal import Seal, make_key, read_pins
+from flwr_replay.processes import left_clientapps
+from flwr_replay.report.progress import shown_bytes
+from flwr_replay.runs.environment import versions
+from flwr_replay.runs.execute import Job
+
+__all__ = ["examine_clinic"]
+
+KEYS = ("NAME", "ADDRESS", "DATA", "PORT", "VERSIONS")  # of clinic.env
+AGE = 300  # seconds after which a ClientApp that has hardly worked waits in vain
+
+
+def examine_clinic(folder: Path) -> tuple[bool, str]:
+    """Check a clinic's folder.
+
+    Parameters
+    ----------
+    folder : Path
+        As `deploy init` wrote it, with the clinic's data and key.
+
+    Returns
+    -------
+    bool
+        Whether all will work.
+    str
+        A line for each finding.
+
+    Raises
+    ------
+    ConfigError
+        If it is no clinic's folder.
+    """
+    own = _read(folder)
+    checks = (_versions, _names, _clientapps, _policy, _data, _state, _key, _seal, _certificate, _connection)
+    return examined({check.__name__[1:]: partial(check, folder, own) for check in checks})
+
+
+def _read(folder: Path) -> dict[str, str]:
+    """Read `clinic.env` as a shell does."""
+    file = folder / "clinic.env"
+    if not file.is_file():
+        raise ConfigError(f"--clinic must be a folder with clinic.env, as `deploy init` writes it; got {folder}")
+    try:
+        text = read_text(file)
+        words = shlex.split(text, comments=True)
+    except ValueError as error:
+        raise ConfigError(f"{file} must be quoted as in a shell: {error}") from None
+    set_lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    if set("$`;&|<>(") & set("".join(set_lines)):  # start.sh reads it as a shell
+        raise ConfigError(f"{file} must have plain values, without $ ` ; & | < > (: it is read by a shell")
+    own = {key: value for key, _, value in (word.partition("=") for word in words)}
+    if missing := [key for key in KEYS if not own.get(key)]:
+        raise ConfigError(f"{file} must have lines {', '.join(KEYS)}, without spaces around =; {missing[0]} is missing")
+    return own
+
+
+def _versions(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+    here = versions()
+    for name, _, there in (word.partition("=") for word in own["VERSIONS"].split()):
+        if here.get(name) != there:
+            get = (
+                "install it from where the coordinator says"
+                if name == "flwr-replay"
+                else f"pip install {name}=={there}"
+            )
+            raise RunError(f"{name} is {here.get(name, 'absent')} here and {there} at the coordinator: {get}")
+        yield f"{name} {there}, as at the coordinator"
+
+
+def _names(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+    if not NAME.fullmatch(own["NAME"]):
+        raise ConfigError(f"NAME in clinic.env must be the institution's name; got {own['NAME']!r}")
+    for key, value in (("the folder", str(folder)), ("DATA", _node(folder, own)["data"])):
+        if '"' in value or "\\" in value:  # start.sh puts them between double quotes
+            raise ConfigError(f"{key} must have no double quotes and backslashes in its path; got {value}: rename it")
+    port = own["PORT"]
+    if not (port.isascii() and port.isdecimal()) or not 1 <= int(port) <= 65535:
+        raise ConfigError(f"PORT in clinic.env must be from 1 to 65535; got {port!r}")
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", int(port))) == 0:
+            if not (process := _supernode(folder)):
+                raise RunError(f"port {port} is in use here by another program: change PORT in clinic.env")
+            yield f"this is {own['NAME']}; its SuperNode runs, as process {process}"
+            return
+    yield f"this is {own['NAME']}; local port {port} is free"
+
+
+def _supernode(folder: Path) -> int:
+    """Return the process that start.sh has become, as `supernode.pid` has it; 0: there is none."""
+    try:
+        process = psutil.Process(int(read_text(folder / "supernode.pid")))
+        return process.pid if Path(process.cwd()).samefile(folder) else 0
+    except (RunError, OSError, ValueError, psutil.Error):
+        return 0
+
+
+def _clientapps(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+    """Look for ClientApps that Flower leaves: a message came, and its run ended before its content did."""
+    node = _supernode(folder)
+    waiting = [one.pid for one in left_clientapps(node, time.time() - AGE)] if node else []
+    if waiting:
+        raise RunError(
+            f"a ClientApp still waits for the content of a message, after {AGE // 60} min and more: if no run is live, "
+            f"it will not come; the next run ends process {', '.join(map(str, waiting))}. If a run is live, leave it: "
+            "once it is killed, its SuperNode may wait for its answer for ever. Never use `kill -9`: every later "
+            "answer of this SuperNode would come late"
+        )
+    yield from ()
+
+
+def _policy(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+    config = compose(study_options(folder / "study"))
+    policy = read_policy(folder / "policy.yaml")
+    refused = [one for one in refusals(policy, config, Job.of(config).strategy("").all_stages()) if one["reason"]]
+    if refused:
+        raise ConfigError(f"policy.yaml refuses this study; {refused[0]['reason']}")
+    yield f"policy.yaml is valid and lets {own['NAME']} take part; the dry run in README.md shows every field"
+
+
+def _data(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+    owned = _node(folder, own)
+    config = {"overrides": shlex.join(study_options(folder / "study"))}
+    log = logging.getLogger("flwr")
+    log.disabled = True  # else what a node logs stands above the findings
+    try:
+        institution, _ = institution_of(Context(0, 0, dict(owned), RecordDict(), dict(config)))
+    finally:
+        log.disabled = False
+    train, test = institution.data.train, institution.data.test
+    if not len(test):
+        raise RunError("there must be test examples; got none: add a column split to the manifest")
+    kind = "manifest.csv" if (Path(owned["data"]) / "manifest.csv").is_file() else "no manifest.csv"
+    validating = f", {len(institution.data.val):,} to validate on" if institution.data.val else ""
+    yield f"data: {len(train):,} examples to train on{validating} and {len(test):,} to test on ({kind})"
+
+
+def _state(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+    existed = (folder / "state").exists()
+    make_folder(folder / "state", "the folder state")
+    if not existed:
+        (folder / "state").rmdir()
+    own_state = folder / "state" / own["NAME"]
+    free = free_space(folder, f"`flwr-replay deploy state {own_state}` says what a run that is over has left")
+    parts, size, recorded = ledger_bytes(own_state)
+    yield (
+        f"state: the folder can be written, {free}; ledger: {shown_bytes(size)}, parts: {parts}; recorded "
+        f"messages: {shown_bytes(recorded)}"
+    )
+
+
+def _key(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+    file = folder / "key"
+    if not file.is_file():
+        raise RunError(f"{file} is missing: run ./make-key.sh")
+    mode = file.stat().st_mode
+    if os.name == "posix" and mode & 0o077:
+        raise RunError(f"{file} must be its owner's only; its mode is {stat.S_IMODE(mode):o}: chmod 600 key")
+    try:
+        key = serialization.load_ssh_private_key(read_bytes(file), None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise RunError(f"{file} must be an OpenSSH key without a passphrase; {error}: run ./make-key.sh") from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise RunError(f"{file} must be an ECDSA key, as ./make-key.sh makes it; got {type(key).__name__}")
+    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    sent = folder / f"{own['NAME']}.pub"
+    if not sent.is_file() or read_bytes(sent).split()[:2] != public.split()[:2]:
+        raise RunError(f"{sent} must be the public half of key: ssh-keygen -y -f key > {sent.name}, and send it again")
+    yield f"key: its owner's only; {sent.name} is its public half"
+
+
+def _seal(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+    if not compose(study_options(folder / "study")).pinned:
+        return
+    make = f"flwr-replay deploy seal-key {own['NAME']}, in this folder"
+    for needed, made in (("seal.key", make), (PEERS_FILE, "put every clinic's line into it")):
+        if not (folder / needed).is_file():
+            raise RunError(f"the study needs keys, and {folder / needed} is missing: {made}")
+    seal = Seal(own["NAME"], make_key(folder / "seal.key")[0], read_pins(folder / PEERS_FILE))
+    yield f"seal: {len(seal.pins)} pinned keys ({', '.join(seal.pins)}); compare with the clinics: {seal.digest}"
+
+
+def _certificate(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+    found = certificate(folder / CA, "ask the coordinator for it again")
+    if not is_authority(found):
+        raise RunError(
+            f"{folder / CA} must be the certificate of the study's authority: ask the coordinator for it again"
+        )
+    digest = hashlib.sha256(read_bytes(folder / CA)).hexdigest()
+    yield f"{CA}: {validity(found, 'ask for a new one')}; SHA-256 {digest}"
+
+
+def _connection(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+    silent = "has the coordinator started it, does the firewall let you?"
+    yield connection(own["ADDRESS"], folder / CA, silent, "ask the coordinator")
+
+
+def _node(folder: Path, own: Mapping[str, str]) -> dict[str, str]:
+    """Return what start.sh gives the SuperNode as its node config."""
+    data = (folder / own["DATA"]).resolve()  # an absolute DATA stays as it is
+    owned = {"name": own["NAME"], "data": str(data), "state": str(folder / "state")}
+    owned["policy"] = str(folder / "policy.yaml")
+    if (folder / PEERS_FILE).is_file():
+        owned |= {"seal-key": str(folder / "seal.key"), "seal-peers": str(folder / PEERS_FILE)}
+    node_config(owned)
+    return owned

@@ -1,0 +1,256 @@
+"""What a real deployment needs, as files: a folder for the coordinator and one for each clinic.
+
+    deployment/coordinator/   certificates, the study, scripts for SuperLink, keys and runs, README.md
+    deployment/<clinic>/      ca.crt, the study, a proposed policy, scripts for key and SuperNode, README.md
+
+No clinic's private key is in it: a key is made at the clinic, by `make-key.sh`. `flwr_replay/deploy/clinic.py` checks a
+clinic's folder where it is used.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from flwr_replay.config.compose import compose_own
+from flwr_replay.config.privacy import PrivacyConfig
+from flwr_replay.config.quoting import toml_text
+from flwr_replay.config.run import RunConfig
+from flwr_replay.config.sections import require
+from flwr_replay.deploy.deployment_texts import (
+    CLINIC,
+    COORDINATOR,
+    LEAVES,
+    MAKE_SEAL_KEY,
+    MASKED_POLICY,
+    MASKED_STUDY,
+    PEERS,
+    POLICY,
+    SCRIPTS_OF_CLINIC,
+    SCRIPTS_OF_COORDINATOR,
+    SEAL_KEYS,
+    SEALED_POLICY,
+    SEALED_STEP,
+    SEALED_STUDY,
+    STAYS,
+    STUDY,
+)
+from flwr_replay.engines.certificates import CA, write_certificates
+from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.files.atomic import private_folder, read_bytes, write_atomic
+from flwr_replay.forecast.forecast import exchanged
+from flwr_replay.institution.policy import RANDOM
+from flwr_replay.learning.tasks import make_task
+from flwr_replay.payloads.common import Evaluation, Present
+from flwr_replay.runs.environment import versions
+from flwr_replay.runs.execute import Job
+from flwr_replay.wire.payload import rows
+
+__all__ = ["COORDINATOR_FOLDER", "PEERS_FILE", "host_of", "init"]
+
+COORDINATOR_FOLDER, PEERS_FILE = "coordinator", "peers.txt"
+CLINIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")  # a folder, a file, a word of a shell, a TOML text
+HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
+OWN = ("nodes", "runs_dir", "run_name", "resume", "data_dir", "task.data_dir", "partition")
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+LOCAL_PORT = 9094  # Flower's default between a SuperNode and its own processes
+DAYS = 365  # that certificates are valid
+EXAMPLES = 1000  # of an institution, where only the kinds and the largest message matter
+UPLOAD_MB = 64  # FedReplay's largest message, unless strategy.chunk-mb says otherwise
+TESTS = 500
+
+
+def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Path) -> None:
+    """Write the folders of a deployment.
+
+    Parameters
+    ----------
+    clinics : sequence of str
+        The clinics' names.
+    address : str
+        HOST:PORT at which the clinics reach the coordinator.
+    options : sequence of str
+        Of the study, as for `flwr-replay run`; without a task, it is a folder of images.
+    place : Path
+        A new folder.
+
+    Raises
+    ------
+    FlwrReplayError
+        If a name, the address or an option is wrong, before anything is written; or if the folder exists.
+    """
+    _check_names(clinics)
+    host, port = host_of(address)
+    for option in options:
+        key = option.partition("=")[0].replace("-", "_")
+        require(key not in OWN, f"deploy init sets {key.replace('_', '-')} itself: leave it out")
+    task = [] if any(option.partition("=")[0] == "task" for option in options) else ["task=folder"]
+    given = [*task, *options, "partition=natural"]
+    config = compose_own([*given, f"nodes={len(clinics)}"])
+    if config.own_parts:
+        raise ConfigError(
+            f"`deploy init` writes no start scripts for code of your own, {config.own_parts[0]}: a clinic must install "
+            "and allow it by hand, as the page docs/extend.md in flwr-replay's repository says"
+        )
+    policy, kinds = _policy(config, clinics)
+    require(not set(str(place)) & set('"\\\n'), f"--out must have no double quotes or backslashes; got {place}")
+    if place.exists():
+        raise RunError(f"a deployment's folder must be new; {place} exists: choose another --out, or delete it")
+    new = place.with_name(f".{place.name}.{os.getpid()}.tmp")
+    try:
+        known = versions()
+        pairs = [one.partition("=") for one in given]
+        named = {key.replace("_", "-"): value for key, _, value in pairs if key != "rounds"}
+        lines = "\n".join(f"{toml_text(key)} = {toml_text(value)}" for key, value in named.items())
+        study = STUDY.format(options=lines, nodes=len(clinics), rounds=config.rounds)
+        words = {
+            "clinics": ", ".join(clinics),
+            "names": " ".join(clinics),
+            "address": address,
+            "port": port,
+            "listen": host.strip("[]") if host in LOOPBACK else "::" if host.startswith("[") else "0.0.0.0",
+            "task": config.task.name,
+            "versions": f"flwr-replay={known['flwr-replay']} flwr={known['flwr']}",
+            "replay_version": known["flwr-replay"],
+            "days": DAYS,
+            "leaves": next((LEAVES[kind] for kind in LEAVES if kind in kinds), STAYS),
+            "private": _private(config.privacy),
+        }
+        home = private_folder(new / COORDINATOR_FOLDER)
+        hosts = dict.fromkeys([host.strip("[]"), "localhost", "127.0.0.1"])
+        words["ends"] = write_certificates(home / "certificates", list(hosts), DAYS).date()
+        private_folder(home / "keys")
+        _write(home, study, {"README.md": COORDINATOR, **SCRIPTS_OF_COORDINATOR}, words)
+        for k, name in enumerate(clinics):
+            own = private_folder(new / name)
+            write_atomic(own / CA, read_bytes(home / "certificates" / CA))
+            write_atomic(own / "policy.yaml", policy)
+            _write(
+                own,
+                study,
+                {"README.md": CLINIC, **SCRIPTS_OF_CLINIC},
+                {**words, **_sealed(config, name), "name": name, "local_port": LOCAL_PORT + k},
+            )
+            if config.pinned:
+                write_atomic(own / PEERS_FILE, PEERS.format(name=name))
+        os.rename(new, place)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def host_of(address: str) -> tuple[str, int]:
+    """Take an address HOST:PORT apart.
+
+    >>> host_of("superlink.example.org:8000"), host_of("[::1]:1")
+    (('superlink.example.org', 8000), ('[::1]', 1))
+
+    Raises
+    ------
+    ConfigError
+        If it is none.
+    """
+    host, _, port = address.rpartition(":")
+    good = HOST.fullmatch(host) and ".." not in host and re.fullmatch("[0-9]{1,5}", port) and 1 <= int(port) <= 65535
+    if good and (host.startswith("[") or re.fullmatch("[0-9.]+", host)):
+        try:
+            ip_address(host.strip("[]"))
+        except ValueError:
+            good = False
+    if not good:
+        raise ConfigError(f"an address is HOST:PORT, such as superlink.example.org:8000 or [::1]:8000; got {address!r}")
+    return host, int(port)
+
+
+def _check_names(clinics: Sequence[str]) -> None:
+    """Refuse names that cannot be a folder's, or differ in case only: some file systems take these for one."""
+    if wrong := [name for name in clinics if not CLINIC_NAME.fullmatch(name)]:
+        raise ConfigError(
+            f"a clinic's name has at most 40 letters, digits, hyphens and underscores, and begins with a letter or "
+            f"digit; got {wrong[0]!r}"
+        )
+    folded = [name.lower() for name in clinics]
+    if not clinics or len(set(folded)) < len(folded) or COORDINATOR_FOLDER in folded:
+        raise ConfigError(
+            f"--clinics must be different names, none of them {COORDINATOR_FOLDER}; got {','.join(clinics) or 'none'}"
+        )
+
+
+def _policy(config: RunConfig, clinics: Sequence[str]) -> tuple[str, set[str]]:
+    """Propose the narrowest policy under which a clinic can take part: the method, its kinds, its largest message.
+
+    The kinds are returned, too.
+    """
+    job = Job.of(config, clinics)
+    sums = make_task(config.task).label_sums(torch.arange(EXAMPLES))
+    known = {"num_examples": EXAMPLES, "raw_bytes": EXAMPLES, **sums}
+    present = [Present(name=name, **known) for name in clinics]  # type: ignore[arg-type]
+    kinds, largest, tests = {"statistic": None}, 0, 0
+    for one in exchanged(job, present)[1]:
+        found = list(rows(one.answer.encode(), type(one.answer)))
+        kinds |= {row.kind: None for row in found if row.kind != "notice"}  # type: ignore[misc]
+        largest = max(largest, sum(row.bytes for row in found))
+        tests += one.times * isinstance(one.answer, Evaluation)
+    text = POLICY.format(
+        strategy=config.strategy.name,
+        kinds=", ".join(kinds),
+        upload=max(UPLOAD_MB, math.ceil(1.1 * largest / 1e6)),
+        metrics="exact" if config.task.kind == "regression" else "counted",
+        tests=max(TESTS, 2 * tests),
+        agreed=_agreed(config),
+        sealed=SEALED_POLICY if config.sealed else MASKED_POLICY if config.masked else "",
+    )
+    return text, set(kinds)
+
+
+def _agreed(config: RunConfig) -> str:
+    """Write the rules that hold a server to the noise and the encoder on which a study has agreed.
+
+    No rule holds it to the noise of a classifier or a proxy alone: with these the whole of what leaves has no epsilon.
+    """
+    privacy, agreed = config.privacy, dict[str, Any]()
+    if math.isfinite(privacy.limit) and (privacy.end_to_end or "latents" in privacy.mechanisms):
+        if not privacy.delta:
+            raise ConfigError(
+                "clinics that agree on an epsilon agree on a delta; got delta=0, one over each clinic's examples: set "
+                "delta=1e-5, or what is far below one over the examples of the largest"
+            )
+        agreed["max-epsilon" if privacy.end_to_end else "max-local-epsilon"] = privacy.limit
+        agreed["max-delta"] = privacy.delta
+    if getattr(config.strategy, "encoder", "") == RANDOM:
+        agreed["weights"] = {"extract": [RANDOM]}
+    return yaml.safe_dump(agreed, sort_keys=False) if agreed else ""
+
+
+def _private(privacy: PrivacyConfig) -> str:
+    """Say in a README under which epsilon a run trains; nothing without DP."""
+    if not privacy.mechanisms:
+        return ""
+    most = f"at most {privacy.limit:g}" if privacy.limit < math.inf else "without a limit"
+    return (
+        f" The study asks for differential privacy (dp={privacy.dp}) with an ε {most}, in one run. It covers some of "
+        "what leaves."
+    )
+
+
+def _sealed(config: RunConfig, name: str) -> dict[str, object]:
+    """Return what a clinic's files say of keys to seal or mask with; nothing if the run needs none."""
+    words = {"make_seal_key": MAKE_SEAL_KEY.format(name=name), "seal_keys": SEAL_KEYS}
+    hidden = SEALED_STUDY if config.sealed else MASKED_STUDY
+    words["sealed_step"] = SEALED_STEP.replace("<<name>>", name).replace("<<hidden>>", hidden).rstrip()
+    return dict.fromkeys(words, "") if not config.pinned else {**words}
+
+
+def _write(folder: Path, study: str, files: dict[str, str], words: dict[str, object]) -> None:
+    write_atomic(private_folder(folder / "study") / "pyproject.toml", study)
+    for name, text in files.items():
+        filled = re.sub(r"<<(\w+)>>", lambda found: str(words[found[1]]), text)
+        write_atomic(folder / name, filled, mode=0o700 if name.endswith(".sh") else 0o600)

@@ -1,0 +1,249 @@
+"""A rehearsal: a real SuperLink and a real SuperNode for each institution on this machine, with data of their own.
+
+    rehearsal-…/data/<institution>/     its images and manifest.csv, dealt from one folder
+    rehearsal-…/state/<institution>/    its ledger, account and models
+    rehearsal-…/logs/                   what SuperLink and SuperNodes said
+    rehearsal-…/runs/rehearsal/         the coordinator's run directory
+
+Everything that a deployment does happens: messages, policies, accounts, and with `tls` certificates and keys, made on
+the spot. What is missing is the network between machines (docs/deploy.md).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from flwr_replay.config.compose import compose_own
+from flwr_replay.config.quoting import node_config, quoted
+from flwr_replay.data.folder import folder_rows, form_of
+from flwr_replay.data.manifest import Row
+from flwr_replay.engines.certificates import CA, write_key
+from flwr_replay.engines.superlink import COLOUR, SuperLink, flower, flwr_run, free_port, superlink
+from flwr_replay.errors import ConfigError, DataError, RunError
+from flwr_replay.files.atomic import NAME, private_folder, write_atomic
+from flwr_replay.files.table import csv_text
+from flwr_replay.institution.policy import read_policy
+from flwr_replay.institution.seal import KEY, make_key
+from flwr_replay.report.run_files import read_result
+from flwr_replay.rng import derived_rng
+
+__all__ = ["deal", "rehearse", "supernode"]
+
+OWN = (
+    "nodes",
+    "runs_dir",
+    "run_name",
+    "task",
+    "data_dir",
+    "task.data_dir",
+    "partition",
+)  # what a rehearsal sets itself
+SHOWN = 8  # lines of a log
+
+
+def rehearse(
+    options: Sequence[str],
+    data: Path,
+    institutions: int,
+    policy: Path | None,
+    place: Path,
+    say: Callable[[str], None],
+    tls: bool = False,
+    record: bool = False,
+) -> tuple[dict[str, Any], Path]:
+    """Deal a folder of images among institutions, deploy on this machine, run, and stop everything.
+
+    Parameters
+    ----------
+    options : sequence of str
+        Of the run, as for `flwr-replay run`; size, channels and classes are read from the images if not given.
+    data : Path
+        A folder of images as task=folder reads it. A manifest's column `site` says whose an image is.
+    institutions : int
+        How many, if there is no such column; 0: as many as sites, else three.
+    policy : Path or None
+        Every institution's policy file; or a folder with a `<institution>.yaml` for each.
+    place : Path
+        A new folder for data, state, logs and the run.
+    say : callable
+        Receives the run's log with its summary, line by line; then the last lines of the log of each institution that
+        refused or failed, of all if there is no result.
+    tls : bool
+        Deploy with TLS, and with a key for each SuperNode.
+    record : bool
+        Every institution keeps its own messages, so that attacks can be tried on them.
+
+    Returns
+    -------
+    result : dict
+        The content of `result.json`.
+    folder : Path
+        The run directory.
+
+    Raises
+    ------
+    FlwrReplayError
+        If the options or data cannot be used, before anything starts; `RunError` if the run does not end well.
+    """
+    keys = [option.partition("=")[0].replace("-", "_") for option in options]
+    for key in keys:
+        if key in OWN:
+            raise ConfigError(f"a rehearsal sets {key.replace('_', '-')} itself: leave it out")
+    rows = folder_rows(data)
+    given = {key.removeprefix("task.") for key in keys}
+    task = [f"task.{key}={quoted(value)}" for key, value in form_of(rows, given).items()]
+    names = _names(rows, institutions)
+    node_config({"--out": str(place)})  # a folder that Flower could not be told is reported now, too
+    policies = {name: _policy(policy, name) for name in set(names)} if policy else {}
+    runs = [f"nodes={len(set(names))}", f"runs_dir={quoted(place / 'runs')}", "run_name=rehearsal"]
+    overrides = ["task=folder", *task, *options, *runs]
+    config = compose_own(overrides)  # a wrong option is reported before anything is written
+    shared = {"record": "all"} if record else {}
+    shared |= {"own-parts": " ".join(config.own_parts)} if config.own_parts else {}
+    if place.exists():
+        raise RunError(f"a rehearsal's folder must be new; {place} exists: choose another --out, or delete it")
+    for part in ("data", "state", "logs"):
+        private_folder(place / part)
+    deal(rows, names, place / "data")
+    if config.pinned:
+        shared["seal-peers"] = str(_pins(place, sorted(set(names))))
+    with ExitStack() as stack:
+        link = stack.enter_context(_linked(place, tls))
+        for name in sorted(set(names)):
+            owned = {"name": name, "data": str(place / "data" / name), "state": str(place / "state"), **shared}
+            stack.enter_context(supernode(link, name, owned | ({"policy": policies[name]} if policy else {})))
+        for line in flwr_run(link, overrides):
+            say(line.rstrip("\n"))
+    folder = place / "runs" / "rehearsal"
+    result = read_result(folder) if (folder / "result.json").exists() else None
+    failed = {one["institution"] for one in result["failures"]} if result else set()
+    for log in sorted((place / "logs").glob("*.log")):
+        if not result or log.stem in failed:
+            text = COLOUR.sub("", log.read_text(encoding="utf-8", errors="replace"))
+            lines = [line for line in text.splitlines() if line.strip()]
+            say("\n".join([f"--- the end of {log}", *lines[-SHOWN:]]))
+    if not result:
+        raise RunError(
+            f"the rehearsal ended without a result; its reason is above, and all logs are in {place / 'logs'}"
+        )
+    return result, folder
+
+
+def _pins(place: Path, names: Sequence[str]) -> Path:
+    """Make every institution's key to seal or mask with, and a file that pins them all."""
+    keys = {name: make_key(private_folder(place / "state" / name) / KEY)[1] for name in names}
+    write_atomic(place / "peers.txt", "".join(f"{name} {key}\n" for name, key in keys.items()))
+    return place / "peers.txt"
+
+
+@contextmanager
+def _linked(place: Path, tls: bool) -> Iterator[SuperLink]:
+    """Start the SuperLink; afterwards keep its log and those of the nodes."""
+    home = private_folder(place / "flower")
+    try:
+        with superlink(home, simulation=False, secured=tls) as link:
+            yield link
+    finally:
+        for log in home.glob("*.log"):
+            shutil.copy(log, place / "logs" / log.name)
+        shutil.rmtree(home, ignore_errors=True)
+
+
+@contextmanager
+def supernode(link: SuperLink, name: str, owned: Mapping[str, str]) -> Iterator[None]:
+    """Start an institution's SuperNode in a session of its own and with a Flower home of its own; end it afterwards.
+
+    Parameters
+    ----------
+    link : SuperLink
+        What it connects to; the log is `<name>.log` in its folder.
+    name : str
+        Of the log.
+    owned : Mapping
+        Its `--node-config`.
+    """
+    home = private_folder(link.folder / name)
+    command = [flower("flower-supernode"), "--superlink", f"127.0.0.1:{link.port}"]
+    command += ["--port", str(free_port()), "--node-config", node_config(owned)]
+    command += _identity(link, home / "key") if link.secured else ["--insecure"]
+    environment = {**link.environment, "FLWR_HOME": str(home), "FLWR_REPLAY_HOME": str(home / "unused")}
+    with open(home.with_suffix(".log"), "w", encoding="utf-8") as log:
+        node = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True, cwd=home)
+        try:
+            yield
+        finally:  # asked politely, it takes seconds to go
+            with suppress(ProcessLookupError):
+                os.killpg(node.pid, 9)
+            node.wait(timeout=10)
+
+
+def _identity(link: SuperLink, key: Path) -> list[str]:
+    """Make a SuperNode's key, register it, and return the words by which the SuperNode proves itself over TLS."""
+    write_key(key)
+    register = [flower("flwr"), "supernode", "register", f"{key}.pub", "replay"]
+    done = subprocess.run(register, env=link.environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RunError(f"a SuperNode's key must be registered; Flower says {(done.stdout + done.stderr)[-500:]}")
+    return ["--root-certificates", str(link.folder / CA), "--auth-supernode-private-key", str(key)]
+
+
+def deal(rows: Sequence[Row], names: Sequence[str], root: Path) -> None:
+    """Copy each institution's images to `root/<name>`, with a `manifest.csv`.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+        The images.
+    names : sequence of str
+        Whose each of them is.
+    root : Path
+        The folder of the institutions' folders.
+    """
+    for name in sorted(set(names)):
+        folder = private_folder(root / name)
+        own = [row for row, whose in zip(rows, names, strict=True) if whose == name]
+        split, patients = own[0].split is not None, any(row.patient for row in own)
+        heads = ["image", "label", *(["split"] if split else []), *(["patient"] if patients else [])]
+        lines = [heads]
+        for n, row in enumerate(own):
+            image = f"{n:06d}{row.file.suffix.lower()}"
+            shutil.copy(row.file, folder / image)
+            values = {"image": image, "label": row.label, "split": row.split or "", "patient": row.patient}
+            lines.append([values[head] for head in heads])
+        (folder / "manifest.csv").write_text(csv_text(lines), encoding="utf-8")
+
+
+def _policy(given: Path, name: str) -> str:
+    """Return an institution's policy file, which can be read."""
+    file = given / f"{name}.yaml" if given.is_dir() else given
+    if not file.is_file():
+        raise ConfigError(f"--policy must be a file, or a folder with a file for each institution; got {file}")
+    read_policy(file)
+    return str(file)
+
+
+def _names(rows: Sequence[Row], institutions: int) -> list[str]:
+    """Say whose each image is: the site's, else of one of so many clinics, at random."""
+    sites = [row.site for row in rows]
+    if all(sites):
+        named = [str(site) for site in sites]
+        if institutions not in (0, len(set(named))):
+            raise ConfigError(
+                f"--institutions must be 0, or the manifest's {len(set(named))} sites; got {institutions}"
+            )
+        if wrong := [name for name in named if not NAME.fullmatch(name)]:
+            raise DataError(
+                f"a site's name has letters, digits, spaces, dots, hyphens and underscores; got {wrong[0]!r}"
+            )
+        return named
+    number = institutions or 3
+    if not 2 <= number <= len(rows):
+        raise ConfigError(f"--institutions must be from 2 to the number of images, {len(rows)}; got {institutions}")
+    order = derived_rng(0, "rehearsal").permutation(len(rows))
+    return [f"clinic-{at % number + 1}" for at in order.argsort()]

@@ -1,0 +1,1 @@
+"""What executes a run: in this process, in workers, on Ray, over a SuperLink."""

@@ -1,0 +1,1 @@
+"""A run on a Ray cluster of several computers."""

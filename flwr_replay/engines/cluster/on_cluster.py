@@ -1,0 +1,133 @@
+"""Runs on a Ray cluster: join it, look at its machines, say where each institution is served, run, and collect.
+
+If every machine sees this one's state directory, they share it. Otherwise each has one of its own, and an institution's
+state lies where it was first served: a resumed run finds it there.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flwr_replay.config.run import RunConfig
+from flwr_replay.engines.simulate import Simulation, named, with_skew
+from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.files.atomic import write_atomic
+from flwr_replay.institution.state import RUNS
+from flwr_replay.report.progress import Display
+from flwr_replay.report.run_files import FORMS, read_run_id
+from flwr_replay.runs.execute import run_job
+from flwr_replay.runs.opening import resuming
+from flwr_replay.wire.ledger import LEDGER, ledger_lines
+
+if TYPE_CHECKING:
+    from flwr_replay.engines.cluster.grid import ClusterGrid
+    from flwr_replay.engines.cluster.looking import Found
+    from flwr_replay.engines.cluster.machines import Machine
+
+__all__ = ["run_on_cluster"]
+
+
+def run_on_cluster(
+    address: str, simulation: Simulation, overrides: Sequence[str], display: Display
+) -> tuple[dict[str, Any], Path]:
+    """Run in this process, with workers on the machines of a running Ray cluster; the results have the same bits.
+
+    Parameters
+    ----------
+    address : str
+        `auto`, or host:port of the cluster's head.
+    simulation, overrides, display
+        As `flwr_replay.engines.simulate.simulate` has them.
+
+    Raises
+    ------
+    RunError, ConfigError
+        If the cluster cannot be joined, cannot give what the options say, or lacks an institution's state.
+    """
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # else `uv run` here means `uv run` on every machine
+    from flwr_replay.engines.cluster.grid import ClusterGrid
+    from flwr_replay.engines.cluster.looking import look
+    from flwr_replay.engines.cluster.machines import connected, living, place, share
+    from flwr_replay.engines.cluster.shipping import ship
+
+    config, names = simulation.job.config, simulation.part.names
+    files = _files(config)
+    folder, overrides = named(config, overrides)
+    simulation = replace(simulation, job=replace(simulation.job, config=replace(config, run_name=folder.name)))
+    with tempfile.TemporaryDirectory(prefix="flwr-replay-") as scratch:
+        with connected(address, ship(Path(scratch), own=bool(config.own_parts))):
+            wanted = share(config, living())
+            machines = {machine.id: machine for machine in living() if wanted.fits(machine)}
+            run_id = read_run_id(folder) if config.resume else ""
+            found = look(list(machines.values()), names, run_id, files)
+            pinned = not all(one.shares for one in found.values())
+            kept = _kept(found, machines, names, folder) if run_id else {}
+            fitting = {key: wanted.fits(one) for key, one in machines.items()}
+            places = place(len(names), fitting, kept if pinned else {})
+            engine = f"--engine ray --ray-address {shlex.quote(address)}"
+            grid = ClusterGrid(
+                {"overrides": shlex.join(overrides)},
+                names,
+                [machines[key] for key in places],
+                wanted,
+                parts=config.own_parts,
+                wait=config.wait,
+                pinned=pinned,
+                engine=engine,
+                advice=f"to continue: {resuming(folder, config.rounds, engine)}",
+            )
+            with grid:
+                result, folder = run_job(grid, simulation.job, display)
+                states = _collected(grid, read_run_id(folder), Path(scratch) / "states") if pinned else None
+        return with_skew(result, folder, simulation, states)
+
+
+def _files(config: RunConfig) -> list[str]:
+    """Return the files and folders that every machine must have.
+
+    Raises
+    ------
+    ConfigError
+        If a path is relative: the machines do not work in this folder.
+    """
+    own = [config.generator.checkpoint, getattr(config.generator, "perceptual_weights", "")]
+    found = [path for path in (config.task.data_dir, *own) if path]
+    for path in found:
+        if not Path(path).is_absolute():
+            raise ConfigError(f"on a Ray cluster every machine reads {path}: give its absolute path")
+    return found
+
+
+def _kept(found: dict[str, Found], machines: dict[str, Machine], names: Sequence[str], folder: Path) -> dict[int, str]:
+    """Return a machine that has an institution's state in the run that is resumed, by partition.
+
+    Raises
+    ------
+    RunError
+        If an institution has taken part, and no living machine has its state.
+    """
+    kept = {k: key for k, name in enumerate(names) for key, one in found.items() if name in one.kept}
+    answered = {line["institution"] for line in ledger_lines(folder, FORMS[LEDGER]) if line["direction"] == "up"}
+    if lost := [name for k, name in enumerate(names) if name in answered and k not in kept]:
+        there = ", ".join(machine.address for machine in machines.values())
+        raise RunError(
+            f"the state of {', '.join(lost)} in this run must lie on a machine of the cluster; none of {there} has it: "
+            "start Ray on the machine that served them, and resume again"
+        )
+    return kept
+
+
+def _collected(grid: ClusterGrid, run_id: str, states: Path) -> Path:
+    """Copy here what a run's page and its attacks need of the institutions' state: pictures, digests of data."""
+    for name, files in grid.shown(run_id).items():
+        for path, content in files.items():
+            target = states / name / RUNS / run_id / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(target, content)
+    return states

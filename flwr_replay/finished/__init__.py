@@ -1,0 +1,1 @@
+"""What a finished run is for: its models, predictions and exports."""

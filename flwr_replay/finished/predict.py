@@ -1,0 +1,116 @@
+"""Predictions of a finished run's model for a folder of images, or for those that a CSV file lists."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from flwr_replay.data.classes import Classes
+from flwr_replay.data.datasets import PREPARES
+from flwr_replay.data.folder import images_below, read_image, tell_unread
+from flwr_replay.data.manifest import Row
+from flwr_replay.data.picture import SUFFIXES
+from flwr_replay.data.readers import csv_rows
+from flwr_replay.errors import ConfigError, DataError
+from flwr_replay.files.table import csv_text
+from flwr_replay.finished.trained import TrainedModel
+from flwr_replay.learning.training import at_once
+
+__all__ = ["images_in", "predictions", "right_in"]
+
+
+def images_in(place: Path) -> list[Row]:
+    """List images: a file, a folder's (in folders of it, too), or those in the column `image` of a CSV file.
+
+    A CSV file's column `label` is read as well.
+
+    Raises
+    ------
+    DataError
+        If there is none.
+    """
+    if not place.exists():
+        raise DataError(f"there is no {place}: give a folder of images, a CSV file with a column image, or one image")
+    if place.suffix.lower() == ".csv":
+        rows = [
+            Row(place.parent / cells["image"], cells.get("label", ""), where)
+            for where, cells in csv_rows(place, ["image"])
+        ]
+    elif place.is_dir():
+        unread: Counter[str] = Counter()
+        rows = [Row(file, "", f"folder {place}") for file in sorted(images_below(place, unread))]
+        tell_unread(place, unread)
+    else:
+        rows = [Row(place, "", "the command line")]
+    if not rows:
+        raise DataError(f"{place} must hold images ({', '.join(sorted(SUFFIXES))}) or list them; it has none")
+    return rows
+
+
+def predictions(model: TrainedModel, rows: list[Row], base: Path) -> str:
+    """Return a CSV text with a line for each image.
+
+    Parameters
+    ----------
+    model : TrainedModel
+        From `load_model`.
+    rows : list of Row
+        The images; one that cannot be read, or has another form than the task's, stops all.
+    base : Path
+        The folder to which the names in the column `image` are relative.
+
+    Returns
+    -------
+    str
+        Classification: `image,predicted` and a probability for each class. Regression: `image,predicted`, in the
+        label's unit. Where all rows have a label: `label`, too, and for classes `right` (1 or 0); a class is written as
+        its name.
+
+    Raises
+    ------
+    ConfigError
+        For other kinds of task or of data, or if a reader prepares images by more than their size.
+    DataError
+        For an image that cannot be used, or a label that is no class.
+    """
+    task, classes = model.task, Classes(model.task)
+    if task.kind == "segmentation" or task.channels not in (1, 3):
+        raise ConfigError(
+            f"predictions are for images, one class or number each; task={task.name} has another form: use "
+            "flwr_replay.load_model in Python"
+        )
+    if task.format in PREPARES:
+        raise ConfigError(
+            f"task={task.name} learns from images that {PREPARES[task.format]}, and image files are not so prepared: "
+            "give its images to flwr_replay.load_model in Python"
+        )
+    known = all(row.label for row in rows)
+    numbers = [classes.number(row.label, row.where) for row in rows] if known and model.classes else []
+    columns = ["label", *(["right"] if model.classes else [])] if known else []
+    lines: list[list[object]] = [["image", "predicted", *columns, *(f"p({name})" for name in model.classes)]]
+    block = at_once(torch.empty(1, task.channels, task.size, task.size), 256)
+    for start in range(0, len(rows), block):
+        part = rows[start : start + block]
+        x_BCHW = torch.from_numpy(np.stack([read_image(row, task) for row in part]))
+        with torch.inference_mode():
+            outputs = model(x_BCHW)
+        for n, (row, output) in enumerate(zip(part, outputs.tolist(), strict=True), start):
+            name = row.file.relative_to(base) if row.file.is_relative_to(base) else row.file
+            if model.classes:
+                best = max(range(len(output)), key=output.__getitem__)
+                told: list[object] = [classes.names[numbers[n]], int(numbers[n] == best)] if known else []
+                lines.append([name, model.classes[best], *told, *(f"{share:.6g}" for share in output)])
+            else:
+                lines.append([name, f"{output:.6g}", *([row.label] if known else [])])
+    return csv_text(lines)
+
+
+def right_in(text: str) -> str:
+    """Say how many predictions are right, if `predictions` knew the labels: `, 7 of 9 right`."""
+    told = [int(row["right"]) for row in csv.DictReader(io.StringIO(text)) if "right" in row]
+    return f", {sum(told):,} of {len(told):,} right" if told else ""

@@ -1,0 +1,1 @@
+"""The ledger that a run would write, and the officer's page of it, before anything leaves."""

@@ -1,0 +1,285 @@
+"""The data-protection officer's findings: what a run would send, and what the institution's own policy says to it.
+
+Nothing is trained and nothing is sent. The messages of the forecast are put before the checks of
+`flwr_replay/institution/guard.py`, which decides in the real run.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Message
+
+from flwr_replay.config.compose import compose, overrides_in, to_yaml
+from flwr_replay.config.halves import load_client
+from flwr_replay.config.run import RunConfig
+from flwr_replay.config.sections import PartitionConfig
+from flwr_replay.data.dealt import dealt, loaded
+from flwr_replay.engines.inline import identify_process
+from flwr_replay.engines.simulate import Simulation
+from flwr_replay.errors import ConfigError, FlwrReplayError
+from flwr_replay.files.atomic import NAME, read_text
+from flwr_replay.forecast.forecast import Expected, expected, idea_of
+from flwr_replay.institution.guard import check_answer, check_release, check_request, run_rules
+from flwr_replay.institution.policy import Policy, read_policy
+from flwr_replay.payloads.common import Evaluation
+from flwr_replay.privacy.plan import PrivacyPlan
+from flwr_replay.runs.environment import versions
+from flwr_replay.runs.execute import Job, claim
+from flwr_replay.wire.fields import Field
+from flwr_replay.wire.payload import REQUESTS, Payload, Row, rows
+from flwr_replay.wire.records import metrics_in
+
+__all__ = ["findings", "planned", "refusals", "study_options"]
+
+OF_THE_RUN = ("runs_dir", "run_name", "resume")  # where the coordinator writes; nothing of it concerns a forecast
+ANOTHER = "another institution"  # of a study, where the data are one institution's
+ALLOWED, REFUSED, KEPT = "allowed", "refused", "kept here"
+
+
+def study_options(study: Path) -> list[str]:
+    """Read the options that a study's `pyproject.toml` gives to all institutions.
+
+    Raises
+    ------
+    ConfigError
+        If there is none, or it is not that of a study.
+    """
+    file = study / "pyproject.toml"
+    if not file.is_file():
+        raise ConfigError(f"--study must be a folder with the study's pyproject.toml; got {study}")
+    try:
+        own = tomllib.loads(file.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
+        found = overrides_in(own)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} must have a table [tool.flwr.app.config]; got {error!r}") from None
+    return [option for option in found if option.partition("=")[0].replace("-", "_") not in OF_THE_RUN]
+
+
+def planned(options: Sequence[str], clinics: Sequence[str]) -> tuple[Simulation, tuple[str, ...]]:
+    """Plan a run over the data that are here; return it with the institutions whose data they are.
+
+    Data that name no sites are one institution's, and so are those given with one name that is no site of theirs, as
+    at its node. The others of the study are then taken to be one example smaller.
+
+    Parameters
+    ----------
+    options : sequence of str
+        Of the run.
+    clinics : sequence of str
+        The institutions' names; none: the sites in the data, else the name of the data's folder.
+
+    Raises
+    ------
+    FlwrReplayError
+        If options, data and names do not fit each other.
+    """
+    config = compose(options)
+    if wrong := [name for name in clinics if not NAME.fullmatch(name)]:
+        raise ConfigError(f"a name has letters, digits, spaces, dots, hyphens and underscores; got {wrong[0]!r}")
+    sites = loaded(config.task).train.sites if config.partition.name == "natural" else None
+    of_one = sites is None or (len(clinics) == 1 and (clinics[0] not in sites or len(set(sites)) == 1))
+    if config.partition.name != "natural" or not of_one:
+        if not config.nodes:
+            raise ConfigError("the officer's page needs the number of institutions: set nodes=")
+        simulation = Simulation.of(config)
+        names = simulation.part.names
+        if clinics and not set(clinics) <= set(names):
+            raise ConfigError(f"--clinics must be among the data's institutions {', '.join(names)}; got {clinics}")
+        return simulation, tuple(clinics or names)
+    if len(clinics) > 1:
+        raise ConfigError(f"the data name no sites, so they are one institution's; got --clinics {','.join(clinics)}")
+    own = clinics[0] if clinics else Path(config.task.data_dir).expanduser().absolute().name
+    nodes = max(1, config.nodes)
+    names = (own, *(f"{ANOTHER} {k}" for k in range(2, nodes + 1)))
+    whole = dealt(config.task, PartitionConfig(name="iid"), 1, config.seed)
+    val = None if whole.val is None else whole.val * nodes
+    train = (whole.train[0], *[whole.train[0][:-1]] * (nodes - 1))  # what only the largest is asked for is shown, too
+    part = replace(whole, names=names, train=train, test=whole.test * nodes, val=val)
+    return Simulation(Job.of(config, names), part), (own,)
+
+
+def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | None) -> dict[str, Any]:
+    """Return what the named institutions would send, and the policy's verdict on it, as `officer.json` has it.
+
+    Parameters
+    ----------
+    simulation : Simulation
+        The planned run.
+    names : sequence of str
+        The institutions to speak of.
+    policy_file : Path or None
+        Their policy; None: what an institution without a policy allows.
+
+    Raises
+    ------
+    ConfigError
+        If the policy cannot be read.
+    """
+    identify_process()
+    policy, config = read_policy(policy_file), simulation.job.config
+    unknown = any(name.startswith(f"{ANOTHER} ") for name in simulation.part.names)
+    if unknown and config.fraction < 1:  # who is drawn depends on all names: no institution has more than all rounds
+        job = Job.of(replace(config, fraction=1.0), simulation.part.names)
+        strategy, exchanges = expected(replace(simulation, job=job))
+    else:
+        strategy, exchanges = expected(simulation)
+    plan = strategy.settings.privacy
+    fields: dict[tuple[str, ...], dict[str, Any]] = {}
+    own = [one for one in exchanges if one.member.name in names]
+    for one, too_many in _counted(own, policy):
+        for row, verdict, reason in _judged(one, policy, config, too_many):
+            key = (one.member.name, one.request.stage_name, row.field, row.protection, verdict, reason)
+            line = fields.setdefault(
+                key,
+                {
+                    "institution": one.member.name,
+                    "stage": one.request.stage_name,
+                    "field": row.field,
+                    "kind": row.kind,
+                    "meaning": _meaning(type(one.answer).by_key()[row.field]),
+                    "messages": 0,
+                    "bytes": 0,
+                    "protection": row.protection,
+                    "mechanism": plan.mechanism if plan and row.protection.startswith("(") else "",
+                    "verdict": verdict,
+                    "reason": reason,
+                },
+            )
+            line["messages"] += one.times
+            line["bytes"] += row.bytes * one.times
+    stages = [*strategy.all_stages(), *(one.request.stage_name for one in own)]
+    train = {
+        name: simulation.part.examples(loaded(config.task), simulation.part.names.index(name)).train for name in names
+    }
+    delta = config.privacy.delta_for(min(map(len, train.values())))  # the largest; 0 in the options is 1/|D|
+    agreed = replace(config, privacy=replace(config.privacy, delta=delta))
+    rules = [*refusals(policy, agreed, stages), _tests(policy, own)]
+    lines = list(fields.values())
+    refused = [one for one in [*rules, *lines] if one["verdict"] == REFUSED]
+    down = {name: sum(_size(one.request) * one.times for one in own if one.member.name == name) for name in names}
+    return {
+        "strategy": config.strategy.name,
+        "task": config.task.name,
+        "rounds": config.rounds,
+        "nodes": config.nodes,
+        "others-unknown": unknown,
+        "fraction": config.fraction,
+        "idea": idea_of(config.strategy.name)[0],
+        "institutions": {
+            name: {"examples": len(own), "raw-bytes": own.nbytes, "comes-down": down[name]}
+            for name, own in train.items()
+        },
+        "policy": str(policy_file) if policy_file else "",
+        "policy-text": read_text(policy_file) if policy_file else "",
+        "allowed": not refused,
+        "rules": rules,
+        "fields": lines,
+        "sealed": config.sealed,
+        "masked": config.masked,
+        "pinned": [stage for stage, _ in policy.weights if stage in strategy.all_stages()],
+        "claim": claim(strategy),
+        "private": plan is not None and plan.config.noise == "secret",
+        "options": to_yaml(config),
+        "versions": versions(),
+    }
+
+
+def refusals(policy: Policy, config: RunConfig, stages: Sequence[str]) -> list[dict[str, str]]:
+    """Return the verdict of every rule of a policy on a run as a whole, and on what each of its stages sends.
+
+    Parameters
+    ----------
+    policy : Policy
+        The institution's.
+    config : RunConfig
+        The run's options.
+    stages : sequence of str
+        Those that the run requests.
+    """
+    load_client(config.strategy.name)  # its import declares the method's payloads
+    found = [_verdict(key, check) for key, check in run_rules(policy, config).items()]
+    for stage in dict.fromkeys(("roll-call", *stages, "evaluate")):
+        answer = REQUESTS[stage].answer
+        found.append(_verdict(f"what stage {stage} sends", partial(check_release, answer, policy, config)))
+    return found
+
+
+def _verdict(rule: str, check: Callable[[], None]) -> dict[str, str]:
+    try:
+        check()
+    except FlwrReplayError as error:
+        return {"rule": rule, "verdict": REFUSED, "reason": str(error)}
+    return {"rule": rule, "verdict": ALLOWED, "reason": ""}
+
+
+def _tests(policy: Policy, own: Sequence[Expected]) -> dict[str, str]:
+    """Return the verdict on how many tests an institution is asked for."""
+    made: dict[str, int] = {}
+    for one in own:
+        if isinstance(one.answer, Evaluation):
+            made[one.member.name] = made.get(one.member.name, 0) + one.times
+    last = max(made.values(), default=1) - 1
+    return _verdict("max-evaluations", partial(policy.check_evaluations, last))
+
+
+def _counted(own: Sequence[Expected], policy: Policy) -> Iterator[tuple[Expected, str]]:
+    """Yield messages with nothing, and tests beyond the number that the policy allows with the reason."""
+    made: Counter[str] = Counter()
+    for one in own:
+        within = one.times
+        if isinstance(one.answer, Evaluation):
+            within = min(one.times, max(0, policy.max_evaluations - made[one.member.name]))
+            made[one.member.name] += one.times
+        if within:
+            yield one._replace(times=within), ""
+        if more := one.times - within:
+            refused = _verdict("", partial(policy.check_evaluations, policy.max_evaluations))
+            yield one._replace(times=more), refused["reason"]
+
+
+def _judged(one: Expected, policy: Policy, config: RunConfig, too_many: str) -> Iterator[tuple[Row, str, str]]:
+    """Yield a row for every field of an answer, with its verdict and the reason, as the guard would decide."""
+    kind, plan = type(one.answer), PrivacyPlan.of(config)
+    message = Message(one.request.encode(), 1, one.request.message_type)
+    reply = Message(one.answer.encode(), reply_to=message)
+    whole = list(rows(reply.content, kind))
+    whole = plan.protected(whole, kind, metrics_in(reply.content)) if plan else whole
+    reason, leaving = too_many, []  # type: str, list[Row]
+    try:
+        check_request(message, type(one.request), policy, config)
+        leaving = check_answer(reply, kind, policy, config)
+    except FlwrReplayError as error:
+        reason = str(error)
+    left = {row.field for row in leaving}
+    for row in whole:
+        declared = kind.by_key()[row.field]
+        promise = plan.promise(kind, declared) if plan else inf
+        name = f"{kind.__name__}.{row.field.replace('-', '_')}"
+        single = _verdict("", partial(policy.check_field, name, row.kind, promise))
+        if row.kind == "notice" and not reason:
+            yield row, ALLOWED, ""
+        elif single["reason"] or reason:
+            yield row, REFUSED, single["reason"] or reason
+        elif row.field in left:
+            yield row, ALLOWED, ""
+        else:
+            yield row, KEPT, f"the policy lets only counts of a test leave (metrics: {policy.allowed_metrics})"
+
+
+def _meaning(declared: Field) -> str:
+    """Say what a field's numbers are, by its declaration."""
+    return (
+        declared.unit or f"{declared.means or ''}{', a row for each example' * declared.kind.startswith('per-sample')}"
+    )
+
+
+def _size(payload: Payload) -> int:
+    return sum(row.bytes for row in rows(payload.encode(), type(payload)))

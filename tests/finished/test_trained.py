@@ -1,0 +1,338 @@
+"""The model of a finished run: loaded, used on images, exported."""
+
+import csv
+import io
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from harness import Stopping
+from PIL import Image
+
+from flwr_replay import load_model
+from flwr_replay.cli.main import app
+from flwr_replay.config.compose import compose
+from flwr_replay.data.dealt import dealt, loaded
+from flwr_replay.engines.simulate import run_inline
+from flwr_replay.errors import ConfigError, DataError, RunError
+from flwr_replay.finished.export import card, export
+from flwr_replay.finished.predict import images_in, predictions
+from flwr_replay.finished.trained import TrainedModel
+from flwr_replay.models.zoo import build
+from flwr_replay.report.progress import Display
+from flwr_replay.report.summary import summary
+from flwr_replay.runs.listing import clean
+from flwr_replay.runs.options import resolve
+
+TINY = ["nodes=2", "rounds=1", "model.width=4", "partition=iid"]
+
+
+def run_at(place, patch, *options):
+    patch.setenv("FLWR_REPLAY_HOME", str(place / "home"))
+    return run_inline([*TINY, *options, f"runs_dir={place / 'runs'}"], Display())
+
+
+def shards_of(folder):
+    """Return each institution's test examples."""
+    _, config = resolve([], ".", str(folder))
+    part = dealt(config.task, config.partition, config.nodes, config.seed)
+    return {name: part.examples(loaded(config.task), k).test for k, name in enumerate(part.names)}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        place = tmp_path_factory.mktemp("digits")
+        result, folder = run_at(
+            place, patch, "task=digits", "strategy=fedavg", "task.class_names=[z,o,t,h,f,i,s,v,e,n]"
+        )
+        yield result, folder
+
+
+@pytest.fixture
+def images(tmp_path, ran):
+    """Write an institution's test images as files; return the folder and the labels."""
+    examples = shards_of(ran[1])["institution-1"]
+    (tmp_path / "deep").mkdir()
+    for n, x in enumerate(examples.x):
+        Image.fromarray(np.asarray(x)[0]).save(tmp_path / "deep" / f"{n:03d}.png")
+    return tmp_path, examples.labels
+
+
+def test_it_predicts_as_well_as_the_run_says(ran, images):
+    (folder, labels), (result, place) = images, ran
+    model = load_model(place)
+    rows = list(csv.DictReader(io.StringIO(predictions(model, images_in(folder), folder))))
+    right = [row["predicted"] == model.classes[label] for row, label in zip(rows, labels, strict=True)]
+    assert np.mean(right) == pytest.approx(result["final"]["institutions"]["institution-1"]["accuracy"])
+    assert [row["image"] for row in rows[:2]] == ["deep/000.png", "deep/001.png"]
+    shares = np.array([[float(row[f"p({name})"]) for name in model.classes] for row in rows])
+    assert shares.sum(1) == pytest.approx(np.ones(len(rows)), abs=1e-4)
+
+
+def test_the_command_takes_a_list_and_writes_a_file(ran, images, capsys):
+    folder, _ = images
+    (folder / "list.csv").write_text("image\ndeep/001.png\ndeep/000.png\n")
+    app(["predict", str(ran[1]), str(folder / "list.csv"), "--out", str(folder / "out.csv")], standalone_mode=False)
+    assert "2 predictions" in capsys.readouterr().out
+    app(["predict", str(ran[1]), str(folder / "deep" / "001.png")], standalone_mode=False)
+    one = capsys.readouterr().out.splitlines()
+    assert (folder / "out.csv").read_text().splitlines()[1] == f"deep/{one[1]}"
+
+
+def test_a_list_with_labels_says_which_are_right(ran, images, capsys):
+    folder, labels = images
+    model = load_model(ran[1])
+    lines = [f"deep/{n:03d}.png,{model.classes[label]}" for n, label in enumerate(labels)]
+    (folder / "list.csv").write_text("\n".join(["image,label", *lines]))
+    rows = list(csv.DictReader(io.StringIO(predictions(model, images_in(folder / "list.csv"), folder))))
+    assert all((row["label"] == row["predicted"]) == (row["right"] == "1") for row in rows)
+    assert np.mean([int(row["right"]) for row in rows]) == pytest.approx(
+        ran[0]["final"]["institutions"]["institution-1"]["accuracy"]
+    )
+    (folder / "names.csv").write_text(f"image,label\ndeep/000.png,{rows[0]['predicted']}\n")
+    [row] = csv.DictReader(io.StringIO(predictions(model, images_in(folder / "names.csv"), folder)))
+    assert row["right"] == "1"
+    app(["predict", str(ran[1]), str(folder / "names.csv"), "--out", str(folder / "out.csv")], standalone_mode=False)
+    assert "1 predictions, 1 of 1 right: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("names", "label", "right"),
+    [
+        ("1,2,3,4,5,6,7,8,9,10", "{position}", "0"),  # the next class is called so
+        ("1,2,3,4,5,6,7,8,9,10", "0{name}.0", "1"),
+        ("", " {position}.0", "1"),
+        ("", "ill", "labels of task=digits must lie in 0..9; got 'ill'"),
+        ("1,2,3,4,5,6,7,8,9,10", "11", "unknown class '11'"),
+        ("z,o,t,h,f,i,s,v,e,n", "{position}", "unknown class"),
+    ],
+)
+def test_a_label_is_right_if_it_is_the_predicted_class_and_not_by_its_text(ran, images, names, label, right):
+    folder, model = images[0], load_model(ran[1])
+    model = TrainedModel(model.network, replace(model.task, class_names=tuple(filter(None, names.split(",")))))
+    image = folder / "deep" / "000.png"
+    name = next(csv.DictReader(io.StringIO(predictions(model, images_in(image), folder))))["predicted"]
+    position = model.classes.index(name)
+    if position == 0 and right == "0":
+        label = "2"
+    (folder / "list.csv").write_text(f"image,label\ndeep/000.png,{label.format(name=name, position=position)}\n")
+    if len(right) > 1:
+        with pytest.raises(DataError, match=right):
+            predictions(model, images_in(folder / "list.csv"), folder)
+        return
+    [row] = csv.DictReader(io.StringIO(predictions(model, images_in(folder / "list.csv"), folder)))
+    assert (row["right"], row["label"] == row["predicted"]) == (right, right == "1")
+
+
+def test_no_name_in_the_table_is_a_formula_and_all_are_read_back(ran, images):
+    folder, model = images[0], load_model(ran[1])
+    names = ("=1+1", "+a", "-b", "@c", "-1", "'=d", "\uff1de", "'tis", "f", "g")
+    model = TrainedModel(model.network, replace(model.task, class_names=names))
+    bad = folder / "=HYPERLINK(1)"
+    bad.mkdir()
+    for n, name in enumerate(names):
+        (folder / "deep" / f"{n:03d}.png").rename(bad / f"{name}.png")
+    rows = images_in(bad)
+    text = predictions(model, [replace(row, label=row.file.stem) for row in rows], bad)
+    cells = [cell for line in csv.reader(io.StringIO(text)) for cell in line]
+    assert {cell for cell in cells if cell[0] in "=+-@\uff1d"} == {"-1"}  # a number stays one
+    (bad / "again.csv").write_text(text, encoding="utf-8")
+    again = images_in(bad / "again.csv")
+    assert [(row.file, row.label) for row in again] == [(row.file, row.file.stem) for row in rows]
+    assert predictions(model, again, bad) == text
+
+
+@pytest.mark.parametrize("task", ["mine:load", "retina"])
+def test_files_are_refused_that_nobody_has_prepared_as_the_training_images_were(task, tmp_path):
+    given = compose([f"task={task}", "model=mlp"])
+    model = TrainedModel(build(given.model, given.task, 0), given.task)
+    with pytest.raises(ConfigError, match="image files are not so prepared: give its images to"):
+        predictions(model, [], tmp_path)
+
+
+def test_images_of_another_form_and_empty_folders_are_refused_whole(ran, images, tmp_path):
+    folder, _ = images
+    Image.new("L", (9, 8)).save(folder / "deep" / "zzz.png")
+    with pytest.raises(DataError, match=r"zzz.png is 8 x 9 pixels"):
+        app(["predict", str(ran[1]), str(folder), "--out", str(folder / "out.csv")], standalone_mode=False)
+    assert not (folder / "out.csv").exists()
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match="must hold images"):
+        images_in(tmp_path / "none")
+
+
+@pytest.mark.parametrize("job", ["local", "proxyfl", "proxyfl, pool", "fml, pool"])
+def test_private_models_are_used_at_their_institution(job, tmp_path, monkeypatch):
+    strategy, _, pool = job.partition(", ")
+    options = [] if strategy == "local" else ["private_models=[cnn,mlp]", "dp=none", "lr=0.3"]
+    options += ["listen=pool", "alpha=0", "private_epochs=2"] if pool else []
+    result, folder = run_at(tmp_path, monkeypatch, "task=digits", f"strategy={strategy}", *options)
+    if strategy != "fml":  # its proxy is at the server
+        with pytest.raises(RunError, match="give --institution"):
+            load_model(folder)
+    states = tmp_path / "home" / "state" / "simulation"
+    for name, examples in shards_of(folder).items():
+        for model in (load_model(folder, name), load_model(states / name)):
+            guesses = model(torch.as_tensor(examples.x)).argmax(1).numpy()
+            told = result["final"]["institutions"][name]["accuracy"]
+            assert np.mean(guesses == examples.labels) == pytest.approx(told)
+    if strategy == "proxyfl":
+        assert "It should not be passed on." in card(folder, load_model(folder, "institution-1"), "institution-1")
+    with pytest.raises(RunError, match=r"no model of 'institution-9'.*did you mean institution-"):
+        load_model(folder, "institution-9")
+    with pytest.raises(RunError, match="--run must be a run of"):
+        load_model(states / "institution-1", run="another")
+
+
+def test_the_card_of_a_private_run_tells_its_noise(tmp_path, monkeypatch):
+    private = ["dp=classifier", "target-epsilon=8", "delta=1e-3", "model=mlp"]
+    result, folder = run_at(tmp_path, monkeypatch, "task=digits", "strategy=fedavg", *private)
+    [one] = result["noise"]["institution-1"]
+    assert f"; classifier: sigma {one['sigma']:.3g}, clip C 1, sampling rate" in card(folder, load_model(folder), "")
+
+
+def test_a_regression_has_the_labels_unit(tmp_path, monkeypatch):
+    result, folder = run_at(tmp_path, monkeypatch, "task=diabetes", "strategy=cwt")
+    model, errors = load_model(folder), []
+    for examples in shards_of(folder).values():
+        outputs = model(torch.as_tensor(examples.x)).detach().numpy()
+        errors.append(np.abs(outputs - examples.labels))
+    assert np.concatenate(errors).mean() == pytest.approx(result["final"]["global"]["mae"], rel=1e-5)
+    with pytest.raises(ConfigError, match="predictions are for images"):
+        predictions(model, [], folder)
+    text, mae = card(folder, model, ""), result["final"]["global"]["mae"]
+    assert f"mae {mae:.4f} points, rmse" in text
+    assert "Output: (B,), numbers in points." in text
+    assert "Input: float (B, 10, 1, 1), made as task=diabetes made them" in text
+    assert "probabilities" not in text
+    model(torch.full((2, 10, 1, 1), 255.0))  # a table has any numbers
+
+
+def outputs(file, form, x):
+    """Return what an exported file makes of x."""
+    if form == "torch":
+        return torch.export.load(file).module()(x)
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(file)
+    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+
+
+@pytest.mark.parametrize("form", ["torch", "onnx"])
+def test_an_exported_model_has_the_same_outputs(form, ran, tmp_path, capsys):
+    app(["export", str(ran[1]), "--format", form, "--out", str(tmp_path / "mine")], standalone_mode=False)
+    file, beside = map(str, capsys.readouterr().out.split())
+    model = load_model(ran[1])
+    for number in (1, 5):
+        x = torch.rand(number, 1, 8, 8)
+        torch.testing.assert_close(outputs(file, form, x), model(x), rtol=0, atol=1e-5)
+    text = (tmp_path / "mine.md").read_text()
+    assert beside == str(tmp_path / "mine.md")
+    assert ran[0]["privacy-claim"] in text
+    assert f"accuracy {ran[0]['final']['global']['accuracy']:.4f}" in text
+    assert "z, o, t" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([file.rpartition("/")[2], "mine.md"])
+
+
+def best_of(folder):
+    [file] = (folder / "best").iterdir()
+    return file
+
+
+def test_the_best_round_is_kept_as_it_was_tested_also_over_a_resumption(tmp_path, monkeypatch, capsys):
+    options = ["task=digits", "strategy=cwt", "rounds=5", "seed=1", "partition=ks", "partition.ks=0.9", "lr=0.1"]
+    options += ["split=test"]
+    result, folder = run_at(tmp_path, monkeypatch, *options, "run_name=whole")
+    best = result["best"]["round"]
+    assert best < result["rounds"]
+    assert best_of(folder) == folder / result["best-model"]["file"]
+    hits = [
+        (load_model(folder, best=True)(torch.as_tensor(e.x)).argmax(1).numpy() == e.labels)
+        for e in shards_of(folder).values()
+    ]
+    assert np.concatenate(hits).mean() == pytest.approx(result["best"]["accuracy"])
+    assert f"the model of round {best} is kept, too (--best)" in summary(result, folder)
+    app(["export", str(folder), "--best", "--out", str(tmp_path / "mine")], standalone_mode=False)
+    text = (tmp_path / "mine.md").read_text()
+    assert f"round {best}, the best" in text
+    assert f"accuracy {result['best']['accuracy']:.4f}" in text
+    assert "are optimistic" in " ".join(text.split())
+    with pytest.raises(KeyboardInterrupt):
+        run_inline([*TINY, *options, f"runs_dir={folder.parent}", "run_name=broken"], Stopping(2 * best + 1))
+    again, resumed = run_inline(resolve([], "", str(folder.parent / "broken"))[0], Display())
+    assert (again["best"], again["best-model"]) == (result["best"], result["best-model"])
+    assert best_of(resumed).read_bytes() == best_of(folder).read_bytes()
+    clean([folder])
+    assert load_model(folder, best=True).classes == load_model(folder).classes
+
+
+@pytest.mark.parametrize("model", ["gabor", "mlp", "lenet5"])
+def test_a_model_is_exported_for_any_number_of_images(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    options = ["task=digits", "strategy=fedavg", f"model={model}", "rounds=1", "nodes=2", "partition=iid"]
+    _, folder = run_inline([*options, f"runs_dir={tmp_path / 'runs'}"], Display())
+    trained = load_model(folder)
+    file, _ = export(trained, "torch", tmp_path / "mine", "")
+    x = torch.rand(70, 1, 8, 8)
+    torch.testing.assert_close(torch.export.load(file).module()(x), trained(x), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("strategy", "why"), [("local", "no global model"), ("fml", "private models")])
+def test_where_there_is_no_best_model_it_is_said(strategy, why, tmp_path, monkeypatch):
+    result, folder = run_at(tmp_path, monkeypatch, "task=digits", f"strategy={strategy}", "dp=none")
+    assert why in result["best-model"]["none"]
+    assert f"no model of the best round is kept: {result['best-model']['none']}" in summary(
+        {**result, "rounds": 2}, folder
+    )
+    for institution in ("", "institution-1"):
+        with pytest.raises(RunError, match=r"no best model|and no institution"):
+            load_model(folder, institution, best=True)
+
+
+def test_what_cannot_be_loaded_or_exported_is_said_in_one_line(ran, tmp_path):
+    with pytest.raises(RunError, match="is neither"):
+        load_model(tmp_path)
+    with pytest.raises(ConfigError, match="--format must be one of torch, onnx; got 'pickle'"):
+        export(load_model(ran[1]), "pickle", tmp_path / "mine", "")
+    with pytest.raises((RunError, OSError), match="none"):
+        export(load_model(ran[1]), "torch", tmp_path / "none" / "mine", "")
+    assert not list(tmp_path.glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x: x.float(), "from 0 to 255"),
+        (lambda x: (x / 255 - 0.5) / 0.25, "from -2 to 2"),
+        (lambda x: x / 255 * float("nan"), "from nan to nan"),
+    ],
+)
+def test_images_of_a_wrong_range_are_refused_by_the_model(change, said, ran):
+    model, x = load_model(ran[1]), torch.arange(256, dtype=torch.uint8).view(4, 1, 8, 8)
+    with pytest.raises(DataError, match=rf"bytes \(uint8\), or numbers in \[0, 1\]; got numbers {said}: divide"):
+        model(change(x))
+    torch.testing.assert_close(model(x / 255), model(x))
+    model(x / 255 * 1.1 - 0.05)  # a cubic resize overshoots as much
+    assert model(x[:0] / 255).shape == (0, 10)
+
+
+def test_a_segmentation_is_exported_with_its_card(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    for n in range(30):
+        for kind in ("image", "label"):
+            Image.fromarray(rng.integers(0, 2, (512, 512), np.uint8) * 255).save(tmp_path / f"{kind}_{n:02d}.png")
+    small = [f"task.data_dir={tmp_path}", "preset=quick", "strategy=fedavg", "partition.size=8"]
+    _, folder = run_at(tmp_path, monkeypatch, "task=isbi2012", *small)
+    model = load_model(folder)
+    size, text = model.task.size, card(folder, model, "")
+    x = torch.rand(3, 1, size, size)
+    for form in ("torch", "onnx"):
+        file, _ = export(model, form, tmp_path / form, text)
+        torch.testing.assert_close(outputs(file, form, x), model(x), rtol=0, atol=1e-5)
+    assert f"Output: (B, {size}, {size}), probabilities of the foreground" in text
+    assert f"Input: images (B, 1, {size}, {size}), float in [0, 1]" in text
+    page = (folder / "report.html").read_text()
+    assert "Training examples by share of foreground pixels" in page
+    assert '<th scope="row">background</th>' in page

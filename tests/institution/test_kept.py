@@ -1,0 +1,79 @@
+"""Who looks at an institution's state, or cleans it, while other processes work there."""
+
+import itertools
+import os
+import shutil
+import signal
+
+import pytest
+from harness import forked
+
+from flwr_replay.deploy.coordinator import _bytes
+from flwr_replay.files.atomic import write_atomic
+from flwr_replay.files.lines import parts
+from flwr_replay.institution import kept as module
+from flwr_replay.institution.kept import kept, ledger_bytes, remove
+from flwr_replay.runs.listing import listed
+
+MODEL, LOOKS = "model-000001.safetensors", 500
+
+
+@pytest.fixture
+def state(tmp_path):
+    (tmp_path / "runs" / "run").mkdir(parents=True)
+    for file in ("ledger.jsonl", "runs/run/config.yaml"):
+        (tmp_path / file).touch()
+    return tmp_path
+
+
+def write_on(state):
+    for exchange in itertools.count():
+        for folder in (state / "runs" / "run", state / "messages"):
+            write_atomic(folder / f"{exchange % 3}.safetensors", b"x", to_disk=False)
+        for n in range(9):
+            (state / "runs" / "run" / f"latents-{n}").mkdir()
+        for n in range(9):
+            shutil.rmtree(state / "runs" / "run" / f"latents-{n}")
+
+
+def test_files_that_come_and_go_meanwhile_are_no_error(state):
+    (state / "messages").mkdir()
+    child = forked(write_on, state)
+    try:
+        while len(list((state / "messages").iterdir())) < 3:
+            assert os.waitpid(child, os.WNOHANG) == (0, 0)
+        for _ in range(LOOKS):
+            for look in (kept, ledger_bytes, _bytes):
+                look(state)
+            listed(state / "runs" / "run")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_ledger_whose_first_part_is_closed_meanwhile_is_found(state, monkeypatch):
+    def closed_meanwhile(path):
+        found = parts(path)
+        path.rename(path.with_name("ledger-0001.jsonl"))
+        return found
+
+    monkeypatch.setattr(module, "parts", closed_meanwhile)
+    assert [one.run for one in kept(state)] == ["run"]
+
+
+def test_what_a_killed_process_was_writing_goes_too(state):
+    left = state / "runs" / "run" / f".{MODEL}.123.tmp"
+    left.touch()
+    remove(state, ["run"])
+    assert not left.exists()
+
+
+def test_what_a_message_keeps_just_before_its_run_is_removed_goes_too(state, monkeypatch):
+    def kept_before(path, data):
+        write_atomic(path.parent / MODEL, b"late")
+        write_atomic(path, data)
+
+    monkeypatch.setattr(module, "write_atomic", kept_before)
+    remove(state, ["run"])
+    assert kept(state)[0].removed
+    assert not (state / "runs" / "run" / MODEL).exists()
