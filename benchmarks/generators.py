@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from flwr_replay.generators.autoencoder import VQVAE2Config, build_generator
 from flwr_replay.generators.codes import pack_codes
-from flwr_replay.generators.vqvae2 import VQVAE2Config, build_generator
 from flwr_replay.learning.training import select_device, step, torch_rng
 
 

@@ -29,10 +29,10 @@ from image_generators import balanced_accuracy
 
 from flwr_replay.config.compose import compose
 from flwr_replay.data.dealt import loaded
+from flwr_replay.generators.autoencoder import build_generator
 from flwr_replay.generators.base import ImageForm
 from flwr_replay.generators.priors import build_prior
-from flwr_replay.generators.sampled import VQVAE2Images
-from flwr_replay.generators.vqvae2 import build_generator
+from flwr_replay.generators.vqvae2 import VQVAE2Images
 from flwr_replay.learning.training import select_device, step, torch_rng
 from flwr_replay.models.layers import as_input
 

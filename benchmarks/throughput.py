@@ -23,7 +23,7 @@ from generators import now
 from torch import multiprocessing
 
 from flwr_replay.config.compose import compose
-from flwr_replay.generators.vqvae2 import VQVAE2Config, build_generator
+from flwr_replay.generators.autoencoder import VQVAE2Config, build_generator
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import make_optimizer, select_device, step, torch_rng
 from flwr_replay.models.zoo import backbone

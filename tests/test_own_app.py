@@ -25,10 +25,10 @@ from flwr_replay.config.sections import ReplayConfig, TrainingConfig
 from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.errors import ConfigError, RunError, WireError
 from flwr_replay.files.atomic import home
+from flwr_replay.generators.autoencoder import VQVAE2Config
 from flwr_replay.generators.base import ImageForm
 from flwr_replay.generators.pixelcnn import PixelCNNConfig
 from flwr_replay.generators.synthesis import SynthesisPlan
-from flwr_replay.generators.vqvae2 import VQVAE2Config
 from flwr_replay.institution.owner import Institution
 from flwr_replay.learning.tasks import Classification
 from flwr_replay.movements.base import Settings

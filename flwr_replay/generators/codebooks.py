@@ -58,7 +58,7 @@ class EMACodebook(nn.Module):
             decay=decay,
             threshold_ema_dead_code=DEAD * even_share,
             accept_image_fmap=True,
-            commitment_weight=0.0,  # flwr_replay.generators.vqvae2 adds that loss for both kinds of codebook
+            commitment_weight=0.0,  # flwr_replay.generators.autoencoder adds that loss for both kinds of codebook
             rotation_trick=False,  # the library's default, in place of the straight-through gradient
         )
         # The library would begin with the threshold itself, so a rare code would be replaced at every step.

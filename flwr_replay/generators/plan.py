@@ -13,10 +13,10 @@ from torch import Tensor
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import PriorConfig, ReplayConfig, require
 from flwr_replay.errors import ConfigError
+from flwr_replay.generators.autoencoder import VQVAE2Config, build_generator
 from flwr_replay.generators.base import ReplayGenerator
 from flwr_replay.generators.codes import bits_per_code
 from flwr_replay.generators.priors import CodePrior, LabelBins, build_prior, check_cpu
-from flwr_replay.generators.vqvae2 import VQVAE2Config, build_generator
 from flwr_replay.models.layers import as_input
 from flwr_replay.rng import derived_seed
 

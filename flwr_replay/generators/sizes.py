@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from flwr_replay.config.run import RunConfig
+from flwr_replay.generators.autoencoder import VQVAE2, VQVAE2Config
 from flwr_replay.generators.base import ImageForm
 from flwr_replay.generators.stylegan2 import StyleGAN2Config, networks
-from flwr_replay.generators.vqvae2 import VQVAE2, VQVAE2Config
 
 __all__ = ["bytes_of"]
 

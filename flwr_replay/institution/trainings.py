@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from flwr_replay.files.tensors import unnested
+from flwr_replay.generators.autoencoder import summed_loss
 from flwr_replay.generators.base import ReplayGenerator
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.priors import CodePrior, summed_nats
 from flwr_replay.generators.sampler import ReplaySampler, Rows
-from flwr_replay.generators.vqvae2 import summed_loss
 from flwr_replay.institution.budget import DPTraining
 from flwr_replay.institution.owner import Shard
 from flwr_replay.institution.pieces import StepwiseTraining

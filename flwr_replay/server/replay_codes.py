@@ -36,9 +36,9 @@ import torch
 from flwr_replay.config.sections import PriorConfig
 from flwr_replay.errors import WireError
 from flwr_replay.files.tensors import nested, read_tensors, unnested, write_tensors
+from flwr_replay.generators.autoencoder import VQVAE2Config
 from flwr_replay.generators.codes import unpack_codes
 from flwr_replay.generators.plan import ReplayPlan
-from flwr_replay.generators.vqvae2 import VQVAE2Config
 from flwr_replay.payloads.replay import (
     Codes,
     EncodeImages,

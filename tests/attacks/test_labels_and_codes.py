@@ -6,8 +6,8 @@ from torch.nn import functional as F
 from flwr_replay.attacks.codes import decoded
 from flwr_replay.attacks.labels import labels_at_cut
 from flwr_replay.config.sections import ModelConfig, TaskConfig
+from flwr_replay.generators.autoencoder import VQVAE2Config, build_generator
 from flwr_replay.generators.codes import pack_codes
-from flwr_replay.generators.vqvae2 import VQVAE2Config, build_generator
 from flwr_replay.models import build, split_before_head
 
 TASK = TaskConfig(name="digits", format="digits", channels=1, size=8, classes=10)

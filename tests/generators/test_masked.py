@@ -6,10 +6,10 @@ from math import cos, pi
 import pytest
 import torch
 
+from flwr_replay.generators.autoencoder import VQVAE2Config, build_generator
 from flwr_replay.generators.base import by_level
 from flwr_replay.generators.masked import LOGITS, MaskedConfig
 from flwr_replay.generators.priors import build_prior
-from flwr_replay.generators.vqvae2 import VQVAE2Config, build_generator
 from flwr_replay.learning.training import step, torch_rng
 
 TINY = {"name": "masked", "width": 8, "layers": 2, "heads": 2}

@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
+from flwr_replay.generators.autoencoder import VQVAE2Config, build_generator
 from flwr_replay.generators.base import by_level
 from flwr_replay.generators.pixelcnn import PixelCNN, PixelCNNConfig
 from flwr_replay.generators.priors import build_prior
-from flwr_replay.generators.vqvae2 import VQVAE2Config, build_generator
 from flwr_replay.learning.training import step, torch_rng
 
 TINY = {"name": "pixelcnn", "width": 8, "layers": 2}

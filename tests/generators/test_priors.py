@@ -14,10 +14,10 @@ from flwr_replay.config.catalogue import choices
 from flwr_replay.config.compose import compose
 from flwr_replay.config.halves import load_prior
 from flwr_replay.errors import ConfigError
+from flwr_replay.generators.autoencoder import VQVAE2Config, build_generator
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.priors import LabelBins, build_prior, check_cpu, example_nats, summed_nats
 from flwr_replay.generators.synthesis import SynthesisPlan
-from flwr_replay.generators.vqvae2 import VQVAE2Config, build_generator
 from flwr_replay.institution.owner import Institution
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.privacy.dpsgd import clipped_sums

@@ -8,8 +8,8 @@ import pytest
 from flwr_replay.config.compose import compose
 from flwr_replay.engines.simulate import Simulation, run_inline
 from flwr_replay.errors import ConfigError
-from flwr_replay.generators.sampled import VQVAE2Images
 from flwr_replay.generators.synthesis import SynthesisPlan
+from flwr_replay.generators.vqvae2 import VQVAE2Images
 from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.state import StateStore
 from flwr_replay.institution.synthesis import SynthesisStages

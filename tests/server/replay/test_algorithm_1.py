@@ -12,7 +12,7 @@ from replay_runs import JOB, SIZES, B, run
 from torch.nn.functional import cross_entropy
 
 from flwr_replay.config.compose import compose
-from flwr_replay.generators.vqvae2 import build_generator
+from flwr_replay.generators.autoencoder import build_generator
 from flwr_replay.models.zoo import backbone
 from flwr_replay.rng import derived_seed
 from flwr_replay.wire.weights import to_arrays

@@ -1,0 +1,53 @@
+"""Count the house, and fail on a circle, an arrow up or a room that is too big.
+
+A room is a module or package directly inside flwr_replay. An arrow is an import from one room in another, wherever it
+stands in a file. The floors are those of .importlinter; an arrow up, or along a floor, runs against them. A circle is
+of files, in one room or in several.
+
+    python .ci/house.py SITE        # SITE: the folder in which the package lies as it is installed
+"""
+
+import configparser
+import sys
+from pathlib import Path
+
+import grimp
+import networkx as nx
+
+MOST = 4000  # lines of a room
+
+
+def lines(site, room):
+    place = site / "flwr_replay" / room
+    files = place.rglob("*.py") if place.is_dir() else [place.with_suffix(".py")]
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+def main():
+    site = Path(sys.argv[1])
+    sys.path.insert(0, str(site))
+    imports = grimp.build_graph("flwr_replay", cache_dir=None)
+    files = nx.DiGraph((a, b) for a in imports.modules for b in imports.find_modules_directly_imported_by(a))
+    rooms = {name.split(".")[1] for name in imports.find_children("flwr_replay")}
+    arrows = {(a.split(".")[1], b.split(".")[1]) for a, b in files.edges if a.count(".") and b.count(".")}
+    arrows = {(a, b) for a, b in arrows if a != b}
+
+    contracts = configparser.ConfigParser()
+    contracts.read(Path(__file__).parents[1] / ".importlinter")
+    layers = contracts["importlinter:contract:floors"]["layers"].split("\n")[::-1]
+    floor = {room.strip(): number for number, layer in enumerate(layers) for room in layer.split("|")}
+    up = sorted(f"{a} -> {b}" for a, b in arrows if a in floor and b in floor and floor[a] <= floor[b])
+    circles = [sorted(circle) for circle in nx.strongly_connected_components(files) if len(circle) > 1]
+    size = {room: lines(site, room) for room in sorted(rooms)}
+    big = [f"{room} {count}" for room, count in size.items() if count > MOST]
+
+    print(f"{len(rooms)} rooms on {len(layers)} floors, {len(arrows)} arrows, {len(up)} up; {len(circles)} circles of files")
+    print(f"{sum(size.values())} lines; the biggest rooms: ", end="")
+    print(", ".join(f"{room} {size[room]}" for room in sorted(size, key=size.get, reverse=True)[:5]))
+    for fault, found in (("arrow up", up), ("circle", circles), (f"room of more than {MOST} lines", big)):
+        for one in found:
+            print(f"{fault}: {one}")
+    sys.exit(1 if up or circles or big else 0)
+
+
+main()
