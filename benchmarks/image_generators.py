@@ -32,12 +32,12 @@ from torch.nn import functional
 from flwr_replay.config.compose import compose
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.institution.node import institution_of
-from flwr_replay.institution.state import StateStore
 from flwr_replay.institution.synthesis import SynthesisStages
 from flwr_replay.lab.exposure import examine
 from flwr_replay.learning.training import batches, select_device, torch_rng
 from flwr_replay.models.layers import as_input
 from flwr_replay.models.zoo import backbone
+from flwr_replay.state.store import StateStore
 
 
 class Trained(SynthesisStages):

@@ -38,7 +38,6 @@ from flwr_replay.config.run import RunConfig
 from flwr_replay.engines.simulate import Simulation, simulate
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.owner import Institution
-from flwr_replay.institution.state import StateStore
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.evaluating import Evaluating
@@ -46,6 +45,7 @@ from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.directory import RunDirectory
 from flwr_replay.server.calling import Calling
+from flwr_replay.state.store import StateStore
 from flwr_replay.wire.weights import to_arrays
 
 JOB = "task=mnist partition=iid partition.size=20 model=mlp model.width=32 batch_size=10 device=cpu threads=1"

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
+from flwr_replay.ciphers.seal import simulated
 from flwr_replay.engines.simulate import run_inline
-from flwr_replay.institution.seal import simulated
 from flwr_replay.report.progress import Display
 from flwr_replay.wire.records import array_record
 from flwr_replay.wire.sealed import SEALED_NAME

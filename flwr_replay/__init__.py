@@ -14,7 +14,7 @@ if not (Path(__file__).parent / "strategies").is_dir() and (_root / "strategies"
     __path__.append(str(_root))
 
 
-OFFERED = {"compare": "api", "load_model": "runs.trained", "run": "api"}  # in Python, by the module that has it
+OFFERED = {"compare": "api", "load_model": "finished.trained", "run": "api"}  # in Python, by the module that has it
 
 
 def __getattr__(name: str) -> Any:

@@ -40,7 +40,6 @@ from flwr_replay.files.atomic import home
 from flwr_replay.files.lines import read_lines
 from flwr_replay.files.tensors import digest, nested, unnested
 from flwr_replay.forecast.forecast import expected, forecast, idea_of, shares_of
-from flwr_replay.institution.state import RUNS
 from flwr_replay.models.zoo import backbone
 from flwr_replay.privacy.account import CHARGES
 from flwr_replay.privacy.plan import mechanisms_of
@@ -50,6 +49,7 @@ from flwr_replay.rng import derived_seed
 from flwr_replay.runs.execute import Job, execute
 from flwr_replay.runs.opening import new_run_id
 from flwr_replay.server.recorder import Recorder
+from flwr_replay.state.store import RUNS
 from flwr_replay.wire.ledger import ledger_lines
 from flwr_replay.wire.payload import CLIENT_APP_RAISED, REQUESTS
 from flwr_replay.wire.recording import FOLDER, read_message

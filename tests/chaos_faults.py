@@ -22,9 +22,9 @@ from random import Random
 from flwr.app.message import message as flower_message
 
 from flwr_replay.files import atomic, disk, lines
-from flwr_replay.institution import state as institution_state
 from flwr_replay.institution.budget import DPTraining, PrivacyBudget
 from flwr_replay.learning import latents
+from flwr_replay.state import store as institution_state
 
 STEPS = ("open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "fcntl.flock", "fsync", "write")
 OF_DISKS = {  # the error of a fault, and the steps that fail once it has struck

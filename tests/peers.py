@@ -8,7 +8,7 @@ from harness import SHARDS, node_configs, write_shards
 
 from flwr_replay.files.tensors import unnested
 from flwr_replay.institution.peer import unpack_state
-from flwr_replay.institution.state import StateStore
+from flwr_replay.state.store import StateStore
 
 B, N = 16, 40
 NAMES = "abcd"

@@ -5,8 +5,8 @@ from harness import SHARDS
 from hostile_server import refusal
 from peers import NAMES
 
+from flwr_replay.ciphers.seal import KEY, Seal, make_key, read_pins
 from flwr_replay.config.binding import shared_digest
-from flwr_replay.institution.seal import KEY, Seal, make_key, read_pins
 from flwr_replay.payloads.avgpush import Push
 from flwr_replay.payloads.common import Train
 from flwr_replay.payloads.relay import Deliver

@@ -54,7 +54,7 @@ def seal_key(
     The private key stays in its file, which its owner alone can read. The printed line is public. Get it to the other
     institutions by a way that the server's owner does not control, and compare the digest by telephone.
     """
-    from flwr_replay.institution.seal import Seal, line_of, make_key, read_pins
+    from flwr_replay.ciphers.seal import Seal, line_of, make_key, read_pins
 
     private, public = make_key(Path(key).expanduser().absolute())
     print(line_of(name, public))
@@ -77,8 +77,8 @@ def state(
     """
     from flwr_replay.cli.places import absolute
     from flwr_replay.data.decoded import FOLDER
-    from flwr_replay.institution.kept import bytes_of, kept, ledger_bytes, remove
     from flwr_replay.report.progress import shown_bytes, shown_time
+    from flwr_replay.state.kept import bytes_of, kept, ledger_bytes, remove
 
     folder = absolute(place)
     found = kept(folder)

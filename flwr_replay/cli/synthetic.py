@@ -83,10 +83,10 @@ def _stages(run: Path, node_config: str) -> list[SynthesisStages]:
     from flwr_replay.generators.synthesis import SynthesisPlan
     from flwr_replay.institution.budget import PrivacyBudget
     from flwr_replay.institution.node import institution_of
-    from flwr_replay.institution.state import StateStore
     from flwr_replay.institution.synthesis import SynthesisStages
     from flwr_replay.privacy.plan import PrivacyPlan
     from flwr_replay.runs.options import run_overrides
+    from flwr_replay.state.store import StateStore
 
     overrides = run_overrides(run.expanduser())
     nodes = compose(overrides).nodes

@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Context, RecordDict
 
+from flwr_replay.ciphers.seal import Seal, make_key, read_pins
 from flwr_replay.config.compose import compose
 from flwr_replay.config.quoting import node_config
 from flwr_replay.deploy.deployment import PEERS_FILE
@@ -30,14 +31,13 @@ from flwr_replay.engines.certificates import CA
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import NAME, make_folder, read_bytes, read_text
 from flwr_replay.forecast.officer import refusals, study_options
-from flwr_replay.institution.kept import ledger_bytes
 from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.policy import read_policy
-from flwr_replay.institution.seal import Seal, make_key, read_pins
 from flwr_replay.processes import left_clientapps
 from flwr_replay.report.progress import shown_bytes
 from flwr_replay.runs.environment import versions
 from flwr_replay.runs.execute import Job
+from flwr_replay.state.kept import ledger_bytes
 
 __all__ = ["examine_clinic"]
 

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from flwr_replay.ciphers.seal import KEY, make_key
 from flwr_replay.config.compose import compose_own
 from flwr_replay.config.quoting import node_config, quoted
 from flwr_replay.data.folder import folder_rows, form_of
@@ -29,7 +30,6 @@ from flwr_replay.errors import ConfigError, DataError, RunError
 from flwr_replay.files.atomic import NAME, private_folder, write_atomic
 from flwr_replay.files.table import csv_text
 from flwr_replay.institution.policy import read_policy
-from flwr_replay.institution.seal import KEY, make_key
 from flwr_replay.report.run_files import read_result
 from flwr_replay.rng import derived_rng
 

@@ -29,7 +29,6 @@ from flwr_replay.engines.superlink import flwr_run, superlink
 from flwr_replay.errors import ConfigError, PrivacyError, RunError
 from flwr_replay.files.atomic import home, read_text, write_atomic
 from flwr_replay.institution.pictures import gather
-from flwr_replay.institution.state import DATA, RUNS
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.pages import spared
 from flwr_replay.report.progress import Display, shown_bytes
@@ -37,6 +36,7 @@ from flwr_replay.report.run_files import read_result, read_run_id, write_result
 from flwr_replay.report.run_page import PAGE, write_run_page
 from flwr_replay.runs.execute import Job, run_job
 from flwr_replay.runs.opening import default_name, resumable, resuming
+from flwr_replay.state.store import DATA, RUNS
 from flwr_replay.wire.recording import FOLDER
 
 __all__ = ["Simulation", "named", "refuse_resources", "run_inline", "run_ray", "simulate", "simulate_by", "with_skew"]

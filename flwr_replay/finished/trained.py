@@ -23,7 +23,6 @@ from flwr_replay.errors import DamagedError, DataError, RunError, nearest
 from flwr_replay.files.atomic import home, read_text
 from flwr_replay.files.disk import entries, there
 from flwr_replay.files.tensors import StateDict, read_with_texts, unnested
-from flwr_replay.institution.state import OPTIONS, ORIGIN, RUNS
 from flwr_replay.learning.pooling import Pool
 from flwr_replay.learning.tasks import Regression, make_task
 from flwr_replay.models.layers import as_input
@@ -32,6 +31,7 @@ from flwr_replay.report.run_files import OF_RUN, model_of, read_run_id
 from flwr_replay.runs.best import BestModel
 from flwr_replay.runs.checkpoints import Checkpoints
 from flwr_replay.runs.options import kept_overrides, run_overrides
+from flwr_replay.state.store import OPTIONS, ORIGIN, RUNS
 from flwr_replay.wire.weights import load_arrays
 
 __all__ = ["TrainedModel", "load_model"]

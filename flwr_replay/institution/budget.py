@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from flwr_replay.errors import BudgetError, PrivacyError
 from flwr_replay.institution.owner import Institution, Shard
-from flwr_replay.institution.state import StateStore
 from flwr_replay.models.layers import as_input
 from flwr_replay.payloads.common import ChargedRequest
 from flwr_replay.privacy.account import Account
@@ -19,6 +18,7 @@ from flwr_replay.privacy.accounting import LocalRelease, SampledGaussian, epsilo
 from flwr_replay.privacy.dpsgd import clipped_sums, noisy_step, poisson_batches
 from flwr_replay.privacy.plan import COUNTS, PrivacyPlan
 from flwr_replay.privacy.secret import Stream, noise_stream
+from flwr_replay.state.store import StateStore
 
 __all__ = ["DPTraining", "PrivacyBudget"]
 

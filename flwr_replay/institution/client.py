@@ -25,11 +25,9 @@ from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.sampler import ReplaySampler
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.institution.budget import DPTraining, PrivacyBudget
-from flwr_replay.institution.identity import proof_of
 from flwr_replay.institution.learner import Learner
 from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.institution.replay import GenerativeStages
-from flwr_replay.institution.state import StateStore
 from flwr_replay.institution.synthesis import SynthesisStages
 from flwr_replay.learning.augment import Augment, augment_of
 from flwr_replay.learning.tasks import Task
@@ -53,6 +51,8 @@ from flwr_replay.payloads.common import (
 )
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.rng import derived_seed
+from flwr_replay.state.identity import proof_of
+from flwr_replay.state.store import StateStore
 from flwr_replay.wire.payload import REQUESTS, Payload
 from flwr_replay.wire.records import NamedArrays, StateDict, Weights
 from flwr_replay.wire.weights import (

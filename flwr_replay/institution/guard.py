@@ -21,6 +21,8 @@ import psutil
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 
+from flwr_replay.ciphers.masking import Masking
+from flwr_replay.ciphers.sealing import Sealing, check_sealing
 from flwr_replay.config.compose import model_named
 from flwr_replay.config.halves import load_client
 from flwr_replay.config.parts import users_code
@@ -37,15 +39,13 @@ from flwr_replay.errors import (
 )
 from flwr_replay.generators.sizes import bytes_of as generator_bytes
 from flwr_replay.institution.budget import PrivacyBudget
-from flwr_replay.institution.masking import Masking
 from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.policy import Policy
-from flwr_replay.institution.sealing import Sealing, check_sealing
-from flwr_replay.institution.state import StateStore
 from flwr_replay.models.zoo import bytes_of
 from flwr_replay.payloads.common import Evaluation, Failure, Present, RollCall
 from flwr_replay.privacy.plan import PrivacyPlan, mechanisms_of
+from flwr_replay.state.store import StateStore
 from flwr_replay.wire.payload import REQUESTS, Payload, Request, Row, request_of, rows
 from flwr_replay.wire.records import config_in, metrics_in
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from flwr.app import Context
 
+from flwr_replay.ciphers.seal import KEY, Seal, make_key, read_pins, simulated
 from flwr_replay.config.compose import from_run_config, overrides_in, strategy_part
 from flwr_replay.config.parts import VARIABLE, allow, check_allowed
 from flwr_replay.config.quoting import digits
@@ -25,7 +26,6 @@ from flwr_replay.errors import ConfigError, nearest
 from flwr_replay.files.atomic import home
 from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.policy import read_policy
-from flwr_replay.institution.seal import KEY, Seal, make_key, read_pins, simulated
 from flwr_replay.learning.training import select_device
 from flwr_replay.memory import remembered
 from flwr_replay.processes import end_those_left

@@ -21,11 +21,11 @@ from flwr.app import RecordDict
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from flwr_replay.ciphers.seal import Seal
 from flwr_replay.data import Dataset, Examples, examples_of
 from flwr_replay.errors import DataError, RefusedError, TrainingError
 from flwr_replay.files.atomic import home, make_folder, private_folder, sweep, sync
 from flwr_replay.institution.policy import Policy
-from flwr_replay.institution.seal import Seal
 from flwr_replay.learning.training import select_device
 from flwr_replay.memory import on_forget
 from flwr_replay.wire.ledger import Ledger

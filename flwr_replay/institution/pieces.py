@@ -31,9 +31,9 @@ from flwr_replay.files.atomic import alone, private_folder
 from flwr_replay.files.tensors import digest, nested, unnested
 from flwr_replay.institution.budget import DPTraining, PrivacyBudget
 from flwr_replay.institution.owner import Institution
-from flwr_replay.institution.state import StateStore
 from flwr_replay.learning.training import mean_loss
 from flwr_replay.payloads.common import ChargedRequest
+from flwr_replay.state.store import StateStore
 from flwr_replay.wire.records import StateDict
 from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
 

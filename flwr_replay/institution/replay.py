@@ -26,7 +26,6 @@ from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.institution.pictures import SHOWN, draw_grid
 from flwr_replay.institution.pieces import Pieces, Progress
-from flwr_replay.institution.state import StateStore
 from flwr_replay.institution.trainings import GeneratorTraining, PriorTraining
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.memory import remembered
@@ -43,6 +42,7 @@ from flwr_replay.payloads.replay import (
     TrainGenerator,
     TrainPrior,
 )
+from flwr_replay.state.store import StateStore
 from flwr_replay.wire.records import StateDict, Weights, opened
 from flwr_replay.wire.weights import encoded, load_arrays, to_arrays
 

@@ -31,11 +31,11 @@ from flwr_replay.generators.sampler import ImageSampler
 from flwr_replay.generators.synthesis import FEWEST, Progress, SynthesisPlan
 from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.owner import Institution, Shard
-from flwr_replay.institution.state import StateStore
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.payloads.replay import Kept
 from flwr_replay.payloads.synthetic import Buffer, DrawBuffer, GeneratorSlice, KeepBuffer, TrainSlice
 from flwr_replay.rng import derived_seed
+from flwr_replay.state.store import StateStore
 from flwr_replay.wire.records import StateDict
 
 __all__ = ["SynthesisStages"]

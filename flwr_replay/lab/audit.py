@@ -33,7 +33,6 @@ from flwr_replay.files.atomic import home, write_json
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.guard import guard
 from flwr_replay.institution.node import institution_of
-from flwr_replay.institution.state import RUNS
 from flwr_replay.lab.canaries import Canaries, GradientCanaries
 from flwr_replay.lab.canary_images import ImageCanaries
 from flwr_replay.lab.seen_steps import judged
@@ -44,6 +43,7 @@ from flwr_replay.privacy.plan import mechanisms_of
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import read_run_id
 from flwr_replay.serve import serve
+from flwr_replay.state.store import RUNS
 from flwr_replay.wire.payload import REQUESTS
 
 __all__ = ["KINDS", "audit", "audited_app"]

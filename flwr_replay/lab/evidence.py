@@ -18,10 +18,10 @@ from flwr_replay.files.atomic import read_text
 from flwr_replay.files.disk import there
 from flwr_replay.files.tensors import StateDict
 from flwr_replay.generators.plan import ReplayPlan
-from flwr_replay.institution.state import DATA, RUNS
 from flwr_replay.models.zoo import backbone
 from flwr_replay.report.run_files import CONFIG, OF_RUN, check_own, ledger_of
 from flwr_replay.runs.options import kept_overrides, run_overrides
+from flwr_replay.state.store import DATA, RUNS
 from flwr_replay.wire.fields import Field, Meaning
 from flwr_replay.wire.ledger import ledger_lines
 from flwr_replay.wire.payload import REQUESTS, Request

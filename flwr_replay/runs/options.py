@@ -13,9 +13,9 @@ from flwr_replay.config.sections import TaskConfig
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import read_json
 from flwr_replay.files.disk import there
-from flwr_replay.institution.state import OPTIONS
 from flwr_replay.report.run_files import CONFIG, options_of, read_result
 from flwr_replay.runs.opening import check_unchanged, refuse_fewer
+from flwr_replay.state.store import OPTIONS
 
 __all__ = ["kept_overrides", "resolve", "run_overrides"]
 

@@ -11,7 +11,7 @@ b is 43 for weights, so |θ| must be below 2^20; it is 33 for statistics of norm
   others that the server knows, would show the sum of all others.
 
 Two whole numbers more, zeros under masks, tell whether the masks have cancelled; the first is random if numbers of an
-institution were too large. `flwr_replay/institution/masking.py` makes masks and u_k; nothing here can.
+institution were too large. `flwr_replay/ciphers/masking.py` makes masks and u_k; nothing here can.
 
 Source: Bonawitz et al. 2017 (doi:10.1145/3133956.3133982), section 4.0.1: masking with one-time pads.
 """

@@ -3,7 +3,7 @@
     mark | length of the head | head | salt | a wrapped key for each receiver | sealed body
 
 The head says which run, who sent it, who can open it, in which exchange, and what kind of field it was. The body holds
-named arrays as they would have travelled. `flwr_replay/institution/seal.py` seals and opens; nothing here can.
+named arrays as they would have travelled. `flwr_replay/ciphers/seal.py` seals and opens; nothing here can.
 """
 
 from __future__ import annotations

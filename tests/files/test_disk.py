@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from harness import write_shards
 
+from flwr_replay.ciphers.arrivals import Arrivals
 from flwr_replay.config.compose import compose
 from flwr_replay.data.folder import folder_rows
 from flwr_replay.data.readers import read_medmnist
@@ -20,13 +21,12 @@ from flwr_replay.files.atomic import write_json
 from flwr_replay.files.disk import entries, files_below, there
 from flwr_replay.files.lines import Lines, parts, read_lines
 from flwr_replay.files.once import write_once
-from flwr_replay.institution.arrivals import Arrivals
-from flwr_replay.institution.state import StateStore
 from flwr_replay.learning.latents import LatentStore
 from flwr_replay.payloads.fedreplay import Latents
 from flwr_replay.privacy.secret import KEY, secret_key
 from flwr_replay.runs.best import BestModel
 from flwr_replay.runs.checkpoints import Checkpoints
+from flwr_replay.state.store import StateStore
 from flwr_replay.studies.cells import Cell
 
 

@@ -101,7 +101,7 @@ def train_request(array):
 
 
 def test_an_exchange_is_not_mixed_anew_for_ever(server, monkeypatch):
-    monkeypatch.setattr("flwr_replay.institution.arrivals.TRIES", 3)
+    monkeypatch.setattr("flwr_replay.ciphers.arrivals.TRIES", 3)
     for _ in range(3):
         assert push(server, 2, 0)
         assert not deliver(server, parcel(server, "b", 2), exchange=2)
@@ -119,7 +119,7 @@ def strange(kind):
 
 @pytest.mark.parametrize("kind", ["no arrays", "a name", "a text for a number"])
 def test_no_body_of_a_parcel_stops_its_receivers(server, folder, monkeypatch, kind):
-    monkeypatch.setattr("flwr_replay.institution.seal.joined_body", lambda arrays: strange(kind))
+    monkeypatch.setattr("flwr_replay.ciphers.seal.joined_body", lambda arrays: strange(kind))
     told = MODEL | {"options": shared_digest(server.config), "exchange": 1}
     record = seal_of(folder, "b", ABC).close(array_record(server.weights), **told)
     assert not deliver(server, record[SEALED_NAME])

@@ -12,11 +12,11 @@ from peers import hospitals, run
 from safetensors.numpy import load_file
 from sealed_runs import ABC, CWT, MODEL, PUSH, SEALED, SMALL, again, deliver, parcel, parcels_in, pinned, seal_of, train
 
+from flwr_replay.ciphers.seal import KEY, NONCE, Seal, _bound, make_key, read_pins
 from flwr_replay.config.binding import shared_digest
 from flwr_replay.errors import ConfigError
 from flwr_replay.files.atomic import read_json
 from flwr_replay.files.tensors import nested
-from flwr_replay.institution.seal import KEY, NONCE, Seal, _bound, make_key, read_pins
 from flwr_replay.payloads.avgpush import EvaluatePeer, Push
 from flwr_replay.payloads.common import Evaluate, RollCall, Train
 from flwr_replay.payloads.relay import Deliver
@@ -118,7 +118,7 @@ def test_a_parcel_of_other_options_is_refused(server):
 
 def test_who_takes_anothers_salt_does_not_have_its_parcel_refused(server, monkeypatch):
     b = parcel(server, "b")
-    monkeypatch.setattr("flwr_replay.institution.seal.secrets.token_bytes", lambda n: unpack(b)[1].salt[:n])
+    monkeypatch.setattr("flwr_replay.ciphers.seal.secrets.token_bytes", lambda n: unpack(b)[1].salt[:n])
     assert not deliver(server, b, parcel(server, "c"))
 
 

@@ -12,11 +12,10 @@ from hostile_server import HostileServer, metrics, refusal, weights
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, DataError, PrivacyError
 from flwr_replay.files.tensors import digest, write_tensors
-from flwr_replay.generators import priors, sizes, stylegan2, vqvae2
+from flwr_replay.generators import autoencoder, priors, sizes, stylegan2
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.institution.node import _deployed
 from flwr_replay.institution.policy import read_policy
-from flwr_replay.institution.state import StateStore
 from flwr_replay.memory import forget
 from flwr_replay.models import zoo
 from flwr_replay.payloads.common import RollCall, Train
@@ -25,6 +24,7 @@ from flwr_replay.payloads.fedreplay import Encode, Extract
 from flwr_replay.payloads.replay import EncodeImages, KeepCodes, KeepPrior, TrainGenerator
 from flwr_replay.payloads.synthetic import TrainSlice
 from flwr_replay.rng import derived_seed
+from flwr_replay.state.store import StateStore
 from flwr_replay.wire.payload import REQUESTS
 from flwr_replay.wire.weights import to_arrays
 
@@ -338,7 +338,7 @@ def test_the_bytes_of_a_model_are_known_without_it(model):
 def test_a_generator_is_not_built_before_its_size_is_known_to_fit(folder, monkeypatch, options):
     server = HostileServer(folder, *TASK, *options)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=5 * 10**7))
-    for module in (vqvae2, stylegan2, priors):
+    for module in (autoencoder, stylegan2, priors):
         monkeypatch.setattr(module, "seeded", None)  # whoever builds one fails otherwise
     asked = TrainGenerator(run="x", replayed=0) if "strategy=fedavg" in options else TrainSlice(run="x")
     for request in (RollCall(strategy="x", run="x"), asked):

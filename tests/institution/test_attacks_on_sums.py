@@ -9,7 +9,7 @@ from harness import write_shards
 from hostile_server import HostileServer, metrics, refusal, weights
 from sealed_runs import SMALL, pinned
 
-from flwr_replay.institution.masking import Masking
+from flwr_replay.ciphers.masking import Masking
 from flwr_replay.institution.node import institution_of
 from flwr_replay.payloads.common import Train
 from flwr_replay.payloads.fedsgd import Differentiate

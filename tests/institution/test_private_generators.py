@@ -23,7 +23,6 @@ from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.institution.budget import DPTraining, PrivacyBudget
 from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.owner import Institution
-from flwr_replay.institution.state import StateStore
 from flwr_replay.institution.synthesis import SynthesisStages, part_at
 from flwr_replay.payloads.synthetic import DrawBuffer, TrainSlice
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
@@ -31,6 +30,7 @@ from flwr_replay.privacy.dpsgd import clipped_sums
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.summary import summary
 from flwr_replay.runs.execute import Job
+from flwr_replay.state.store import StateStore
 from flwr_replay.wire.records import config_in, metrics_in
 
 SIZES = {"a": 40, "b": 33, "c": 20}

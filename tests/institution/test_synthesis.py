@@ -11,11 +11,11 @@ from flwr_replay.errors import ConfigError
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.generators.vqvae2 import VQVAE2Images
 from flwr_replay.institution.owner import Institution
-from flwr_replay.institution.state import StateStore
 from flwr_replay.institution.synthesis import SynthesisStages
 from flwr_replay.payloads.synthetic import TrainSlice
 from flwr_replay.report.progress import Display
 from flwr_replay.report.summary import summary
+from flwr_replay.state.store import StateStore
 
 RUN = ["strategy=feder", "task=medmnist", "task.size=8", "classes=2", "model=cnn", "model.width=4", "device=cpu"]
 CODES = ["generator.width=4", "generator.codes=8", "generator.dim=4", "generator.epochs=8", "prior.epochs=1"]

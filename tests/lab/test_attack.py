@@ -17,13 +17,13 @@ from flwr_replay.attacks.catalogue import nothing_tried
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import DataError
 from flwr_replay.files.atomic import read_json
-from flwr_replay.institution.state import DATA
 from flwr_replay.lab.auxiliary import auxiliary_of, without
 from flwr_replay.lab.evidence import Evidence
 from flwr_replay.lab.judge import Originals, OtherOriginals, originals_of
 from flwr_replay.lab.membership import member_attacks
 from flwr_replay.lab.trials import OfActivations
 from flwr_replay.memory import forget
+from flwr_replay.state.store import DATA
 from flwr_replay.wire.recording import FOLDER
 
 PIECES = "generator.slice-seconds=1e-9"  # a training takes a message for each step

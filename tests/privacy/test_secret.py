@@ -14,10 +14,10 @@ from flwr_replay.config.compose import compose
 from flwr_replay.errors import PrivacyError
 from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.owner import Institution
-from flwr_replay.institution.state import StateStore
 from flwr_replay.payloads.replay import TrainPrior
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.privacy.secret import KEY, Stream, noise_stream, secret_key
+from flwr_replay.state.store import StateStore
 
 
 def test_the_key_is_made_once_for_its_owner_only(tmp_path):

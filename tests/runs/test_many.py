@@ -15,7 +15,6 @@ from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import home
 from flwr_replay.files.lines import each_line, read_lines
 from flwr_replay.files.tensors import read_with_texts
-from flwr_replay.institution.identity import proof_of
 from flwr_replay.institution.owner import Institution
 from flwr_replay.memory import forget
 from flwr_replay.report.progress import Display
@@ -25,6 +24,7 @@ from flwr_replay.runs.options import resolve
 from flwr_replay.runs.taking_part import TakingPart
 from flwr_replay.server.members import Member, Members
 from flwr_replay.server.recorder import Snapshot
+from flwr_replay.state.identity import proof_of
 from flwr_replay.wire.ledger import Ledger, Traffic, ledger_lines
 from flwr_replay.wire.payload import Row
 

@@ -13,10 +13,10 @@ from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, DataError, FlwrReplayError, RefusedError, RunError
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.institution.owner import Institution
-from flwr_replay.institution.state import StateStore
 from flwr_replay.institution.synthesis import SynthesisStages
 from flwr_replay.payloads.synthetic import Buffer, KeepBuffer, TrainSlice
 from flwr_replay.runs.execute import Job
+from flwr_replay.state.store import StateStore
 from flwr_replay.strategies.feder import FedER
 from flwr_replay.wire.records import config_in, opened
 

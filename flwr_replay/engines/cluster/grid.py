@@ -30,7 +30,7 @@ from flwr_replay.engines.inline import InlineGrid, partitions
 from flwr_replay.engines.workers import TRIES, Worker, WorkerGrid, died
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import home, read_bytes
-from flwr_replay.institution.state import DATA, RUNS
+from flwr_replay.state.store import DATA, RUNS
 
 __all__ = ["ClusterGrid"]
 

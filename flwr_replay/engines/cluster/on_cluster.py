@@ -18,11 +18,11 @@ from flwr_replay.config.run import RunConfig
 from flwr_replay.engines.simulate import Simulation, named, with_skew
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import write_atomic
-from flwr_replay.institution.state import RUNS
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import FORMS, read_run_id
 from flwr_replay.runs.execute import run_job
 from flwr_replay.runs.opening import resuming
+from flwr_replay.state.store import RUNS
 from flwr_replay.wire.ledger import LEDGER, ledger_lines
 
 if TYPE_CHECKING:

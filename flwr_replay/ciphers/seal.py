@@ -1,6 +1,6 @@
 """Seals what an institution sends to other institutions, and opens what they send: the server has no key.
 
-The same keys make the masks of `flwr_replay/institution/masking.py`, under another label.
+The same keys make the masks of `flwr_replay/ciphers/masking.py`, under another label.
 
     key of a parcel:     32 random bytes, which seal the arrays by ChaCha20-Poly1305
     wrapped for each k': K = HKDF-SHA256(X25519(own private key, pinned public key of k'), salt, both names and keys)

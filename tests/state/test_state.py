@@ -9,8 +9,8 @@ import pytest
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import write_atomic
 from flwr_replay.files.tensors import write_tensors
-from flwr_replay.institution import state
-from flwr_replay.institution.state import ORIGIN, StateStore
+from flwr_replay.state import store as state
+from flwr_replay.state.store import ORIGIN, StateStore
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from flwr_replay.errors import DamagedError, RefusedError
 from flwr_replay.files.atomic import private_folder, read_json, write_json
 from flwr_replay.files.disk import there
-from flwr_replay.institution.state import StateStore
+from flwr_replay.state.store import StateStore
 
 __all__ = ["REPEATS", "Arrival", "Arrivals"]
 

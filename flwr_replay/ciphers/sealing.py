@@ -14,36 +14,35 @@ A parcel is good for its run and its options, and comes once, in its place:
     keep-buffer
     evaluate            of any exchange so far
 
-`flwr_replay/institution/arrivals.py` has the notes by which this is decided. A parcel to mix that holds no model of the
+`flwr_replay/ciphers/arrivals.py` has the notes by which this is decided. A parcel to mix that holds no model of the
 common form, or numbers that are not finite, counts as the receiver's own model: whoever sealed it stops nobody.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
 from logging import WARNING
-from typing import Any
+from typing import Any, Protocol
 
 from flwr.app import Array, ArrayRecord, Message, RecordDict
 from flwr.common.logger import log
 from torch import nn
 
+from flwr_replay.ciphers.arrivals import Arrival, Arrivals
+from flwr_replay.ciphers.seal import Opened, Seal
 from flwr_replay.config.binding import binding, shared_digest
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RefusedError
 from flwr_replay.files.atomic import alone, private_folder
 from flwr_replay.files.tensors import nested, unnested
-from flwr_replay.institution.arrivals import Arrival, Arrivals
-from flwr_replay.institution.owner import Institution
-from flwr_replay.institution.seal import Opened, Seal
-from flwr_replay.institution.state import StateStore
 from flwr_replay.learning.pushsum import sender_name
 from flwr_replay.models.zoo import backbone
 from flwr_replay.payloads.common import RollCall
 from flwr_replay.payloads.relay import Deliver
 from flwr_replay.rng import derived_seed
+from flwr_replay.state.store import Owner, StateStore
 from flwr_replay.wire.fields import RECORD_OF
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import StateDict, array_record, config_in, metrics_in, opened
@@ -58,7 +57,7 @@ LOCKED = "parcels"  # in a run's folder: a folder with a lock
 TESTS = "tested"  # in a run's folder: the model that was tested last, which the server cannot keep
 
 
-def check_sealing(institution: Institution, config: RunConfig, message: Message) -> None:
+def check_sealing(institution: KeyOwner, config: RunConfig, message: Message) -> None:
     """Refuse a run that is neither sealed nor masked where keys are pinned, the other way round, and parcels in plain.
 
     Raises
@@ -81,12 +80,24 @@ def check_sealing(institution: Institution, config: RunConfig, message: Message)
         raise RefusedError("arrays come in plain in this run; a sealed parcel came: refused; set sealed=true")
 
 
+class KeyOwner(Owner, Protocol):
+    """An institution's name, state and data, and its keys."""
+
+    @property
+    def seal(self) -> Seal | None:
+        """What seals and opens parcels; None if it seals nothing."""
+
+    @property
+    def read_seal(self) -> Callable[[], Seal] | None:
+        """What reads the keys; None if none are pinned."""
+
+
 class Hiding:
     """What stands between the wire and the ClientApp for one message of a run in which keys are pinned.
 
     Parameters
     ----------
-    institution : Institution
+    institution : KeyOwner
         It has a seal, which has its key and those that it has pinned.
     config : RunConfig
         The run's options.
@@ -94,7 +105,7 @@ class Hiding:
         The run's id.
     """
 
-    def __init__(self, institution: Institution, config: RunConfig, run: str) -> None:
+    def __init__(self, institution: KeyOwner, config: RunConfig, run: str) -> None:
         assert institution.seal is not None
         self.seal: Seal = institution.seal
         self.config, self.run, self.options = config, run, shared_digest(config)

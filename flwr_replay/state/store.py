@@ -14,20 +14,21 @@ import json
 import logging
 import os
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from flwr_replay.config.binding import differing, digest_of
 from flwr_replay.config.sections import NODES
+from flwr_replay.data import Dataset
 from flwr_replay.errors import PrivacyError, RefusedError, WireError
 from flwr_replay.files.atomic import NAME, private_folder, read_json, read_text, stamp, write_atomic
 from flwr_replay.files.disk import entries, locked, opener, reading, remove, there, writing
 from flwr_replay.files.once import write_once
 from flwr_replay.files.tensors import read_with_texts, write_tensors
-from flwr_replay.institution.identity import proof_of
-from flwr_replay.institution.owner import Institution
 from flwr_replay.memory import on_forget, remembered
 from flwr_replay.report.run_files import OF_RUN
+from flwr_replay.state.identity import proof_of
 from flwr_replay.wire.records import StateDict
 
 __all__ = ["DATA", "OPTIONS", "ORIGIN", "REMOVED", "RUNS", "StateStore"]
@@ -42,10 +43,34 @@ ORIGIN = "made-under"  # a file's note: the digest of the options under which it
 HELD = 256 * 2**20  # bytes of arrays in memory
 
 
+class Owner(Protocol):
+    """Whose state it is: what `flwr_replay.institution.owner.Institution` has of it."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def durable(self) -> bool:
+        """Whether what is kept reaches the disk at once."""
+
+    @property
+    def state(self) -> Path:
+        """Its state directory."""
+
+    @property
+    def data(self) -> Dataset:
+        """Its examples."""
+
+    @property
+    def read_pooled(self) -> Callable[[], Dataset] | None:
+        """In a simulation, what reads the examples of all."""
+
+
 class StateStore:
     """Arrays under a key, as they stood after an exchange of a run."""
 
-    def __init__(self, institution: Institution, bound: str = "") -> None:
+    def __init__(self, institution: Owner, bound: str = "") -> None:
         self.institution, self.origin = institution, digest_of(bound)
 
     @property

@@ -37,11 +37,10 @@ from flwr.app import ArrayRecord, Message
 from flwr.common.logger import log
 from numpy.typing import NDArray
 
+from flwr_replay.ciphers.sealing import Hiding, KeyOwner
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RefusedError
 from flwr_replay.files.once import write_once
-from flwr_replay.institution.owner import Institution
-from flwr_replay.institution.sealing import Hiding
 from flwr_replay.payloads.common import RollCall
 from flwr_replay.wire.fields import RECORD_OF
 from flwr_replay.wire.masked import MASKED, check_room, fixed_point
@@ -71,7 +70,7 @@ class Masking(Hiding):
     kept: StateDict | None = None  # the answer of this exchange, if there is one already
     asked = history = b""
 
-    def __init__(self, institution: Institution, config: RunConfig, run: str) -> None:
+    def __init__(self, institution: KeyOwner, config: RunConfig, run: str) -> None:
         super().__init__(institution, config, run)
         self.institution = institution
         if len(self.seal.pins) < FEWEST:
@@ -108,7 +107,7 @@ class Masking(Hiding):
             )
         scalars = {**metrics_in(message.content), **instructions}  # a mean and a scale of labels are statistics
         shared = {name: scalars[name] for name in request.by_key() if name in scalars and name not in OWN}
-        total, own = instructions.get("total", 0), len(self.institution.train)
+        total, own = instructions.get("total", 0), len(self.institution.data.train)
         if total < own:
             raise RefusedError(
                 f"a masked request says how many examples all institutions have; got {total}, here alone are {own}: "

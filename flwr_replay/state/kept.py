@@ -17,7 +17,7 @@ from flwr_replay.files.atomic import sweep, write_atomic
 from flwr_replay.files.disk import files_below, looked
 from flwr_replay.files.disk import remove as unlink
 from flwr_replay.files.lines import parts
-from flwr_replay.institution.state import REMOVED, RUNS
+from flwr_replay.state.store import REMOVED, RUNS
 from flwr_replay.wire.ledger import LEDGER
 from flwr_replay.wire.recording import FOLDER
 

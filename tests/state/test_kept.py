@@ -11,9 +11,9 @@ from harness import forked
 from flwr_replay.deploy.coordinator import _bytes
 from flwr_replay.files.atomic import write_atomic
 from flwr_replay.files.lines import parts
-from flwr_replay.institution import kept as module
-from flwr_replay.institution.kept import kept, ledger_bytes, remove
 from flwr_replay.runs.listing import listed
+from flwr_replay.state import kept as module
+from flwr_replay.state.kept import kept, ledger_bytes, remove
 
 MODEL, LOOKS = "model-000001.safetensors", 500
 

@@ -1,0 +1,1 @@
+"""What an institution keeps on its disk: of each run its state, and the key that proves who it is."""
