@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")] + sorted(ROOT.glob("docs/*.md"))
+PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")] + sorted(
+    [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/results/*.md")]
+)
 TOPS = ("flwr_replay", "strategies", "clients", "simulations", "conf", "tests", "benchmarks", "docs")
 PLACE = re.compile(rf"(?<![\w/.$-])(?:{'|'.join(TOPS)})/[\w./-]*")  # a path from the root of the repository
 SOURCE = re.compile(r"(?<![\w/.$-])(?:[\w-]+/)*\w+\.(?:py|toml)\b")  # by the last parts of its path, such as guard.py
@@ -26,7 +28,7 @@ def sources():
     return [file.relative_to(ROOT).as_posix() for file in files]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_resolve(page):
     for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
         place, _, anchor = link.partition("#")
@@ -35,7 +37,7 @@ def test_links_resolve(page):
         assert not anchor or anchor in anchors(target), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_paths_are_there(page):
     text = page.read_text(encoding="utf-8")
     for place in PLACE.findall(text):
@@ -45,7 +47,7 @@ def test_paths_are_there(page):
         assert any(f"/{path}".endswith(f"/{source}") for path in known) or EXAMPLE in source or source.endswith(WRITTEN)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_modules_are_there(page):
     for name in MODULE.findall(page.read_text(encoding="utf-8")):
         module, _, attribute = name.rpartition(".")
