@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
-import click
-import typer
-
-from flwr_replay.cli.main import app
 from flwr_replay.config.catalogue import choices, conf_path
 from flwr_replay.forecast.described import Described, Option, comments, described, key, read, shown
 
+SEVERAL = 3  # methods that have an option in the same words: it is told once
 HEAD = """# Options
 
 Every option of a run, its default and its meaning. This page is written by `python docs/options.py > docs/options.md`
@@ -26,24 +24,16 @@ a terminal.
 - In a study file for `flwr run` the keys of `[tool.flwr.app.config]` hold the same options; all others go into
   `overrides`.
 
-Further on: data sets in [data.md](data.md), replay in [replay.md](replay.md), ProxyFL and FML in
-[proxyfl.md](proxyfl.md), differential privacy in [privacy.md](privacy.md).
+**A run leaves** a directory under `runs/`, after `flwr run` under `~/.flwr-replay/runs`: its options, metrics, ledger,
+models, result and `report.html`. What simulated institutions keep lies under `~/.flwr-replay/state`.
+`$FLWR_REPLAY_HOME` is another place for both.
 
-**What a run leaves** is a directory under `runs/`: `config.yaml`, `metrics.jsonl`, `ledger.jsonl`, checkpoints,
-`models/`, `result.json`, and `report.html`, one page of what happened; `flwr-replay report DIR` writes the page of
-a run, a comparison or a study again. A run that was started with `flwr run` has it under `~/.flwr-replay/runs`. What
-simulated institutions keep between rounds lies under `~/.flwr-replay/state`. `$FLWR_REPLAY_HOME` is another
-place for both.
+**Resuming.** `flwr-replay run --resume DIR` goes on where the run stopped. On a CPU it ends with the same bits, except
+under `dp=`, whose noise is secret. `rounds=` with it makes the run longer.
 
-**Resuming.** `flwr-replay run --resume DIR` goes on where the run stopped and, on a CPU, ends with the same bits. Under
-`dp=` the bits differ, since the noise is secret. `rounds=` with it makes the run longer, and none shorter
-than it is.
-
-## Commands
-
-`flwr-replay compare` takes `seeds=` besides: `seeds=31` is 31 seeds, 0 to 30, and `seeds=31,` is seed 31 alone.
-Commands exit with 0; with 1 if some runs of several failed;
-with 2 after a mistake of the user's, which is said in one line.
+`flwr-replay COMMAND --help` lists a command's flags. `compare` takes `seeds=` besides: `seeds=31` is 31 seeds, 0 to 30;
+`seeds=31,` is seed 31 alone. Commands exit with 0; with 1 if some of several runs failed; with 2 after a mistake,
+which is said in one line.
 """
 
 
@@ -53,16 +43,18 @@ def escaped(text: str) -> str:
 
 
 def table(options: Sequence[Option]) -> str:
-    """Return a table of options: name, type, default, text."""
-    lines = ["| option | type | default | meaning |", "|---|---|---|---|"]
-    lines += [f"| `{one.name}` | {one.type} | {default(one.default)} | {escaped(one.text)} |" for one in options]
+    """Return a table of options: name, default, text."""
+    lines = ["| option | default | meaning |", "|---|---|---|"]
+    lines += [f"| `{one.name}` | {default(one.default)} | {escaped(one.text)} |" for one in options]
     return "\n".join(lines)
 
 
 def default(values: Mapping[str, list[str]]) -> str:
-    """Return a default: one value, or each with the choices that have it."""
+    """Return a default: one value, or up to three with the choices that have them."""
     if len(values) == 1:
         return f"`{next(iter(values))}`" if next(iter(values)) else "empty"
+    if len(values) > 3:
+        return "by the choice"
     return "; ".join(f"{f'`{value}`' if value else 'empty'} ({', '.join(names)})" for value, names in values.items())
 
 
@@ -100,37 +92,28 @@ def preset(name: str) -> str:
     return f"### `preset={name}`\n\n" + "\n".join(lines)
 
 
-def commands() -> str:
-    """Describe the flags of every command, as the parser knows them."""
-    lines = ["| command | flag | meaning |", "|---|---|---|"]
-
-    def walk(command: click.Command, path: str) -> None:
-        if isinstance(command, click.Group):
-            for name, inner in command.commands.items():
-                walk(inner, f"{path} {name}")
-            return
-        flags = [one for one in command.params if isinstance(one, click.Option) and one.name != "help"]
-        for flag in flags:
-            lines.append(f"| `{path}` | `{flag.opts[0]}` | {escaped(flag.help or '')} |")
-        if not flags:
-            lines.append(f"| `{path}` | none | |")
-
-    walk(typer.main.get_command(app), "flwr-replay")
-    return "\n".join(lines)
-
-
 def page() -> str:
     """Return the whole page."""
-    parts, methods = [HEAD, commands()], []
-    for name, one in described().items():
+    parts, methods = [HEAD], []
+    sections = described()
+    of_methods = [option for name, one in sections.items() if name.startswith("strategy=") for option in one.options]
+    counts = Counter((option.name, option.text) for option in of_methods)
+    common = {option.name: option for option in of_methods if counts[option.name, option.text] >= SEVERAL}
+    for name, one in sections.items():
         if name.startswith("strategy="):
-            own = table(one.options) if one.options else "No options of its own."
+            rows = [option for option in one.options if counts[option.name, option.text] < SEVERAL]
+            own = table(rows) if rows else ""
             methods += [f"### `{name}`", one.title, own]
         elif name != "strategy":
             parts += [f"## {one.title}", section(name, one)]
-    parts += ["## Methods", "Default: `strategy=fedreplay`.", *methods]
+    parts += [
+        "## Methods",
+        "Default: `strategy=fedreplay`. Several methods have:",
+        table(list(common.values())),
+        *methods,
+    ]
     parts += ["## Presets", "Default: `preset=quick`."] + [preset(name) for name in choices("preset")]
-    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+    return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
 
 if __name__ == "__main__":
