@@ -42,9 +42,9 @@ from torch import Tensor, nn
 
 from flwr_replay.config.sections import PASSES, THREADS, VIEWS, Range, one_of, require, within
 from flwr_replay.config.strategy import StrategyConfig
-from flwr_replay.errors import ConfigError, RunError, WireError
+from flwr_replay.errors import ConfigError, DivergedError, RunError, WireError
 from flwr_replay.files.tensors import nested, unnested
-from flwr_replay.learning.latents import LatentStore, bytes_by_cut, rows_per_chunk
+from flwr_replay.learning.latents import LatentStore, bytes_by_cut, check_reach, rows_per_chunk
 from flwr_replay.learning.ranks import Loss, Ranks
 from flwr_replay.learning.training import make_optimizer, mean_loss, refuse_single_batches, step, torch_rng
 from flwr_replay.models import StagedModel, placed, split
@@ -126,7 +126,6 @@ class FedReplay(OneShot):
         """Refuse a cut that the model lacks, chunks too small, an encoder that does not fit, an unknown institution."""
         super().check(config, settings, names)
         strategy = cls(config, settings)
-        _ = strategy.parts
         strategy.fitting_rows()
         if config.upload_views > 1 and strategy.blank_labels(1).ndim > 1:
             raise ConfigError(f"strategy.upload-views shifts images, no masks: set it to 1; got {config.upload_views}")
@@ -171,8 +170,8 @@ class FedReplay(OneShot):
 
         def take(member: Member, reply: Message) -> None:
             answer = Encoder.decode(reply.content)
-            if opened(answer.arrays).keys() != self.encoder_shapes.keys():
-                raise WireError("sent an encoder that is not whole")
+            load_arrays(self.parts[0], answer.arrays)
+            check_reach(self.parts[0], self.settings.input_shape, self.settings.device)
             encoders.append(answer)
 
         asked, diverged = self.encoder_candidates(), list[str]()
@@ -216,10 +215,9 @@ class FedReplay(OneShot):
 
     def missing(self, member: Member, server_round: int) -> Extract | None:
         """Ask for the first rows that an institution has not uploaded yet."""
-        first = self.store.next_row(member.name)
-        return (
-            None if first is None or self.encoder is None else self.extract_request(self.encoder, first, server_round)
-        )
+        if self.encoder is None or (first := self.store.next_row(member.name)) is None:
+            return None
+        return self.extract_request(self.encoder, first, server_round)
 
     def extract_request(self, encoder: StateDict, first: int, server_round: int) -> Extract:
         """Ask for the rows from `first` on that fit one message."""
@@ -279,9 +277,8 @@ class FedReplay(OneShot):
         encoder = {name: arrays[name] for name in self.encoder_shapes}
         exchanges: list[Exchange] = []
         if self.config.encoder == "institution":
-            blank = Encoder(
-                arrays=encoder, num_examples=0, examples_seen=0, train_loss=0.0, validation_loss=0.0, epochs=0
-            )
+            counts = dict.fromkeys(("num_examples", "examples_seen", "epochs"), 0)
+            blank = Encoder(arrays=encoder, train_loss=0.0, validation_loss=0.0, **counts)
             exchanges.append((self.encoder_candidates()[0], self.encode_request(0, arrays), blank, 1))
         config, shape = self.config, self.latent_shape
         fit = self.fitting_rows()
@@ -371,7 +368,10 @@ class FedReplay(OneShot):
         losses = self.ranks.train(descend, self.primary, self.optimizer, training, task.loss, e, size)
         self.recorder.saw(len(losses) * size)
         assert self.encoder is not None
-        return {**self.encoder, **to_arrays(self.primary)}, mean_loss(losses)
+        try:
+            return {**self.encoder, **to_arrays(self.primary)}, mean_loss(losses)
+        except DivergedError as error:
+            raise DivergedError(f"{error}; {self.store.reaches()}") from None
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -19,11 +19,13 @@ from flwr_replay.errors import DamagedError, WireError
 from flwr_replay.files.atomic import private_folder, read_json, tally, write_json
 from flwr_replay.files.disk import entries, opener, reading, there, writing
 from flwr_replay.payloads.fedreplay import Latents
+from flwr_replay.wire.bounds import LARGEST, largest
 
 __all__ = [
     "BLOCK",
     "LatentStore",
     "bytes_by_cut",
+    "check_reach",
     "on_device",
     "pack",
     "prefetched",
@@ -89,6 +91,23 @@ def bytes_by_cut(parts: Sequence[nn.Module], x_1: Tensor, label_bytes: int, dtyp
     for part, before in zip(parts, training, strict=True):
         part.train(before)
     return sizes
+
+
+def check_reach(encoder: nn.Module, input_shape: tuple[int, ...] | None, device: torch.device | str) -> None:
+    """Refuse an encoder before anybody receives it if its latents of noise in [0, 1] are too large to be taken.
+
+    Raises
+    ------
+    WireError
+        If so. Without the shape of an example nothing is tried.
+    """
+    if input_shape is None:
+        return
+    noise = torch.rand(BLOCK, *input_shape, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        most = float(encoder.eval()(noise.to(device)).abs().max())
+    if not most <= LARGEST:  # NaN fails, too
+        raise WireError(f"sent an encoder whose latents of noise reach {most:g}; at most {LARGEST:g} are taken")
 
 
 def rows_per_chunk(row_values: int, label_bytes: int, dtype: str, chunk_bytes: int) -> int:
@@ -227,6 +246,19 @@ class LatentStore:
     def complete(self) -> list[str]:
         """Names of the institutions whose upload is complete, sorted."""
         return sorted(name for name in self.progress if self.next_row(name) is None)
+
+    def reaches(self) -> str:
+        """Say whose latents reach furthest, in a line on what to do where the union cannot be trained on."""
+        found = {
+            name: math.prod(largest({key: array}) for key, array in self._open(name).items() if key != "labels")
+            for name in self.complete
+        }
+        furthest = max(found, key=found.__getitem__)
+        others = max((size for name, size in found.items() if name != furthest), default=0.0)
+        return (
+            f"latents of {furthest} reach {found[furthest]:.3g}, all others' {others:.3g}: where they are wrong, "
+            f"remove {self.folder / furthest} and resume the run without that institution"
+        )
 
     def __len__(self) -> int:
         return sum(self.progress[name]["total"] for name in self.complete)

@@ -22,6 +22,7 @@ from flwr_replay.errors import WireError
 from flwr_replay.learning.training import at_once
 from flwr_replay.models.layers import as_input
 from flwr_replay.payloads.common import Evaluation
+from flwr_replay.wire.bounds import LARGEST
 
 __all__ = ["BINS", "ERRORS", "Classification", "Regression", "Segmentation", "Task", "make_task"]
 
@@ -288,8 +289,9 @@ class Regression(Task):
         return {"mae": absolute / n, "rmse": (squared / n) ** 0.5}
 
     def accepts(self, labels: NDArray[Any]) -> bool:
-        """Accept finite numbers."""
-        return labels.ndim == 1 and labels.dtype == np.float32 and bool(np.isfinite(labels).all())
+        """Accept finite numbers that are not absurdly far from the mean label."""
+        near = np.abs((labels - self.mean) / self.scale) <= LARGEST  # NaN is not
+        return labels.ndim == 1 and labels.dtype == np.float32 and bool(near.all())
 
     def blank_labels(self, n: int, input_shape: tuple[int, ...]) -> NDArray[Any]:
         """Return n numbers."""

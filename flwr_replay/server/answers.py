@@ -5,7 +5,6 @@ An invalid answer counts as its sender's failure. It never stops the other insti
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from flwr.app import ArrayRecord, RecordDict
 
 from flwr_replay.errors import FlwrReplayError, WireError
 from flwr_replay.payloads.common import MOST, Trained
-from flwr_replay.wire.bounds import LARGEST_NUMBER, largest
+from flwr_replay.wire.bounds import LARGEST, LARGEST_NUMBER, largest
 from flwr_replay.wire.fields import RECORD_OF, Field
 from flwr_replay.wire.masked import blank_masked, is_masked
 from flwr_replay.wire.payload import Payload, Request, Row, rows
@@ -132,7 +131,10 @@ def check_answer(
     sent = asked.get("arrays")
     if weights and sent_weights and isinstance(sent, ArrayRecord) and not (weights.optional and arrays is None):
         _check_weights(_forms(sent), _forms(answer.get("arrays", ArrayRecord())), weights.part)  # type: ignore[arg-type]
-    (check_weights if weights else _check_finite)(arrays_in(answer).state_dict())
+    if weights:
+        check_weights(arrays_in(answer).state_dict())
+    else:
+        _check_numbers(arrays_in(answer).state_dict(), declared)
 
 
 def check_foreign(answer: RecordDict, asked: RecordDict, trained: bool) -> None:
@@ -208,10 +210,13 @@ def _check_weights(sent: dict[str, tuple[Any, ...]], returned: dict[str, tuple[A
         raise WireError(f"weights must come back as they were sent; {lacking[0]!r} is missing")
 
 
-def _check_finite(arrays: StateDict) -> None:
-    """Refuse latents, codes or gradients that are not finite."""
+def _check_numbers(arrays: StateDict, declared: type[Payload]) -> None:
+    """Refuse latents, activations and gradients at a cut by which training may diverge; of labels the task decides."""
     for name, array in arrays.items():
-        if np.issubdtype(array.dtype, np.floating) and not math.isfinite(largest({name: array})):
+        if declared.by_key()[name].means == "labels" or not np.issubdtype(array.dtype, np.floating):
+            continue
+        if not (most := largest({name: array})) <= LARGEST:  # NaN fails, too
             raise WireError(
-                f"{name} must be finite; got values that are not: check the data and the weights that were sent"
+                f"{name} must be finite and at most {LARGEST:g} in size; got {most:g}: check the data and the weights "
+                "that were sent"
             )

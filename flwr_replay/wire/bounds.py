@@ -9,10 +9,10 @@ import numpy as np
 from flwr_replay.files.tensors import StateDict
 
 __all__ = [
-    "COUNTED",
     "LARGEST",
     "LARGEST_NUMBER",
     "MOST_COUNTED",
+    "NEVER_NEGATIVE",
     "STATE",
     "cut_back",
     "is_statistic",
@@ -20,12 +20,12 @@ __all__ = [
     "most_of",
 ]
 
-LARGEST = 1e6  # the largest size of a weight; larger ones are wrong, and may give outputs that are not finite
+LARGEST = 1e6  # of a weight, latent or standardised label; larger ones are wrong, and may give outputs not finite
 LARGEST_SQUARE = 1e12  # of a norm layer's running mean or variance, and of Adam's mean of squares: squares of weights
 LARGEST_NUMBER = 1e100  # of a loss, a metric, a sum of errors, an epsilon: sums and squares of them stay finite
 MOST_COUNTED = 10**15  # of examples, pixels, bytes, steps
 STATE = "proxy-optimizer."  # begins the names of an optimizer's arrays that travel with its model's
-COUNTED = re.compile(rf"(.*\.)?{STATE}\d+\.(step|exp_avg_sq)")  # of these, Adam's numbers that are never negative
+NEVER_NEGATIVE = re.compile(rf"(.*\.)?({STATE}\d+\.(step|exp_avg_sq)|running_var)")  # Adam's; variances
 
 
 def is_statistic(name: str) -> bool:
@@ -35,7 +35,7 @@ def is_statistic(name: str) -> bool:
 
 def most_of(name: str) -> float:
     """Return the largest size of floating numbers of this name; whole numbers have no bound."""
-    return LARGEST_SQUARE if is_statistic(name) or COUNTED.fullmatch(name) else LARGEST
+    return LARGEST_SQUARE if is_statistic(name) or NEVER_NEGATIVE.fullmatch(name) else LARGEST
 
 
 def cut_back(arrays: StateDict) -> StateDict:

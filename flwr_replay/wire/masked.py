@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.errors import DivergedError, RunError
-from flwr_replay.wire.bounds import LARGEST, is_statistic, largest
+from flwr_replay.wire.bounds import LARGEST, NEVER_NEGATIVE, is_statistic, largest
 from flwr_replay.wire.records import StateDict, Weights, opened
 
 __all__ = ["MASKED", "blank_masked", "check_room", "fixed_point", "is_masked", "mean_of"]
@@ -128,6 +128,7 @@ def mean_of(answers: Sequence[StateDict], like: StateDict) -> StateDict:
     mean: StateDict = {}
     for name, sent in like.items():
         value = total(f"{name}.{MASKED}").view(np.int64) / 2.0 ** _bits(name, sent)
+        value = np.maximum(value, 0) if NEVER_NEGATIVE.fullmatch(name) else value  # rounding may have left -1e-10
         mean[name] = np.asarray(value if np.issubdtype(sent.dtype, np.floating) else np.rint(value), sent.dtype)
     check_room(mean)
     return mean

@@ -14,7 +14,7 @@ from torch import nn
 
 from flwr_replay.errors import DivergedError, WireError
 from flwr_replay.files.tensors import nested, unnested
-from flwr_replay.wire.bounds import COUNTED, STATE, largest, most_of
+from flwr_replay.wire.bounds import NEVER_NEGATIVE, STATE, largest, most_of
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened
 
 __all__ = [
@@ -111,19 +111,20 @@ def check_weights(arrays: StateDict) -> None:
     DivergedError
         If they are not finite, or too large.
     WireError
-        If the state of an optimizer beside them has negative step counts or squares of gradients, or a mean of
-        gradients that these squares cannot have: a step would be as large as its sender likes.
+        If a norm layer's variance is negative: its outputs would be no numbers. If the state of an optimizer beside
+        them has negative step counts or squares of gradients, or a mean of gradients that these squares cannot have:
+        a step would be as large as its sender likes.
     """
     for name, array in arrays.items():
-        counted, most = COUNTED.fullmatch(name), most_of(name)
+        most = most_of(name)
         if np.issubdtype(array.dtype, np.floating) and not largest({name: array}) <= most:  # NaN fails, too
             raise DivergedError(
                 f"weights must be finite and at most {most:g} in size; {name!r} is not: lower training.lr"
             )
-        if counted and (array < 0).any():
+        if NEVER_NEGATIVE.fullmatch(name) and (array < 0).any():
             raise WireError(
-                f"step counts and second moments of an optimizer must not be negative; {name!r} is: send the state as "
-                "institutions released it"
+                f"variances, step counts and an optimizer's second moments must not be negative; {name!r} is: send the "
+                "state as institutions released it"
             )
         squares = arrays.get(f"{name}_sq") if MOMENT.fullmatch(name) else None
         if squares is None or squares.shape != array.shape:  # another form is refused elsewhere
