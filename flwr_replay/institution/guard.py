@@ -101,7 +101,7 @@ def _answered(
     """Return the answer, and a ledger row for each of its fields, with its protection."""
     request = request_of(message)
     check_sealing(institution, config, message)
-    check_request(message, request, institution.policy, config)
+    check_request(message, request, institution.policy, config, institution.private_model)
     hiding = (Sealing if config.sealed else Masking)(institution, config, run) if config.pinned else None
     plan, policy, answer, store = _plan(config), institution.policy, request and request.answer, StateStore(institution)
     with hiding.alone() if hiding and request and request is not RollCall else nullcontext():
@@ -182,7 +182,9 @@ def run_rules(policy: Policy, config: RunConfig) -> dict[str, Callable[[], None]
     return rules | ({"max-delta": lambda: policy.check_delta(plan.config.delta)} if plan else {})
 
 
-def check_request(message: Message, request: type[Request] | None, policy: Policy, config: RunConfig) -> None:
+def check_request(
+    message: Message, request: type[Request] | None, policy: Policy, config: RunConfig, private_model: str = ""
+) -> None:
     """Refuse what can be refused before any data are read.
 
     Parameters
@@ -195,6 +197,8 @@ def check_request(message: Message, request: type[Request] | None, policy: Polic
         The institution's.
     config : RunConfig
         The run's options.
+    private_model : str
+        The private model that the institution has chosen itself; empty: one of the run's options.
 
     Raises
     ------
@@ -215,7 +219,7 @@ def check_request(message: Message, request: type[Request] | None, policy: Polic
     answers = (request.answer, *(REQUESTS[str(stage)].answer for stage in announced if stage in REQUESTS))
     for asked in answers:
         check_release(asked, policy, config)
-    _check_size(message, policy, answers, config)
+    _check_size(message, policy, answers, _sizes(config, private_model))
     if config.task.mean and request.stage_name in dict(policy.weights):
         raise RefusedError(
             "policy pins the weights of this stage; task.mean and task.std would change what they make of an image: "
@@ -272,9 +276,9 @@ def _check_options(policy: Policy, config: RunConfig) -> None:
         )
 
 
-def _check_size(message: Message, policy: Policy, answers: Sequence[type[Payload]], config: RunConfig) -> None:
+def _check_size(message: Message, policy: Policy, answers: Sequence[type[Payload]], sizes: Mapping[str, int]) -> None:
     """Refuse, before any data are read or a model is built, one too large to be built here, or to leave."""
-    sizes, arrays = _sizes(config), message.content.get("arrays")
+    arrays = message.content.get("arrays")
     part, largest = max(sizes.items(), key=lambda pair: pair[1])
     if COPIES * largest > psutil.virtual_memory().available:
         raise RefusedError(
@@ -289,9 +293,10 @@ def _check_size(message: Message, policy: Policy, answers: Sequence[type[Payload
 
 
 @lru_cache(maxsize=64)  # the same options come with every message
-def _sizes(config: RunConfig) -> dict[str, int]:
+def _sizes(config: RunConfig, private_model: str) -> dict[str, int]:
     """Return the bytes of all that a run may build here, by its name; those of the run's model first."""
-    models = [config.model, *map(model_named, config.strategy.private_models)]
+    private = [private_model] if private_model else config.strategy.private_models
+    models = [config.model, *map(model_named, private)]
     found = {f"model={model.name}": bytes_of(model, config.task) for model in reversed(models)}
     first = f"model={config.model.name}"
     return {first: found.pop(first), **found, "generator and prior": generator_bytes(config)}

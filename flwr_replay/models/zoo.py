@@ -35,6 +35,7 @@ import torch
 from torch import nn
 
 from flwr_replay.config.sections import ModelConfig, TaskConfig, require
+from flwr_replay.errors import ConfigError
 from flwr_replay.memory import remembered
 from flwr_replay.models.deepset import deepset
 from flwr_replay.models.gabor import gabor
@@ -211,11 +212,15 @@ def _cnn(model: ModelConfig, task: TaskConfig) -> StagedModel:
 
 
 def bytes_of(model: ModelConfig, task: TaskConfig) -> int:
-    """Return the bytes of a model's weights without building it; 0 for a user's own, which any code may build."""
-    if model.name == "own":
-        return 0
-    with torch.device("meta"):
-        return sum(value.numel() * value.element_size() for value in _fresh(model, task).state_dict().values())
+    """Return the bytes of a model's weights without building it; a user's own is built where it needs real numbers."""
+    try:
+        with torch.device("meta"):
+            found = _fresh(model, task)
+    except ConfigError:
+        if model.name != "own":
+            raise
+        found = build(model, task, 0)
+    return sum(value.numel() * value.element_size() for value in found.state_dict().values())
 
 
 @remembered(maxsize=4)

@@ -17,7 +17,7 @@ from flwr_replay.errors import ConfigError, DataError, RefusedError, RunError
 from flwr_replay.institution.node import _institution
 from flwr_replay.models import split
 from flwr_replay.models.own import check_layers
-from flwr_replay.models.zoo import backbone, build
+from flwr_replay.models.zoo import backbone, build, bytes_of
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.rng import derived_seed
 from flwr_replay.wire.weights import to_arrays
@@ -36,6 +36,11 @@ class Centred(nn.Module):
 def build(channels, size, classes):
     body = nn.Sequential(nn.Flatten(), nn.Linear(channels * size**2, 8), nn.ReLU())
     return nn.Sequential(OrderedDict(body=body, head=nn.Linear(8, classes)))
+
+def real(channels, size, classes):
+    model = build(channels, size, classes)
+    assert model.head.weight.sum().isfinite()
+    return model
 
 def bare(channels, size, classes):
     layers = dict(first=nn.Conv2d(channels, 2, 1), flat=nn.Flatten(), head=nn.Linear(2 * size**2, classes))
@@ -193,7 +198,7 @@ def words(data_dir):
     return {"all": (np.array([["one"]] * 6), y)}
 """
 NAMES = "build bare mixing module narrow fails other constant buidl batchwise twice sub key exits deep dictionary"
-NAMES += " in_training late leaving frozen partly normed tied"
+NAMES += " in_training late leaving frozen partly normed tied real"
 DATA_NAMES = "arrays whole last torchs hugging names fails unlabelled lacking leaves words"
 ALL = " ".join([*(f"ownnets:{one}" for one in NAMES.split()), *(f"owndata:{one}" for one in DATA_NAMES.split())])
 ALL += " nonesuch:build ownbroken:build"
@@ -234,6 +239,13 @@ def test_a_model_has_its_stages_and_weights_of_the_seed(own):
     assert torch.equal(first.head.weight, again.head.weight)
     assert not torch.equal(first.head.weight, other.head.weight)
     assert first.training
+
+
+@pytest.mark.parametrize("name", ["build", "real"])
+def test_the_bytes_of_a_model_are_those_of_its_weights(own, name):
+    config = composed(f"model=ownnets:{name}")
+    weights = build(config.model, config.task, 0).state_dict().values()
+    assert bytes_of(config.model, config.task) == sum(one.numel() * one.element_size() for one in weights) > 0
 
 
 def test_a_bare_first_layer_is_standardised_too(own):

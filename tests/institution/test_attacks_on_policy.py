@@ -293,24 +293,32 @@ def test_a_server_does_not_choose_by_a_column_whom_an_institution_trains_on(tmp_
 
 
 @pytest.mark.parametrize(
-    ("options", "policy", "said"),
+    ("options", "policy", "said", "own"),
     [
         (
             ["strategy=avgpush", "model.width=4096"],
             "max-upload-mb: 64",
             "at most 64 MB leave in one message; the model",
+            {},
         ),
-        (["strategy=cwt", "model.width=4096"], "max-upload-mb: 64", "at most 64 MB leave in one message; the model"),
-        (["strategy=proxyfl", "model.width=4096"], "", "must fit into the institution's memory"),
+        (
+            ["strategy=cwt", "model.width=4096"],
+            "max-upload-mb: 64",
+            "at most 64 MB leave in one message; the model",
+            {},
+        ),
+        (["strategy=proxyfl", "model.width=4096"], "", "must fit into the institution's memory", {}),
         (
             ["strategy=proxyfl", "strategy.private_models=[cnn2]", "task.size=1024"],
             "",
             "trained; model=cnn2 of this run",
+            {},
         ),
+        (["strategy=proxyfl", "task.size=1024"], "", "trained; model=cnn2 of this run", {"private_model": "cnn2"}),
     ],
 )
-def test_a_model_is_not_built_before_its_size_is_known_to_fit(folder, monkeypatch, options, policy, said):
-    server = HostileServer(folder, *TASK, *options, policy=policy)
+def test_a_model_is_not_built_before_its_size_is_known_to_fit(folder, monkeypatch, options, policy, said, own):
+    server = HostileServer(folder, *TASK, *options, policy=policy, **own)
     monkeypatch.setattr(zoo, "seeded", None)  # whoever builds one fails otherwise
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10**8 if not policy else 10**12))
     stages = [stage for stage in ("train", "release", "evaluate") if stage in REQUESTS]
