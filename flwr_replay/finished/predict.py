@@ -86,8 +86,8 @@ def predictions(model: TrainedModel, rows: list[Row], base: Path) -> str:
         )
     if task.format in PREPARES:
         raise ConfigError(
-            f"task={task.name} learns from images that {PREPARES[task.format]}, and image files are not so prepared: "
-            "give its images to flwr_replay.load_model in Python"
+            f"task={task.load or task.name} learns from images that {PREPARES[task.format]}, and image files are not "
+            "so prepared: give its images to flwr_replay.load_model in Python"
         )
     known = all(row.label for row in rows)
     numbers = [classes.number(row.label, row.where) for row in rows] if known and model.classes else []

@@ -5,11 +5,15 @@ Without the right to mount, files of a limited size: tests/files/test_atomic.py.
 
 import os
 import subprocess
+from contextlib import suppress
 from random import Random
 
 import pytest
 from chaos_faults import TAKEN, Fault
 from chaos_runs import Place, check, jobs, whole
+from harness import SHARDS, node_configs, run, write_shards
+
+from flwr_replay.errors import RunError
 
 JOB = jobs()["cwt"]
 
@@ -33,7 +37,7 @@ def disk(tmp_path):
 
     yield folder, mounted
     if os.path.ismount(folder):
-        subprocess.run(["umount", folder], check=True)
+        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])
@@ -65,3 +69,38 @@ def test_a_disk_that_becomes_read_only(once, disk):
     (folder / "place" / "said").unlink()
     assert place.attempt().code == 0
     check(once, place, 2)
+
+
+@pytest.mark.parametrize("full", ["b", "abc"])
+def test_institutions_whose_disk_is_full_at_their_upload_are_asked_again(disk, tmp_path, full):
+    folder, mounted = disk
+    mounted("size=4m")
+    write_shards(tmp_path, {"a": 40, "b": 33, "c": 20})
+    nodes = [own | {"state": str(folder if own["name"] in full else tmp_path)} for own in node_configs(tmp_path, "")]
+    local = ["dp=latents", "latent_clip=10", "latent_epsilon=50", "label_epsilon=5"]  # what leaves is on the disk first
+    job = [
+        "strategy=fedreplay",
+        "encoder=random",
+        *local,
+        *SHARDS,
+        "classes=3",
+        "model=cnn",
+        "model.width=4",
+        "rounds=2",
+    ]
+
+    def before(grid, message):
+        if grid.asked[-1].stage == "extract" and not (folder / "filler").exists():
+            with suppress(OSError), open(folder / "filler", "wb", buffering=0) as filler:
+                while True:
+                    filler.write(bytes(4096))
+
+    with suppress(RunError):
+        ran = run(tmp_path, job, nodes, name="full", before=before)
+        assert len(full) == 1
+        assert ran.grid.times("extract", "b") == 2  # in each round
+        assert {one["institution"] for one in ran.result["failures"]} == {"b"}
+    (folder / "filler").unlink()
+    ran = run(tmp_path, [*job, f"rounds={3 if len(full) == 1 else 2}"], nodes, resume=str(tmp_path / "runs" / "full"))
+    assert sorted(ran.grid.who("extract")) == list(full)
+    assert ran.result["final"]["institutions"].keys() == {"a", "b", "c"}

@@ -148,7 +148,9 @@ def test_no_name_in_the_table_is_a_formula_and_all_are_read_back(ran, images):
 def test_files_are_refused_that_nobody_has_prepared_as_the_training_images_were(task, tmp_path):
     given = compose([f"task={task}", "model=mlp"])
     model = TrainedModel(build(given.model, given.task, 0), given.task)
-    with pytest.raises(ConfigError, match="image files are not so prepared: give its images to"):
+    with pytest.raises(
+        ConfigError, match=f"task={task} learns from .* image files are not so prepared: give its images to"
+    ):
         predictions(model, [], tmp_path)
 
 
