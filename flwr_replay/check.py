@@ -1,4 +1,4 @@
-"""The contract of every strategy: `check_strategy("cwt")` raises `AssertionError` if it is broken.
+"""The contracts of strategies and partitions: `check_strategy("cwt")` raises `AssertionError` if it is broken.
 
 Third parties call it on their own strategy, which an installed package brings (`flwr-replay new strategy` writes one).
 It runs small jobs in process, and checks:
@@ -10,6 +10,8 @@ It runs small jobs in process, and checks:
 - what the strategy declares of itself has the declared types, and names that exist
 - every mechanism that can be trained by DP-SGD declares its passes, and the institutions are charged for exactly these
 - every step that was charged is taken by DP-SGD; that no other step is taken, it cannot see
+
+`check_partition("mypkg:deal")` does the same for a partition.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from flwr_replay.client_app import app
 from flwr_replay.config.catalogue import own_options
 from flwr_replay.config.compose import compose, overrides_of
 from flwr_replay.config.halves import allow_strategy, load_client, load_strategy
+from flwr_replay.config.parts import allow
+from flwr_replay.data.partitions import DEALERS
 from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.engines.simulate import Simulation
 from flwr_replay.errors import FlwrReplayError
@@ -56,7 +60,7 @@ from flwr_replay.wire.recording import FOLDER, read_message
 from flwr_replay.wire.records import StateDict, array_record, arrays_in, config_in, metrics_in, opened
 from flwr_replay.wire.weights import to_arrays
 
-__all__ = ["check_strategy"]
+__all__ = ["check_partition", "check_strategy"]
 
 JOB = ("task=digits", "partition=iid", "model=cnn", "model.width=4", "nodes=3", "rounds=2", "device=cpu")
 MECHANISMS = ("encoder", "classifier", "proxy", "generator", "prior", "latents")
@@ -124,6 +128,35 @@ class Breaking(Display):
         """Interrupt the run after the given exchange."""
         if server_round == self.stop_after:
             raise KeyboardInterrupt
+
+
+def check_partition(choice: str, overrides: Sequence[str] = ()) -> None:
+    """Check one partition, on 600 labels of ten classes.
+
+    Parameters
+    ----------
+    choice : str
+        As `partition=` takes it: `mypkg:deal`.
+    overrides : sequence of str
+        Further options: `partition.size=50`.
+
+    Raises
+    ------
+    AssertionError
+        If one seed does not deal alike twice, the labels are changed, or an institution gets nothing.
+    ConfigError
+        If an example is dealt twice, or what is dealt is no array of indices.
+    """
+    config = compose([f"partition={choice}", *overrides])
+    allow(config.own_parts)  # whoever checks it has named it
+    labels = np.repeat(np.arange(10), 60)
+    for nodes in (2, 5):
+        given = labels.copy()
+        first, again = (DEALERS[config.partition.name](given, config.partition, nodes, 0, ()) for _ in range(2))
+        assert np.array_equal(given, labels), "a partition must leave the labels as they are"
+        same = all(np.array_equal(a, b) for a, b in zip(first.parts, again.parts, strict=True))
+        assert same, "one seed must deal alike: draw from np.random.default_rng(seed)"
+        assert all(len(part) for part in first.parts), f"each of {nodes} institutions must get examples"
 
 
 def check_strategy(name: str, overrides: Sequence[str] = ()) -> None:

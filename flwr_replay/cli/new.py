@@ -1,4 +1,4 @@
-"""flwr-replay new: a strategy, a Flower app or a study of your own, as files that already run."""
+"""flwr-replay new: a strategy, a Flower app, a study or a partition of your own, as files that already run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,17 @@ __all__ = ["app"]
 
 TEMPLATES = Path(__file__).parent.parent / "templates"
 NAME = re.compile(r"[a-z][a-z0-9]{0,39}")  # it becomes a folder, a module, a class and a word of a shell
-CALLED = {"strategy": "mymethod", "app": "myapp", "study": "mystudy"}  # what the templates call themselves
+CALLED = {
+    "strategy": "mymethod",
+    "app": "myapp",
+    "study": "mystudy",
+    "partition": "mypartition",
+}  # what the templates call themselves
 NEXT = "README.md in it says how to install and try it"
 
 app = typer.Typer(
-    help="Write a strategy, a Flower app or a study of your own, which runs as written. NAME: small letters, digits.",
+    help="Write a strategy, a Flower app, a study or a partition of your own, which runs as written. NAME: small "
+    "letters, digits.",
     no_args_is_help=True,
 )
 
@@ -47,6 +53,12 @@ def flower_app(name: Name, into: Into = ".") -> None:
 def study(name: Name, into: Into = ".") -> None:
     """Write a study: the options that all agree on, with your own model and data."""
     _write("study", name, into)
+
+
+@app.command()
+def partition(name: Name, into: Into = ".") -> None:
+    """Write a partition: a function that deals the examples, and its test. It is partition=NAME:deal."""
+    _write("partition", name, into)
 
 
 def _write(kind: str, name: str, into: str) -> None:

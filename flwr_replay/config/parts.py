@@ -23,7 +23,8 @@ from flwr_replay.errors import ConfigError, FlwrReplayError, RefusedError
 
 __all__ = ["OWN", "VARIABLE", "allow", "check_allowed", "import_allowed", "import_part", "is_part", "users_code"]
 
-OWN = {"model": "build", "task": "load"}  # groups in which `own` is a choice, and the option that names the function
+# Groups in which `own` is a choice, and the option that names the function.
+OWN = {"model": "build", "task": "load", "partition": "deal"}
 VARIABLE = "FLWR_REPLAY_OWN_PARTS"  # the parts that a process may import, with spaces between
 LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
 OURS = __name__.partition(".")[0]

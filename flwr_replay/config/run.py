@@ -164,9 +164,9 @@ class RunConfig:
 
     @property
     def own_parts(self) -> tuple[str, ...]:
-        """What the run imports that is not ours: functions of its model and its data, another package's strategy."""
+        """What the run imports that is not ours: functions of its model, data and partition, a package's strategy."""
         package = package_of(self.strategy.name)
-        parts = (self.model.build, self.task.load, package.part if package else "")
+        parts = (self.model.build, self.task.load, self.partition.deal, package.part if package else "")
         return tuple(part for part in parts if part)
 
     @property

@@ -215,12 +215,17 @@ class PartitionConfig:
     alpha: float = 0.5  # dirichlet: concentration
     shares: tuple[str, ...] = ()  # shares: a row for each institution, a share for each class
     file: str = ""  # shares: a CSV file in place of the list
+    deal: str = ""  # own: package.module:function, which deals
     size: int = 0  # examples per institution; 0: as many as possible
     test: str = "iid"  # iid: each test shard is a sample of all; mirror: it has its institution's label distribution
     contrast: float = 0.0  # scale the contrast of institution 1..K's images by 1 - contrast .. 1 + contrast
 
     def __post_init__(self) -> None:
-        one_of("partition.name", self.name, ("iid", "majority", "ks", "natural", "dirichlet", "shares"))
+        one_of("partition.name", self.name, ("iid", "majority", "ks", "natural", "dirichlet", "shares", "own"))
+        require(
+            self.name != "own" or is_part(self.deal),
+            f"partition=own needs its function: partition={FUNCTION}; got {self.deal!r}",
+        )
         one_of("partition.majors", self.majors, ("distinct", "random"))
         one_of("partition.rest", self.rest, ("as-left", "uniform"))
         one_of("partition.test", self.test, ("iid", "mirror"))

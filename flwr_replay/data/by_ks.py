@@ -10,13 +10,14 @@ then leaves out examples of the most frequent class, as few as needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.config.sections import PartitionConfig, require
+from flwr_replay.data.dealing import Dealt, Indices
 from flwr_replay.data.skew import is_continuous, ks_of_counts, mean_pairwise
 from flwr_replay.errors import ConfigError
 from flwr_replay.rng import derived_rng
@@ -27,10 +28,8 @@ TOLERANCE = 0.02  # between achieved and target KS
 DRAWS = 8  # random orders to try: with few examples, some orders step over the target
 CAPS = 2048  # coarse steps in the search for the fewest examples to drop
 
-Indices = NDArray[np.int64]
 
-
-def deal_by_ks(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int) -> tuple[list[Indices], int]:
+def deal_by_ks(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int, classes: Sequence[str] = ()) -> Dealt:
     """Deal examples so that the mean pairwise KS statistic is `config.ks`, within 0.02.
 
     Parameters
@@ -44,13 +43,13 @@ def deal_by_ks(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int) 
         The number of institutions, at least 2.
     seed : int
         The run's seed.
+    classes : sequence of str
+        Unused.
 
     Returns
     -------
-    parts : list of K int64 arrays
-        Indices into `y`; sizes differ by at most one.
-    dropped : int
-        Examples left out to reach the target.
+    Dealt
+        Sizes differ by at most one; `dropped` counts the examples left out to reach the target.
 
     Raises
     ------
@@ -85,7 +84,7 @@ def deal_by_ks(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int) 
 
         share, ks = _bisect(achieved, config.ks, total)
         if abs(ks - config.ks) <= TOLERANCE:
-            return _deal(order, codes, share, nodes), dropped
+            return Dealt(_deal(order, codes, share, nodes), dropped=dropped)
         nearest = ks if abs(ks - config.ks) < abs(nearest - config.ks) else nearest
         low, high = min(low, achieved(0)), max(high, achieved(total))
     raise ConfigError(_unreachable(config, nodes, low, high, nearest, counts_C if not is_continuous(y) else None))

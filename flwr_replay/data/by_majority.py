@@ -10,6 +10,7 @@ other class; counts differ by at most one.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,17 +18,16 @@ from numpy.typing import NDArray
 
 from flwr_replay.config.sections import PartitionConfig, require
 from flwr_replay.data.class_counts import ClassCounts
+from flwr_replay.data.dealing import Dealt, Indices
 from flwr_replay.data.skew import is_continuous
 from flwr_replay.rng import derived_rng
 
 __all__ = ["deal_by_majority"]
 
-Indices = NDArray[np.int64]
-
 
 def deal_by_majority(
-    y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int
-) -> tuple[list[Indices], ClassCounts]:
+    y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int, classes: Sequence[str] = ()
+) -> Dealt:
     """Deal each institution a share p of one class, and the rest of its examples from the other classes.
 
     Parameters
@@ -41,13 +41,13 @@ def deal_by_majority(
         The number of institutions, K.
     seed : int
         The run's seed. Both rules for the rest have the same majors.
+    classes : sequence of str
+        The classes' names; empty: they are called by their numbers.
 
     Returns
     -------
-    parts : list of K int64 arrays
-        Indices into `y`, as many for each institution.
-    classes : ClassCounts
-        How many examples of each class these are.
+    Dealt
+        As many examples for each institution; `classes` counts those of each class.
 
     Raises
     ------
@@ -80,7 +80,8 @@ def deal_by_majority(
     else:
         parts = _deal_as_left(codes, majors_K, major, rest, rng)
     counts_KC = np.stack([np.bincount(codes[part], minlength=C) for part in parts])
-    return parts, ClassCounts(values_C, counts_KC, majors_K, rest / max(C - 1, 1), room["uniform"])
+    equal, names = rest / max(C - 1, 1), tuple(classes)
+    return Dealt(parts, classes=ClassCounts(values_C, counts_KC, majors_K, equal, room["uniform"], names))
 
 
 def _deal_as_left(codes: Indices, majors_K: Indices, major: int, rest: int, rng: np.random.Generator) -> list[Indices]:

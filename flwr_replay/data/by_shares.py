@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from flwr_replay.config.quoting import digits
 from flwr_replay.config.sections import PartitionConfig, require
+from flwr_replay.data.dealing import Dealt, Indices
 from flwr_replay.data.readers import csv_rows, shortened
 from flwr_replay.data.skew import is_continuous
 from flwr_replay.errors import ConfigError, DataError, nearest
@@ -28,13 +29,12 @@ from flwr_replay.rng import derived_rng
 
 __all__ = ["deal_by_shares"]
 
-Indices = NDArray[np.int64]
 ROUNDING = 0.02  # by which the shares of a row may miss 1, as those of a printed table do
 
 
 def deal_by_shares(
     y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int, classes: Sequence[str] = ()
-) -> tuple[tuple[str, ...], list[Indices]]:
+) -> Dealt:
     """Deal each institution its share of every class.
 
     Parameters
@@ -53,10 +53,9 @@ def deal_by_shares(
 
     Returns
     -------
-    names : tuple of K str
-        The file's names of the institutions; empty for a list.
-    parts : list of K int64 arrays
-        Indices into `y`. Counts are the shares' by largest remainders, so they differ from them by less than one.
+    Dealt
+        Counts are the shares' by largest remainders, so they differ from them by less than one. `names` are the
+        file's; empty for a list.
 
     Raises
     ------
@@ -100,7 +99,7 @@ def deal_by_shares(
         members = rng.permutation(np.flatnonzero(y == value))
         for part, taken in zip(dealt, np.split(members, np.cumsum(wanted_K))[:-1], strict=True):
             part.append(taken)
-    return names, [np.concatenate(part) for part in dealt]
+    return Dealt([np.concatenate(part) for part in dealt], names)
 
 
 def _listed(config: PartitionConfig) -> tuple[tuple[str, ...], NDArray[np.float64], None]:

@@ -6,9 +6,7 @@ example has at most one owner, each test example exactly one.
 
 from __future__ import annotations
 
-import importlib
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -17,21 +15,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.config.sections import PartitionConfig, require
+from flwr_replay.data.by_dirichlet import deal_by_dirichlet
+from flwr_replay.data.by_function import deal_by_function
 from flwr_replay.data.by_ks import deal_by_ks
 from flwr_replay.data.by_majority import deal_by_majority
 from flwr_replay.data.by_shares import deal_by_shares
 from flwr_replay.data.class_counts import ClassCounts
 from flwr_replay.data.datasets import Dataset, Examples
+from flwr_replay.data.dealing import Dealer, Dealt, Indices
 from flwr_replay.data.patients import Patients, patients_of
-from flwr_replay.data.skew import is_continuous, ks_matrix, label_groups, mean_pairwise, tv_matrix
+from flwr_replay.data.skew import ks_matrix, label_groups, mean_pairwise, tv_matrix
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.files.atomic import NAME
-from flwr_replay.rng import derived_rng, derived_seed
-from flwr_replay.terminal import installing
+from flwr_replay.rng import derived_rng
 
 __all__ = ["Partition", "institution_name", "institution_names", "partition"]
-
-Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +121,8 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
     - ks: with a given mean pairwise KS statistic (Qu et al. 2022, section 4.1); see `by_ks`.
     - shares: stated shares of each class at each institution; see `by_shares`.
     - natural: by the sites that the data name.
-    - dirichlet: flwr-datasets' `DirichletPartitioner`.
+    - dirichlet: flwr-datasets' `DirichletPartitioner`; see `by_dirichlet`.
+    - own: by a function of the user's; see `by_function`.
 
     Where the data name patients, these are dealt, each with all examples of theirs: a size counts patients then, and
     labels are their most frequent ones.
@@ -168,17 +167,10 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
     else:
         names = institution_names(nodes)
         _refuse_counting(patients, config)
-        if config.name == "ks":
-            dealt, dropped = deal_by_ks(patients.labels, config, nodes, seed)
-        elif config.name == "majority":
-            dealt, counts = deal_by_majority(patients.labels, config, nodes, seed)
-            classes = replace(counts, names=dataset.classes)
-        elif config.name == "shares":
-            given, dealt = deal_by_shares(patients.labels, config, nodes, seed, dataset.classes)
-            names = _checked_names(given) or names
-        else:
-            dealt = DEALERS[config.name](patients.labels, config, nodes, seed)
-        train = patients.examples(dealt)
+        dealt = DEALERS[config.name](patients.labels, config, nodes, seed, dataset.classes)
+        names = _checked_names(dealt.names) or names
+        dropped, classes = dealt.dropped, dealt.classes
+        train = patients.examples(dealt.parts)
         test = _shards(dataset.test, "test", dataset.train, train, config, seed)
         val_shards = _shards(val, "val", dataset.train, train, config, seed) if val else None
     shards = {"train": train, "test": test, "val": val_shards or []}
@@ -214,48 +206,23 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
 # ------------------------------------------------------------------------------------------------ training examples
 
 
-def _deal_iid(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int) -> list[Indices]:
+def _deal_iid(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int, classes: Sequence[str]) -> Dealt:
     require(
         config.size * nodes <= len(y),
         f"partition.size times nodes must not exceed the {len(y)} training examples; got {config.size} x {nodes}: "
         f"at most partition.size={len(y) // nodes}",
     )
     order = derived_rng(seed, "partition", "iid").permutation(len(y))
-    return np.array_split(order[: config.size * nodes or len(y)], nodes)
+    return Dealt(np.array_split(order[: config.size * nodes or len(y)], nodes))
 
 
-def _deal_dirichlet(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int) -> list[Indices]:
-    require(not is_continuous(y), "partition=dirichlet needs classes; got continuous labels: choose partition=ks")
-    try:
-        partitioners = importlib.import_module("flwr_datasets.partitioner")
-        tables = importlib.import_module("datasets")
-    except ModuleNotFoundError:
-        raise ConfigError(f"partition=dirichlet needs flwr-datasets: {installing('dirichlet')}") from None
-    least = max(config.size, 1)
-    dealer = partitioners.DirichletPartitioner(
-        num_partitions=nodes,
-        partition_by="label",
-        alpha=config.alpha,
-        min_partition_size=least,
-        shuffle=True,
-        seed=derived_seed(seed, "partition", "dirichlet"),
-    )
-    dealer.dataset = tables.Dataset.from_dict({"label": y, "index": np.arange(len(y))})
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns at each new draw; the error below says it once
-            parts = [np.asarray(dealer.load_partition(k)["index"][:], np.int64) for k in range(nodes)]
-    except ValueError:
-        raise ConfigError(
-            f"every one of {nodes} institutions must get at least {least} of {len(y)} examples; ten draws with "
-            f"partition.alpha={config.alpha} gave one less: raise alpha, lower partition.size or take fewer nodes"
-        ) from None
-    return [part[: config.size or None] for part in parts]
-
-
-DEALERS: dict[str, Callable[[NDArray[Any], PartitionConfig, int, int], list[Indices]]] = {
+DEALERS: dict[str, Dealer] = {  # by name of the group partition; natural is dealt by the data's own sites
     "iid": _deal_iid,
-    "dirichlet": _deal_dirichlet,
+    "ks": deal_by_ks,
+    "majority": deal_by_majority,
+    "shares": deal_by_shares,
+    "dirichlet": deal_by_dirichlet,
+    "own": deal_by_function,
 }
 
 

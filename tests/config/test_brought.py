@@ -35,7 +35,7 @@ def written(tmp_path_factory):
     """Return a folder in which the page's commands have written one of each."""
     folder = tmp_path_factory.mktemp("written")
     with pytest.MonkeyPatch.context() as patch:
-        assert [command(patch, "new", *one, "--into", str(folder)) for one in WRITTEN.items()] == [0, 0, 0]
+        assert {command(patch, "new", *one, "--into", str(folder)) for one in WRITTEN.items()} == {0}
     point = tomllib.loads((folder / MINE / "pyproject.toml").read_text())["project"]["entry-points"][brought.GROUP]
     ((name, package),) = point.items()
     distribution(folder, MINE, f"{name} = {package}")
@@ -91,12 +91,12 @@ def package(folder, name, code="", conf="", point=""):
 
 
 def test_what_is_written_passes_its_own_tests(written):
-    project, app, study = (written / name for name in WRITTEN.values())
-    path = [written, project / "src", app, study, ROOT]
+    project, app, study, deal = (written / WRITTEN[kind] for kind in ("strategy", "app", "study", "partition"))
+    path = [written, project / "src", app, study, deal, ROOT]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "FLWR_REPLAY_HOME": str(written / "h")}
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(project), str(app), str(study)]
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, (project, app, study, deal))]
     done = subprocess.run(words, cwd=study, env=environment, capture_output=True, text=True, check=False)
-    assert "4 passed" in done.stdout, done.stdout + done.stderr
+    assert "5 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_written_app_is_the_example():

@@ -1,0 +1,82 @@
+"""Partitions of the user's own: a function deals, and what it returns is checked before anybody trains."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flwr_replay.check import check_partition
+from flwr_replay.config.compose import compose
+from flwr_replay.config.parts import VARIABLE
+from flwr_replay.data.dealt import dealt
+from flwr_replay.errors import ConfigError, RefusedError
+
+Y = np.repeat(np.arange(10), 60)
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the module that `partition=handed:deal` names."""
+    made: Any = ModuleType("handed")
+    monkeypatch.setitem(sys.modules, "handed", made)
+    monkeypatch.setenv(VARIABLE, "handed:deal")
+    return made
+
+
+def test_institutions_get_what_the_function_deals(module: Any) -> None:
+    module.deal = lambda labels, nodes, seed: [np.flatnonzero(labels % nodes == k)[seed:] for k in range(nodes)]
+    config = compose(["task=digits", "partition=handed:deal", "nodes=3", "seed=2"])
+    part = dealt(config.task, config.partition, config.nodes, config.seed)
+    assert part.names == ("institution-1", "institution-2", "institution-3")
+    assert part.ks > 0.2
+    check_partition("handed:deal")
+
+
+@pytest.mark.parametrize(
+    ("deal", "said"),
+    [
+        (lambda y, nodes, seed: np.array_split(np.arange(len(y)), nodes + 1), "must return 2 arrays"),
+        (lambda y, nodes, seed: [y == 0, y > 0], "of a mask, return np.flatnonzero"),
+        (lambda y, nodes, seed: [[0.5], [1]], "integers in one dimension; got float64"),
+        (lambda y, nodes, seed: [[[0]], [1]], r"of shape \(1, 1\)"),
+        (lambda y, nodes, seed: [["a"], [1]], "got <U1"),
+        (lambda y, nodes, seed: [[0, 1], [1, 2]], r"index \[1\] came twice"),
+        (lambda y, nodes, seed: [[0, 0], [1]], r"index \[0\] came twice"),
+        (lambda y, nodes, seed: [[-1], [0]], r"from 0 to 599; got \[-1\]"),
+        (lambda y, nodes, seed: [[600], [0]], r"from 0 to 599; got \[600\]"),
+        (lambda y, nodes, seed: 1 / 0, "ZeroDivisionError.*test_by_function"),
+        (lambda y, nodes, seed: None, "NoneType"),
+        (lambda y: [], "takes 1 positional argument"),
+    ],
+)
+def test_what_deals_no_examples_is_one_line(module: Any, deal: Any, said: str) -> None:
+    module.deal = deal
+    with pytest.raises(ConfigError, match=said):
+        check_partition("handed:deal")
+
+
+@pytest.mark.parametrize(
+    ("deal", "said"),
+    [
+        (lambda y, nodes, seed: np.array_split(np.random.permutation(len(y)), nodes), "one seed must deal alike"),  # noqa: NPY002
+        (lambda y, nodes, seed: [np.arange(len(y)), *[np.arange(0)] * (nodes - 1)], "must get examples"),
+    ],
+)
+def test_a_broken_contract_is_found(module: Any, deal: Any, said: str) -> None:
+    module.deal = deal
+    with pytest.raises(AssertionError, match=said):
+        check_partition("handed:deal")
+
+
+def test_it_is_imported_where_it_is_allowed_and_needs_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="partition=own needs its function"):
+        compose(["partition=own"])
+    config = compose(["partition=handed:deal", "task=digits"])
+    assert config.own_parts == ("handed:deal",)
+    monkeypatch.setenv(VARIABLE, "")
+    with pytest.raises(RefusedError, match="handed:deal, which has not been allowed here"):
+        dealt(config.task, config.partition, 2, 0)
