@@ -24,7 +24,7 @@ from flwr_replay.attacks.distances import distances
 from flwr_replay.attacks.scores import ImageScores, Judge, assigned, equal_label_shares, image_metrics
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, DataError, FlwrReplayError, RunError, nearest
-from flwr_replay.files.atomic import private_folder, read_json, write_json
+from flwr_replay.files.atomic import private_folder, read_json, sweep, write_json
 from flwr_replay.institution.pictures import SHOWN, draw_grid
 from flwr_replay.lab.auxiliary import auxiliary_of, without
 from flwr_replay.lab.changes import NOT_ANEW
@@ -115,6 +115,7 @@ def attack_run(
     for name in names if data else []:
         checked(name, evidence, originals_of(config, name, data))  # refuses others' data
     place = private_folder(folder / FOLDER)
+    sweep(place)
     options = {"aux": auxiliary.source if auxiliary else "none", "data": data, "run": evidence.run}
     answers = {(one.institution, one.stage, one.field): len(one.answers) for one in evidence.exhibits}
     found = _earlier(place, options, minutes, answers)

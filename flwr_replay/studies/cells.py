@@ -30,6 +30,7 @@ from flwr_replay.report.epsilon import epsilon_suffix
 from flwr_replay.report.missing import missing_suffix
 from flwr_replay.report.progress import Display, TerminalDisplay
 from flwr_replay.report.run_files import read_result
+from flwr_replay.report.run_page import PAGE
 from flwr_replay.runs.options import resolve
 
 __all__ = ["Cell", "Method", "run_all", "run_cell", "short_hash"]
@@ -155,7 +156,8 @@ def run_cell(cell: Cell, display: Display) -> dict[str, Any]:
     log, level = logging.getLogger("flwr"), logging.getLogger("flwr").level
     log.setLevel(logging.WARNING)
     try:
-        return {"result": read_result(cell.folder) if cell.done else _run(cell, display)}
+        whole = cell.done and there(cell.folder / PAGE)  # which is written last
+        return {"result": read_result(cell.folder) if whole else _run(cell, display)}
     except FlwrReplayError as error:
         return {"error": one_line(error)}
     except Exception as error:  # a bug must not cost the other cells their results
@@ -174,7 +176,7 @@ def _give_back() -> None:
 
 def _run(cell: Cell, display: Display) -> dict[str, Any]:
     overrides = list(cell.overrides)
-    if cell.begun:
+    if cell.done or cell.begun:
         overrides, _ = resolve([], "", str(cell.folder))
     elif there(cell.folder):
         _remove_unborn(cell.folder)

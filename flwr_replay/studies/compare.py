@@ -35,7 +35,7 @@ from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.run import RunConfig
 from flwr_replay.engines.simulate import Simulation
 from flwr_replay.errors import ConfigError, RunError, nearest
-from flwr_replay.files.atomic import alone, make_folder, write_atomic, write_json
+from flwr_replay.files.atomic import alone, make_folder, sweep, write_atomic, write_json
 from flwr_replay.files.disk import there
 from flwr_replay.learning.tasks import ERRORS, make_task
 from flwr_replay.privacy.noise import noise_of
@@ -165,6 +165,7 @@ def run_comparisons(comparisons: Sequence[Comparison], jobs: int) -> list[tuple[
         for folder in dict.fromkeys(comparison.runs for comparison in comparisons):
             make_folder(folder, "--runs-dir")
             locks.enter_context(alone(folder))
+            sweep(folder)
         for cell in (cell for comparison in comparisons for cell in comparison.cells):
             first = cells.setdefault(cell.folder, cell)
             if first.overrides != cell.overrides and compose(list(first.overrides)) != compose(list(cell.overrides)):

@@ -21,6 +21,7 @@ from flwr_replay.files.atomic import alone
 from flwr_replay.report.comparison import interval, paired_difference, summarise
 from flwr_replay.report.notes import table
 from flwr_replay.report.plots import curves, points
+from flwr_replay.report.run_files import read_result, write_result
 from flwr_replay.studies import cells as cells_module
 from flwr_replay.studies.compare import compare_strategies
 
@@ -81,12 +82,16 @@ def test_finished_cells_are_not_repeated(
     assert again["strategies"]["fedavg"]["worst-institution"] == pytest.approx(worst)
 
 
-@pytest.mark.parametrize("lost", ["result", "checkpoints"])
+@pytest.mark.parametrize("lost", ["page", "result", "checkpoints"])
 def test_only_the_broken_cell_is_run_again_and_ends_alike(
     lost: str, runs: Path, first: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = Path(first[1]["folder"]).parent / "local-seed1"
-    (folder / "result.json").unlink()
+    if lost == "page":  # killed before all was added to the result
+        (folder / "report.html").unlink()
+        write_result(folder, {key: value for key, value in read_result(folder).items() if key != "skew"})
+    else:
+        (folder / "result.json").unlink()
     if lost == "checkpoints":
         shutil.rmtree(folder / "checkpoints")
     ran, run = [], cells_module._run
@@ -97,8 +102,8 @@ def test_only_the_broken_cell_is_run_again_and_ends_alike(
 
     monkeypatch.setattr(cells_module, "_run", noted)
     _, again = compare(runs, "local,fedavg", "seeds=2")
-    assert ran == [("local-seed1", lost == "result")]
-    for key in ("final", "examples-seen", "rounds"):
+    assert ran == [("local-seed1", lost != "checkpoints")]
+    for key in ("final", "examples-seen", "rounds", "skew"):
         assert cell(again, "local", 1)["result"][key] == cell(first[1], "local", 1)["result"][key]
 
 
