@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -18,6 +18,7 @@ from math import inf
 from pathlib import Path
 from random import Random
 
+import psutil
 import torch
 from chaos_faults import STEPS, STRUCK, Fault, Shared, slot, watch
 
@@ -38,7 +39,7 @@ NAME = "one"  # of every run
 DELIVERED = re.compile(r"(/codes-\d+|/decoder-\d+|/pictures/prior)-\d{6}")  # again to all when a run resumes
 KINDS = ("kill", "full", "no more files", "read-only", "forbidden")  # of faults
 NONE = Fault()
-LONGEST = 240  # seconds of a run
+LONGEST = 600  # seconds of a run or another command; a rehearsal takes 36 of a processor
 
 
 def jobs() -> dict[str, list[str]]:
@@ -110,9 +111,9 @@ class Place:
     def clear(self) -> None:
         shutil.rmtree(self.folder)
 
-    def attempt(self, fault: Fault = NONE) -> Ended:
-        """Begin the run or go on with it, while a fault may strike."""
-        words = ["run", "--resume", str(self.run)] if self.run.exists() else self.words
+    def attempt(self, fault: Fault = NONE, words: Sequence[str] = ()) -> Ended:
+        """Begin the run or go on with it, or give another command these words, while a fault may strike."""
+        words = words or (["run", "--resume", str(self.run)] if self.run.exists() else self.words)
         began = time.monotonic()
         child = os.fork()
         if not child:
@@ -128,12 +129,26 @@ class Place:
         said = self.folder / "said"  # not there yet if the kill came before the process had begun
         return Ended(code, said.read_text() if said.exists() else "", time.monotonic() - began)
 
+    def warm(self) -> None:
+        """Import what the last process that succeeded had imported: the next ones have it from the start."""
+        for name in self.modules.read_text().splitlines():
+            with suppress(Exception):  # a part of another one, or made by hand
+                import_module(name)
+
+    def living(self) -> list[psutil.Process]:
+        """Return the processes that were started here, whoever has died since."""
+        found = []
+        for one in psutil.process_iter():
+            with suppress(psutil.Error):
+                found += [one] if one.environ().get("FLWR_REPLAY_HOME", "").startswith(str(self.folder)) else []
+        return found
+
     @property
     def struck(self) -> str:
         """The step that the last fault struck first."""
         return STEPS[at - 1] if (at := self.shared[STRUCK]) else "no step"
 
-    def _work(self, words: list[str], fault: Fault) -> None:
+    def _work(self, words: Sequence[str], fault: Fault) -> None:
         """Run the command line in this forked process, and end it."""
         code = 99
         torch.set_num_threads(1)  # before any work: if this process had threads, a fork waits for them for ever
@@ -199,9 +214,7 @@ def whole(folder: Path, options: list[str]) -> tuple[Place, Ended]:
     place = Place(folder, options)
     ended = place.attempt()
     assert ended.code == 0, ended.said
-    for name in place.modules.read_text().splitlines():
-        with suppress(Exception):  # a part of another one, or made by hand
-            import_module(name)
+    place.warm()
     for words, resumed in ((options, ""), ([], str(place.run))):
         Simulation.of(resolve(words, str(place.run.parent), resumed)[1])
     return place, ended
