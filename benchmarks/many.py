@@ -40,11 +40,11 @@ from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.owner import Institution
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone
-from flwr_replay.movements.evaluating import Evaluating
+from flwr_replay.movements.evaluating import Evaluations
 from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.directory import RunDirectory
-from flwr_replay.server.calling import Calling
+from flwr_replay.server.roll import Roll
 from flwr_replay.state.store import StateStore
 from flwr_replay.wire.weights import to_arrays
 
@@ -52,10 +52,10 @@ JOB = "task=mnist partition=iid partition.size=20 model=mlp model.width=32 batch
 METHODS = {"fedavg": "", "cwt": "", "fedreplay": "encoder_epochs=2", "proxyfl": ""}
 PLAIN = ("fedavg", "cwt")
 PARTS = {
-    "roll call, once": ((Calling, "call_roll"),),
+    "roll call, once": ((Roll, "call"),),
     "ledgers, a round": ((Institution, "record_release"), (RunDirectory, "travelled"), (RunDirectory, "flush")),
     "state, a round": tuple((StateStore, name) for name in ("bind", "note_data", "count_test", "save", "load", "take")),
-    "test, a round": ((Evaluating, "evaluate_if_due"),),
+    "test, a round": ((Evaluations, "if_due"),),
     "of it the model": ((InstitutionClient, "evaluated"),),
 }
 MB = 1e6

@@ -48,9 +48,10 @@ from flwr_replay.config.sections import PASSES, one_of, require, within
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.tensors import nested, unnested
-from flwr_replay.movements.base import Exchange, Run
+from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.hops import Cycles, Hops, Queues, Reopening, Turn
 from flwr_replay.movements.relay import Relay
+from flwr_replay.movements.run import Run
 from flwr_replay.payloads.common import Evaluate, Trained
 from flwr_replay.payloads.feder import TrainOwnWithBuffers, TrainWithBuffers
 from flwr_replay.payloads.local import EvaluateOwn, TrainedOwn
@@ -140,7 +141,7 @@ class FedER(Relay):
         if plan is None:
             raise ConfigError("FedER needs a generator: give Settings(synthesis=...)")
         refreshed = self.config.buffer_refresh == "round"
-        self.buffers = Buffers(self, plan, self.config.buffer, refreshed, always=synthetic)
+        self.buffers = Buffers(self.exchange, plan, self.config.buffer, refreshed, always=synthetic)
         self.hops = self.new_hops()
         self.fresh: StateDict = {}  # the weights with which every model begins
         self.models: dict[str, StateDict] = {}  # by the institution where a model began: its weights
@@ -311,7 +312,7 @@ class FedER(Relay):
             request = self.evaluation_on("test", server_round, arrays)
             messages = (self.message(member, request, run.evaluate_config) for member in self.members)
             replies = self.exchange(run.grid, server_round, messages, needed=False)
-            _, own = self.pooled(server_round, replies) or ({}, {})
+            _, own = self.evaluations.pooled(server_round, replies) or ({}, {})
             for name, metrics in own.items():
                 found.setdefault(name, {})[model] = metrics[SCORE]
         self.shown = None

@@ -177,7 +177,7 @@ class FedReplay(OneShot):
         asked, diverged = self.encoder_candidates(), list[str]()
         for member in asked:
             self.exchange(grid, server_round, [self.message(member, request, config)], take=take)
-            diverged += self.diverged
+            diverged += self.exchange.diverged
             for answer in encoders:
                 self.recorder.saw(answer.examples_seen)
                 loss = "" if answer.validation_loss is None else f", validation loss {answer.validation_loss:.4f}"

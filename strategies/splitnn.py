@@ -205,7 +205,7 @@ class SplitNN(Serial):
         self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Make one visit, message by message; if it fails, the next institution gets the same weights."""
-        member, trained = self.members.get(self.turn), dict(self.trained)
+        member, trained = self.members.get(self.turn), dict(self.exchange.trained)
         if member is None:
             self.exchange(grid, server_round, [])  # ends the run if no institution of a whole cycle is present
             return self.broken_off(trained)
@@ -232,7 +232,7 @@ class SplitNN(Serial):
     def broken_off(self, trained: dict[str, int]) -> tuple[None, None]:
         """Count a failed visit; its institution has saved no optimizer to continue with."""
         self.missed |= {self.turn}
-        self.trained = trained
+        self.exchange.trained = trained
         return None, None
 
     # --- requests -----------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class SynCentral(Movement):
         super().__init__(*args, **kwargs)
         if self.settings.synthesis is None or self.settings.model is None:
             raise ConfigError("SynCentral needs a generator and a model: give Settings(synthesis=..., model=...)")
-        self.buffers = Buffers(self, self.settings.synthesis, self.config.buffer)
+        self.buffers = Buffers(self.exchange, self.settings.synthesis, self.config.buffer)
         self.model = placed(self.settings.model(0), self.settings.device)
 
     @cached_property

@@ -93,16 +93,16 @@ def expected(simulation: Simulation) -> tuple[Movement, list[Expected]]:
 
 def exchanged(job: Job, present: Sequence[Present]) -> tuple[Movement, list[Expected]]:
     """Return a run's strategy, and what it would exchange with institutions of which only their roll call is known."""
-    config, strategy = job.config, job.strategy(new_run_id(job.config))
-    strategy.recorder, plan = Silent(), strategy.settings.privacy
+    config, strategy = job.config, job.strategy(new_run_id(job.config), Silent())
+    plan = strategy.settings.privacy
     for k, one in enumerate(present):
         sums = one.label_sum, one.label_squares
         strategy.members.add(Member(one.name, k, one.num_examples, one.raw_bytes, *sums))
-    strategy.scale_labels(strategy.members.label_scale())
+    strategy.exchange.scale_labels(strategy.members.label_scale())
     strategy.begin_run()
     arrays = to_arrays(backbone(config.model, config.task)(0))
     by_name = {one.name: one for one in present}  # the members are in the order of their names
-    exchanges: list[Exchange] = [(m, strategy.roll_call(), by_name[m.name], 1) for m in strategy.members]
+    exchanges: list[Exchange] = [(m, strategy.roll.request(), by_name[m.name], 1) for m in strategy.members]
     exchanges += strategy.forecast_replay() + strategy.forecast(arrays, config.rounds)
     exchanges += strategy.forecast_evaluation(arrays, config.rounds)
     whole, shares = sum(one.num_examples for one in strategy.members), shares_of(strategy, config.rounds)

@@ -3,50 +3,48 @@
 A movement is a Flower `Strategy`. Its `start` is this loop:
 
     open: wait for the institutions, call the roll, restore the last checkpoint
-    for each exchange:
+    for each exchange of each round:                            `rounds`, then `step`
         train: the movement's exchange gives new weights        `configure_train`, `aggregate_train`
         evaluate, if due
         checkpoint
 
 In every method `num_rounds` counts passes over the institutions' data. Flower's `server_round` counts exchanges; a
-pass may take several. `observers.py` has what observes the loop.
+pass may take several. A movement has a roll (`server/roll.py`: who takes part), exchanges (`server/exchange.py`:
+messages, ledger, failures) and evaluations (`evaluating.py`: what is tested, and when).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from math import ceil
 from typing import Any, ClassVar
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy import Result, Strategy
+from numpy.typing import NDArray
 
-from flwr_replay.config.brought import brought
-from flwr_replay.config.catalogue import choices
-from flwr_replay.config.halves import load_strategy
-from flwr_replay.config.sections import require
 from flwr_replay.config.strategy import StrategyConfig
-from flwr_replay.errors import ConfigError, RefusedError, RunError
-from flwr_replay.learning.training import learning_rate, refuse_single_batches
-from flwr_replay.movements.evaluating import Evaluating
-from flwr_replay.movements.observers import UNMIXED_ON, Forgetting, FurtherTests, Observer
+from flwr_replay.errors import RefusedError, RunError
+from flwr_replay.learning.tasks import Task
+from flwr_replay.learning.training import learning_rate
+from flwr_replay.movements.evaluating import SPLIT_OF, Evaluations
+from flwr_replay.movements.refusals import refuse_fraction, refuse_options, say_what_differs
 from flwr_replay.movements.run import EvaluateFn, Run
-from flwr_replay.payloads.common import ExpectsReplay
-from flwr_replay.privacy.dpsgd import refuse_mixing
-from flwr_replay.privacy.plan import mechanisms_of
-from flwr_replay.server.asking import refuse_unsaid_nodes
+from flwr_replay.payloads.common import Evaluate, Evaluation, ExpectsReplay
+from flwr_replay.server.exchange import Exchanger
 from flwr_replay.server.members import Member
+from flwr_replay.server.one_line import errors_in_one_line
 from flwr_replay.server.recorder import Recorder, Snapshot
 from flwr_replay.server.replay_base import Replay
 from flwr_replay.server.replay_buffers import BufferReplay
 from flwr_replay.server.replay_codes import GenerativeReplay
 from flwr_replay.server.replay_forecast import exchanges_of
-from flwr_replay.server.settings import Settings
+from flwr_replay.server.roll import Roll
+from flwr_replay.server.settings import Settings, checked_arguments
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened
 from flwr_replay.wire.sealed import blank
@@ -55,10 +53,41 @@ __all__ = ["Exchange", "Movement", "Settings"]
 
 Exchange = tuple[Member, Request, Payload, int]
 
+errors_in_one_line()  # when a strategy is imported, since arguments that are refused never reach `start`
 
-class Movement(Evaluating):
-    """Base of the four movements."""
 
+class Movement(Strategy):
+    """Base of the four movements: Flower's strategy, with a roll, exchanges and evaluations.
+
+    A method defines the request to train and what becomes of the answers; it writes, sends and reads messages by
+    `message`, `exchange` and `answers`.
+
+    Parameters
+    ----------
+    config : StrategyConfig | None
+        The strategy's own options, its `<Name>Config`; None means the defaults.
+    settings : Settings | None
+        What every strategy needs; None means the defaults.
+    recorder : Recorder | None
+        Writes metrics, ledger and checkpoints; None only logs through Flower.
+    **unknown : object
+        Arguments that only Flower's strategies have, such as `fraction_evaluate`: refused.
+
+    Raises
+    ------
+    ConfigError
+        If an argument is unknown or of another type.
+    """
+
+    name: ClassVar[str]
+    config_type: ClassVar[type[StrategyConfig]]
+    config: StrategyConfig
+    stages: tuple[str, ...] = ("train", "evaluate")  # all stages that a run requests
+    evaluated: ClassVar[type[Evaluation]] = Evaluation  # the answer to an evaluation
+    min_nodes: ClassVar[int] = 1
+    needs_roll_call: ClassVar[bool] = False  # whether every institution must run this package's client, for all stages
+    one_form: ClassVar[bool] = False  # whether all institutions' models must have the same names, shapes and dtypes
+    own_models: ClassVar[bool] = False  # whether institutions test models of their own, which only training makes
     mixes: ClassVar[bool] = False  # whether trained models are averaged or mixed, so that they can be tested before
     supports_replay: ClassVar[bool] = False  # whether institutions may train on replayed examples
     dp_mechanisms: ClassVar[tuple[str, ...]] = ()  # what DP-SGD can train here; each subclass must state its own
@@ -74,26 +103,25 @@ class Movement(Evaluating):
         recorder: Recorder | None = None,
         **unknown: object,
     ) -> None:
-        super().__init__(config, settings, recorder, **unknown)
-        self.check_fraction(self.settings)
+        self.config, settings = checked_arguments(type(self).__name__, self.config_type, config, settings, unknown)
+        refuse_fraction(type(self), settings)
+        self.recorder = recorder or Recorder()
+        self.exchange = Exchanger(self, settings, self.recorder)
+        self.members, self.message, self.answers = self.exchange.members, self.exchange.message, self.exchange.answers
+        self.evaluations = Evaluations(self, self.exchange)
+        self.roll = Roll(self.exchange, type(self), self.all_stages)
         self.replay = self.new_replay()
-        judged, unmixed = self.settings.split, self.settings.evaluate_before_mixing
-        at_end = judged != "test"  # then nobody tests on test examples before
-        self.observers: list[Observer] = [FurtherTests(UNMIXED_ON[judged])] if unmixed else []
-        further = {"external": self.settings.external, UNMIXED_ON["test"]: unmixed and at_end, "test": at_end}
-        self.observers += [FurtherTests(split, at_end) for split, asked in further.items() if asked]
-        self.observers += [Forgetting(self.recorder)] if self.settings.forgetting else []
         private = self.settings.privacy and "train" in self.stages
-        observed = any(one.split != "test" for one in self.observers)
+        observed = any(one.split != "test" for one in self.evaluations.observers)
         own = self.needs_roll_call or self.replay or observed or private or self.settings.pinned
-        self.ours_only = bool(own)
+        self.roll.ours_only = bool(own)
 
     def new_replay(self) -> Replay | None:
         """Return what the options say is replayed."""
         plan, synthesis = self.settings.replay_plan, self.settings.synthesis
         if plan:
-            return GenerativeReplay(self, plan, self.checkpoint)
-        return BufferReplay(self, synthesis) if synthesis and synthesis.replays else None
+            return GenerativeReplay(self.exchange, self.roll, plan, self.checkpoint)
+        return BufferReplay(self.exchange, synthesis) if synthesis and synthesis.replays else None
 
     @classmethod
     def check(cls, config: Any, settings: Settings, names: Sequence[str] = ()) -> None:
@@ -116,38 +144,27 @@ class Movement(Evaluating):
         ConfigError, TrainingError
             If an option does not fit.
         """
-        if (settings.replay_plan or (settings.synthesis and settings.synthesis.replays)) and not cls.supports_replay:
-            raise ConfigError(
-                f"replay is for serial and parallel methods; got strategy={cls.name}: choose replay=none, or strategy="
-                f"{methods_with('supports_replay')}"
-            )
-        require(
-            cls.mixes or not settings.evaluate_before_mixing,
-            f"evaluate-before-mixing is for methods that average or mix models; got strategy={cls.name}: leave it out",
-        )
-        cls.check_fraction(settings)
-        wanted = settings.privacy.mechanisms if settings.privacy else ()
-        if settings.privacy:
-            settings.privacy.check_method(cls.name, mechanisms_of(cls))
-        if settings.model is not None and {"classifier", "encoder", "proxy"} & set(wanted):
-            refuse_mixing(settings.model(0))
-        if settings.model is not None:
-            refuse_single_batches(settings.model(0), settings.training.batch_size, settings.training.batch_size)
+        refuse_options(cls, settings)
 
-    @classmethod
-    def check_fraction(cls, settings: Settings) -> None:
-        """Refuse a fraction where every institution must take part in every round."""
-        if settings.fraction < 1 and not cls.takes_fraction:
-            raise ConfigError(
-                f"fraction is for methods that can train in a round with some of the institutions; got strategy="
-                f"{cls.name}: leave it out, or choose strategy={methods_with('takes_fraction')}"
-            )
+    @property
+    def settings(self) -> Settings:
+        """What every strategy needs in addition to its own options."""
+        return self.exchange.settings
+
+    @property
+    def task(self) -> Task:
+        """The task."""
+        return self.exchange.task
+
+    def blank_labels(self, n: int) -> NDArray[Any]:
+        """Return n blank labels of the task, as large as real ones."""
+        return self.task.blank_labels(n, self.settings.input_shape or ())
 
     # --- what a movement or a method defines --------------------------------------------------------------------------
 
-    def exchanges(self, num_rounds: int) -> Iterator[int]:
-        """Yield the numbers of all exchanges of a run, from 1."""
-        yield from range(1, num_rounds * self.exchanges_per_round() + 1)
+    @abstractmethod
+    def exchanges_per_round(self) -> int:
+        """Return how many exchanges make one pass over the institutions' data."""
 
     def begin_run(self) -> None:
         """Fix what holds for the whole run; called after the roll call and after `restore`."""
@@ -184,20 +201,9 @@ class Movement(Evaluating):
 
     def forecast_evaluation(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """Return the exchanges of evaluation, those of the observers included."""
-        rounds, every, trains_in = range(1, num_rounds + 1), self.settings.evaluate_every, self.trains_in(num_rounds)
-        evaluated = {at for at in rounds if at % every == 0 or at == num_rounds}
-        travelling, answer = self.travelling(arrays), self.evaluated.empty(self.task)
-
-        def times(member: Member, observer: Observer | None) -> int:
-            trains = trains_in.get(member.name, [])
-            can: Sequence[int] = rounds[min(trains, default=num_rounds + 1) - 1 :] if self.own_models else rounds
-            can = trains if observer and observer.split in UNMIXED_ON.values() else can
-            evaluations = len((evaluated if not observer or not observer.at_end else {num_rounds}) & {*can})
-            return observer.forecast(len(can) * self.exchanges_per_round(), evaluations) if observer else evaluations
-
-        requests: list[tuple[Request, Observer | None]] = [(self.judging(0, travelling), None)]
-        requests += [(self.evaluation_on(one.split, 0, travelling), one) for one in self.observers]
-        return [(m, request, answer, times(m, observer)) for request, observer in requests for m in self.members]
+        answer = self.evaluated.empty(self.task)
+        found = self.evaluations.forecast(self.travelling(arrays), num_rounds, self.trains_in(num_rounds))
+        return [(member, request, answer, times) for member, request, times in found]
 
     def travelling(self, arrays: Weights) -> Weights:
         """Return weights as they travel: in a sealed run, bytes of the same number as a sealed parcel has."""
@@ -214,11 +220,41 @@ class Movement(Evaluating):
         return exchanges_of(self.replay, list(self.members)) if self.replay else []
 
     def addressed(self, member: Member, request: Request) -> Request:
-        """Add to a request to train how many examples the institution should have kept for replay."""
-        request = super().addressed(member, request)
+        """Add to a request what depends on the institution: what it last did, and what it has for replay."""
+        request = self.exchange.addressed(member, request)
         if self.replay and isinstance(request, ExpectsReplay):
             request = replace(request, **self.replay.instructions(member.name))
         return request
+
+    def examples_of(self, member: Member, request: type[Request], instructions: dict[str, Any]) -> range:
+        """Return the numbers of examples that an answer may report; see `Exchanger.examples_of`."""
+        return self.exchange.examples_of(member, request, instructions)
+
+    def stops_without_answers(self) -> bool:
+        """Return whether an exchange without answers ends the run."""
+        return True
+
+    def evaluation(self, server_round: int, arrays: Weights) -> Request:
+        """Return the request to evaluate."""
+        return Evaluate(server_round=server_round, arrays=arrays, run=self.settings.run)
+
+    def evaluation_on(self, split: str, server_round: int, arrays: Weights) -> Request:
+        """Return the request to evaluate on a split, or before mixing on one."""
+        return replace(self.evaluation(server_round, arrays), split=SPLIT_OF.get(split, split))  # type: ignore[call-arg]
+
+    def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
+        """Return the weights that an institution is to test on a split; None: it has nothing to test there."""
+        return arrays
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask all that can test to evaluate on their test shards, or on their validation examples."""
+        return (self.message(m, request, config) for m, request in self.evaluations.requests(server_round, arrays))
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Pool the metrics over the test shards: by sums, or by weighted means for a user's own ClientApp."""
+        return self.evaluations.completed(server_round, replies)
 
     def models_at_end(self, arrays: StateDict) -> Mapping[str, StateDict]:
         """Return the models that the server has after the last round, by the names of their files."""
@@ -269,82 +305,56 @@ class Movement(Evaluating):
         DivergedError
             If no institution's weights and losses are finite, or the server's are not.
         """
-        self.refuse(grid, evaluate_fn)
-        self.timeout = self.settings.timeout if timeout is None else timeout
+        self.roll.refuse(grid, self.settings.split != "test")
+        self.evaluations.refuse(evaluate_fn)
+        self.exchange.timeout = self.settings.timeout if timeout is None else timeout
         train, test = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         run = Run(grid=grid, num_rounds=num_rounds, train_config=train, evaluate_config=test, evaluate_fn=evaluate_fn)
-        self.extra = frozenset([*train, *test])
-        arrays, done = self.open(run, initial_arrays)
-        for server_round in islice(self.exchanges(num_rounds), done, None):
-            arrays = self.train(run, server_round, arrays)
-            self.evaluate_if_due(run, server_round, arrays)
-            self.checkpoint(server_round, opened(arrays))
-        run.result.arrays = arrays
+        self.exchange.extra = frozenset([*train, *test])
+        run.result.arrays = self.rounds(run, self.open(run, initial_arrays))
         return run.result
 
-    def refuse(self, grid: Grid, evaluate_fn: EvaluateFn | None) -> None:
-        """Refuse what could not work, before anything is sent."""
-        refuse_unsaid_nodes(grid, self.settings.nodes)
-        ours = self.ours_only or self.settings.split != "test"
-        require(self.settings.roll_call or not ours, self.needs)
-        require(
-            evaluate_fn is None or self.global_model,
-            f"evaluate_fn needs a global model; {type(self).__name__} has none, and institutions test theirs: omit it",
-        )
-        require(
-            evaluate_fn is None or not self.settings.sealed,
-            "evaluate_fn needs weights that the server can read; in a sealed run it can read none: omit it",
-        )
+    def rounds(self, run: Run, arrays: ArrayRecord) -> ArrayRecord:
+        """Make the exchanges of all rounds; return the weights after the last."""
+        for server_round in range(1, run.num_rounds * self.exchanges_per_round() + 1):
+            arrays = self.step(run, server_round, arrays)
+        return arrays
 
-    def open(self, run: Run, initial_arrays: ArrayRecord) -> tuple[ArrayRecord, int]:
-        """Wait for the institutions and call the roll; begin a run, or resume it from the last checkpoint.
+    def step(self, run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
+        """Make an exchange, evaluate if that is due, write a checkpoint; a resumed run passes what was done before."""
+        if server_round <= run.done:
+            return arrays
+        arrays = self.train(run, server_round, arrays)
+        self.evaluate_if_due(run, server_round, arrays)
+        self.checkpoint(server_round, opened(arrays))
+        return arrays
 
-        Returns
-        -------
-        arrays : ArrayRecord
-            The weights to start from.
-        done : int
-            How many exchanges have been made.
-        """
+    def open(self, run: Run, initial_arrays: ArrayRecord) -> ArrayRecord:
+        """Wait for the institutions and call the roll; begin a run, or resume it. Return the weights to start from."""
         if self.settings.sealed:
             initial_arrays = ArrayRecord()  # institutions make the fresh weights
-        arrays, done, snapshot = initial_arrays, 0, self.recorder.restore()
+        arrays, snapshot = initial_arrays, self.recorder.restore()
         if snapshot:
-            self.members.remember(snapshot.examples, snapshot.bindings)
-        self.assemble(run.grid)
+            self.exchange.restore(snapshot)
+        self.roll.assemble(run.grid)
         if not len(self.members):
-            kind = RunError if self.unfit else RefusedError
+            kind = RunError if self.roll.unfit else RefusedError
             raise kind(f"no institution takes part; {self.recorder.failures_line()}")
-        self.scale_labels(snapshot.label_scale if snapshot else self.members.label_scale())
+        self.exchange.scale_labels(snapshot.label_scale if snapshot else self.members.label_scale())
         if snapshot:
-            arrays, done = self.resumed(snapshot, initial_arrays), snapshot.server_round
-        self.say_what_differs(run)
+            arrays, run.done = self.resumed(snapshot, initial_arrays), snapshot.server_round
+        say_what_differs(self, run)
         self.begin_run()
-        self.recorder.begin(self.name, run.num_rounds, self.exchanges_per_round(), done)
+        self.recorder.begin(self.name, run.num_rounds, self.exchanges_per_round(), run.done)
         if self.private_key:
             self.recorder.kept_private(self.settings.run, self.private_key)
-        return arrays, done
-
-    def say_what_differs(self, run: Run) -> None:
-        """Log a learning rate that replaces the settings', and proxies without noise."""
-        lr, privacy = run.train_config.get("lr"), self.settings.privacy
-        if lr is not None and lr != self.settings.training.lr and self.members.ours:
-            self.recorder.log(
-                f"lr={lr!r} of train_config replaces training.lr={self.settings.training.lr:g} in all training at the "
-                "institutions, generators for replay included: leave lr out of train_config if this is not meant"
-            )
-        if "proxy" in self.dp_mechanisms and not (privacy and privacy.covers("proxy")):
-            self.recorder.log(
-                f"{type(self).__name__}: no privacy= that covers proxies: they are trained without noise, and have no "
-                "epsilon"
-            )
+        return arrays
 
     def resumed(self, snapshot: Snapshot, initial_arrays: ArrayRecord) -> ArrayRecord:
         """Restore what a checkpoint holds; return its weights."""
         saved = snapshot.arrays
         # the model's order, so that files of the weights have the same bytes
         order = dict.fromkeys([*(name for name in initial_arrays if name in saved), *saved])
-        self.trained = dict(snapshot.trained)
         self.restore(snapshot.state_arrays, snapshot.state_values)
         if self.replay:
             self.replay.restore(snapshot.state_values["replay"])
@@ -352,7 +362,7 @@ class Movement(Evaluating):
 
     def train(self, run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
         """Make one exchange; return the weights after it, which are the same if it failed."""
-        self.call_roll(run.grid, server_round)
+        self.roll.call(run.grid, server_round)
         for name in self.members.left():
             self.recorder.failed(server_round, name, "its node has gone; the run goes on without it until it returns")
         if self.replay:
@@ -363,10 +373,13 @@ class Movement(Evaluating):
             run.trained(ceil(server_round / self.exchanges_per_round()), metrics)
         if trained is None:
             return arrays
-        arrays, data_of = self.finite(trained), self.data_of(self.answered)
-        for observer in self.observers:
-            observer.after_exchange(server_round, data_of, self.tester(run, server_round, arrays))
+        arrays = self.exchange.finite(trained)
+        self.evaluations.after_exchange(run, server_round, arrays, self.data_of(self.exchange.answered))
         return arrays
+
+    def evaluate_if_due(self, run: Run, server_round: int, arrays: ArrayRecord) -> None:
+        """Have every institution evaluate, every `evaluate_every` rounds and after the last."""
+        self.evaluations.if_due(run, server_round, arrays)
 
     def lr(self, server_round: int) -> float:
         """Return the learning rate of the pass that this exchange belongs to."""
@@ -378,18 +391,7 @@ class Movement(Evaluating):
 
     def checkpoint(self, server_round: int, arrays: StateDict) -> None:
         """Give the recorder all that a resumed run needs."""
-        known, trained = self.members.known, dict(self.trained)
-        examples = {member.name: member.num_examples for member in known}
-        bindings = {member.name: (member.node_id, member.proof) for member in known}
         state_arrays, state_values = self.state()
         if self.replay:
             state_values = {**state_values, "replay": self.replay.state()}
-        self.recorder.end_exchange(
-            Snapshot(server_round, arrays, state_arrays, state_values, trained, examples, self.label_scale, bindings)
-        )
-
-
-def methods_with(declared: str) -> str:
-    """Return the names of this package's methods that declare something to be true, joined by commas."""
-    ours = [name for name in choices("strategy") if name not in brought()]
-    return ", ".join(name for name in ours if getattr(load_strategy(name)[0], declared))
+        self.recorder.end_exchange(self.exchange.snapshot(server_round, arrays, state_arrays, state_values))

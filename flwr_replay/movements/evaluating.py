@@ -1,83 +1,208 @@
-"""How a movement has its weights tested: by whom, when, and what its observers ask in addition."""
+"""What a run tests, when, and what it makes of the answers; its observers have models tested on further examples."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
+from flwr_replay.config.sections import require
 from flwr_replay.errors import RunError
-from flwr_replay.movements.observers import UNMIXED_ON, Observer, TestOn
-from flwr_replay.movements.run import Run
-from flwr_replay.payloads.common import Evaluate, Evaluation
+from flwr_replay.movements.run import EvaluateFn, Run
+from flwr_replay.payloads.common import Evaluation
+from flwr_replay.report.judged import VALIDATION
 from flwr_replay.server.evaluation import Pooled, pool_answers, with_further
-from flwr_replay.server.exchange import Exchanging
+from flwr_replay.server.exchange import Exchanger
 from flwr_replay.server.members import Member
+from flwr_replay.server.recorder import Recorder
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import Weights
 
-__all__ = ["Evaluating"]
+__all__ = ["SPLIT_OF", "UNMIXED_ON", "Evaluations"]
+
+UNMIXED = "before-mixing"  # in place of a split: the test shards, with models from before they were averaged or mixed
+UNMIXED_ON = {"test": UNMIXED, "validation": f"{VALIDATION}{UNMIXED}"}  # the same, by the split whose examples test
+
+SPLIT_OF = {unmixed: split for split, unmixed in UNMIXED_ON.items()}
+
+TestOn = Callable[[str], Pooled | None]  # has every institution test the current model on its examples of a split
 
 
-class Evaluating(Exchanging):
-    """Has institutions test weights, and pools what they answer."""
+class Observer:
+    """Base of the observers; it does nothing."""
 
-    evaluated: ClassVar[type[Evaluation]] = Evaluation  # the answer to an evaluation
-    own_models: ClassVar[bool] = False  # whether institutions test models of their own, which only training makes
-    observers: list[Observer]
+    split: str  # the split on which it tests
+    at_end: bool = False  # whether it tests with the last evaluation only
+    found: Pooled | None = None  # the last metrics there
 
-    @abstractmethod
+    def forecast(self, exchanges: int, evaluations: int) -> int:
+        """Return the number of tests in a run, given its numbers of training exchanges and of evaluations with it."""
+        return 0
+
+    def after_exchange(self, server_round: int, data_of: Sequence[str], test_on: TestOn) -> None:
+        """Observe the weights after an exchange that trained on the data of these institutions."""
+
+    def before_evaluation(self, test_on: TestOn) -> None:
+        """Observe the weights before they are tested on the test shards."""
+
+    def completed(self, found: Pooled) -> Pooled:
+        """Add the observed metrics to those of an evaluation."""
+        return found
+
+
+class Forgetting(Observer):
+    """After every exchange, tests on each institution's own training examples: a row of the forgetting matrix."""
+
+    split = "train"
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def forecast(self, exchanges: int, evaluations: int) -> int:
+        """Return one test for each exchange."""
+        return exchanges
+
+    def after_exchange(self, server_round: int, data_of: Sequence[str], test_on: TestOn) -> None:
+        """Test, and record the row."""
+        if found := test_on(self.split):
+            self.recorder.forgetting_row(server_round, data_of, found[1])
+
+
+class FurtherTests(Observer):
+    """With every evaluation, tests once more; both results are recorded as one.
+
+    Parameters
+    ----------
+    split : str
+        `external`: on other institutions' test examples; one of `UNMIXED_ON`: models as they were trained; `test`: on
+        the test shards, where rounds are judged by validation examples.
+    at_end : bool
+        Whether to test with the last evaluation only.
+    """
+
+    def __init__(self, split: str, at_end: bool = False) -> None:
+        self.split, self.at_end = split, at_end
+
+    def forecast(self, exchanges: int, evaluations: int) -> int:
+        """Return one test for each evaluation."""
+        return evaluations
+
+    def before_evaluation(self, test_on: TestOn) -> None:
+        """Test, and keep the metrics for `completed`."""
+        self.found = test_on(self.split)
+
+    def completed(self, found: Pooled) -> Pooled:
+        """Add the further metrics: those of test examples under plain names, others' begin with the split's."""
+        if self.found is None:
+            return found
+        if self.split == "test":
+            return with_further(self.found, found, "")
+        return with_further(found, self.found, f"{self.split}-")
+
+
+class Method(Protocol):
+    """What a method decides about its evaluations."""
+
+    evaluated: ClassVar[type[Evaluation]]
+    own_models: ClassVar[bool]
+    global_model: ClassVar[bool]
+
     def exchanges_per_round(self) -> int:
-        """Return how many exchanges make one pass over the institutions' data."""
+        """Return how many exchanges make a round."""
 
     def evaluation(self, server_round: int, arrays: Weights) -> Request:
         """Return the request to evaluate."""
-        return Evaluate(server_round=server_round, arrays=arrays, run=self.settings.run)
 
     def evaluation_on(self, split: str, server_round: int, arrays: Weights) -> Request:
-        """Return the request to evaluate on a split, or before mixing on one."""
-        examples = {unmixed: one for one, unmixed in UNMIXED_ON.items()}.get(split, split)
-        return replace(self.evaluation(server_round, arrays), split=examples)  # type: ignore[call-arg]
+        """Return the request to evaluate on a split."""
 
-    def judging(self, server_round: int, arrays: Weights) -> Request:
-        """Return the request to evaluate on the split that rounds are judged by."""
-        request = self.evaluation(server_round, arrays)
-        return request if self.split == "test" else replace(request, split=self.split)  # type: ignore[call-arg]
+    def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
+        """Return the weights that an institution is to test."""
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return the messages of an evaluation."""
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Pool the answers."""
+
+
+class Evaluations:
+    """The evaluations of a run: every `evaluate_every` rounds and after the last, with its observers' further tests.
+
+    Parameters
+    ----------
+    method : Method
+        Whose models are tested.
+    exchange : Exchanger
+        Has the members and the settings, and makes the exchanges.
+    """
+
+    def __init__(self, method: Method, exchange: Exchanger) -> None:
+        self.method, self.exchange = method, exchange
+        self.members, self.recorder = exchange.members, exchange.recorder
+        settings = exchange.settings
+        judged, unmixed = settings.split, settings.evaluate_before_mixing
+        at_end = judged != "test"  # then nobody tests on test examples before
+        self.observers: list[Observer] = [FurtherTests(UNMIXED_ON[judged])] if unmixed else []
+        further = {"external": settings.external, UNMIXED_ON["test"]: unmixed and at_end, "test": at_end}
+        self.observers += [FurtherTests(split, at_end) for split, asked in further.items() if asked]
+        self.observers += [Forgetting(self.recorder)] if settings.forgetting else []
+
+    def refuse(self, evaluate_fn: EvaluateFn | None) -> None:
+        """Refuse a test at the server where it has no model that it can read."""
+        require(
+            evaluate_fn is None or self.method.global_model,
+            f"evaluate_fn needs a global model; {type(self.method).__name__} has none, and institutions test theirs: "
+            "omit it",
+        )
+        require(
+            evaluate_fn is None or not self.exchange.settings.sealed,
+            "evaluate_fn needs weights that the server can read; in a sealed run it can read none: omit it",
+        )
 
     @property
     def split(self) -> str:
         """The split that rounds are judged by; where no ClientApp is this package's, their own tests."""
-        return self.settings.split if self.members.ours else "test"
+        return self.exchange.settings.split if self.members.ours else "test"
+
+    def judging(self, server_round: int, arrays: Weights) -> Request:
+        """Return the request to evaluate on the split that rounds are judged by."""
+        request = self.method.evaluation(server_round, arrays)
+        return request if self.split == "test" else replace(request, split=self.split)  # type: ignore[call-arg]
 
     def testers(self) -> list[Member]:
         """Return the institutions that can test: with `fraction`, a model of its own is made when one first trains."""
-        waiting = self.own_models and self.settings.fraction < 1
-        return [member for member in self.members if not waiting or member.name in self.trained]
+        waiting = self.method.own_models and self.exchange.settings.fraction < 1
+        return [member for member in self.members if not waiting or member.name in self.exchange.trained]
 
-    def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
-        """Return the weights that an institution is to test on a split; None: it has nothing to test there."""
-        return arrays
+    def requests(self, server_round: int, arrays: Weights) -> list[tuple[Member, Request]]:
+        """Return the request of an evaluation for each of all that can test."""
+        request, testers = self.judging(server_round, arrays), self.testers()
+        if len(testers) < len(self.members):
+            self.recorder.log(f"{len(testers)} of {len(self.members)} institutions have trained a model to test so far")
+        return [(member, request) for member in testers]
 
-    def evaluate_if_due(self, run: Run, server_round: int, arrays: ArrayRecord) -> None:
+    def if_due(self, run: Run, server_round: int, arrays: ArrayRecord) -> None:
         """Have every institution evaluate, every `evaluate_every` rounds and after the last."""
-        completed, rest = divmod(server_round, self.exchanges_per_round())
+        completed, rest = divmod(server_round, self.method.exchanges_per_round())
         last = completed == run.num_rounds
-        if rest or not (last or completed % self.settings.evaluate_every == 0):
+        if rest or not (last or completed % self.exchange.settings.evaluate_every == 0):
             return
         at_end = last and self.split != "test"
         for observer in self.observers:
             if at_end or not observer.at_end:
-                observer.before_evaluation(self.tester(run, server_round, arrays))
+                observer.before_evaluation(partial(self.test, run, server_round, arrays))
         if at_end and any(one.split == "test" and not one.found for one in self.observers):
             raise self._untested()
-        messages = self.configure_evaluate(server_round, arrays, run.evaluate_config, run.grid)
+        messages = self.method.configure_evaluate(server_round, arrays, run.evaluate_config, run.grid)
         replies = self.exchange(run.grid, server_round, messages, needed=False)
-        metrics = self.aggregate_evaluate(server_round, replies)
+        metrics = self.method.aggregate_evaluate(server_round, replies)
         if metrics is not None:
             run.result.evaluate_metrics_clientapp[completed] = metrics
         elif last and self.members.ours:
@@ -89,37 +214,29 @@ class Evaluating(Exchanging):
         failures = self.recorder.failures_line()
         return RunError(f"no institution could evaluate the last round; {failures}: resume the run")
 
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Ask all that can test to evaluate on their test shards, or on their validation examples."""
-        request, testers = self.judging(server_round, arrays), self.testers()
-        if len(testers) < len(self.members):
-            self.recorder.log(f"{len(testers)} of {len(self.members)} institutions have trained a model to test so far")
-        return (self.message(member, request, config) for member in testers)
+    def after_exchange(self, run: Run, server_round: int, arrays: ArrayRecord, data_of: Sequence[str]) -> None:
+        """Tell the observers the weights after an exchange that trained on the data of these institutions."""
+        for observer in self.observers:
+            observer.after_exchange(server_round, data_of, partial(self.test, run, server_round, arrays))
 
-    def tester(self, run: Run, server_round: int, arrays: ArrayRecord) -> TestOn:
-        """Return a function that has every institution test these weights on the examples of a split."""
-
-        def test_on(split: str) -> Pooled | None:
-            tested = [(member, self.tested_on(split, member, arrays)) for member in self.testers() if member.ours]
-            asked = [(member, self.evaluation_on(split, server_round, w)) for member, w in tested if w is not None]
-            messages = (self.message(member, request, run.evaluate_config) for member, request in asked)
-            replies = self.exchange(run.grid, server_round, messages, needed=False)
-            return self.pooled(server_round, replies, self.recorder.tested if split == "test" else {})
-
-        return test_on
+    def test(self, run: Run, server_round: int, arrays: ArrayRecord, split: str) -> Pooled | None:
+        """Have every institution test these weights on the examples of a split."""
+        tested = [(m, self.method.tested_on(split, m, arrays)) for m in self.testers() if m.ours]
+        asked = [(m, self.method.evaluation_on(split, server_round, w)) for m, w in tested if w is not None]
+        messages = (self.exchange.message(member, request, run.evaluate_config) for member, request in asked)
+        replies = self.exchange(run.grid, server_round, messages, needed=False)
+        return self.pooled(server_round, replies, self.recorder.tested if split == "test" else {})
 
     def pooled(
         self, server_round: int, replies: Iterable[Message], sums: dict[str, Evaluation] | None = None
     ) -> Pooled | None:
         """Pool the answers to an evaluation; an invalid one counts as its sender's failure. `sums` is filled."""
-        refuse, settings = partial(self.recorder.failed, server_round), self.settings
-        answers = self.answers(replies)
-        return pool_answers(answers, settings.task, refuse, self.evaluated, settings.input_shape, sums)
+        refuse, settings = partial(self.recorder.failed, server_round), self.exchange.settings
+        answers = self.exchange.answers(replies)
+        return pool_answers(answers, settings.task, refuse, self.method.evaluated, settings.input_shape, sums)
 
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Pool the metrics over the test shards: by sums, or by weighted means for a user's own ClientApp."""
+    def completed(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Pool the answers, add what the observers have found, and record both."""
         tested = any(one.split == "test" and one.found for one in self.observers)  # at the end, if not in every round
         sums = {} if tested else self.recorder.tested  # the recorder shows those of the test examples
         found = self.pooled(server_round, replies, sums)
@@ -134,3 +251,33 @@ class Evaluating(Exchanging):
         pooled, own = found
         self.recorder.evaluated(server_round, pooled, own)
         return MetricRecord(dict(pooled))
+
+    def forecast(
+        self, travelling: Weights, num_rounds: int, trains_in: Mapping[str, Sequence[int]]
+    ) -> list[tuple[Member, Request, int]]:
+        """Return the requests of all evaluations, those of the observers included, and how often each is sent.
+
+        Parameters
+        ----------
+        travelling : Weights
+            The weights as they travel.
+        num_rounds : int
+            The rounds of the run.
+        trains_in : Mapping of str to Sequence of int
+            By institution: the rounds in which it trains.
+        """
+        rounds, every = range(1, num_rounds + 1), self.exchange.settings.evaluate_every
+        evaluated = {at for at in rounds if at % every == 0 or at == num_rounds}
+
+        def times(member: Member, observer: Observer | None) -> int:
+            trains = trains_in.get(member.name, [])
+            own = self.method.own_models
+            can: Sequence[int] = rounds[min(trains, default=num_rounds + 1) - 1 :] if own else rounds
+            can = trains if observer and observer.split in SPLIT_OF else can
+            evaluations = len((evaluated if not observer or not observer.at_end else {num_rounds}) & {*can})
+            exchanges = len(can) * self.method.exchanges_per_round()
+            return observer.forecast(exchanges, evaluations) if observer else evaluations
+
+        requests: list[tuple[Request, Observer | None]] = [(self.judging(0, travelling), None)]
+        requests += [(self.method.evaluation_on(one.split, 0, travelling), one) for one in self.observers]
+        return [(member, request, times(member, observer)) for request, observer in requests for member in self.members]

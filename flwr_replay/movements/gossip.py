@@ -38,7 +38,7 @@ from flwr_replay.errors import ConfigError, WireError
 from flwr_replay.files.tensors import nested
 from flwr_replay.learning.pushsum import sender_name
 from flwr_replay.movements.base import Exchange
-from flwr_replay.movements.observers import UNMIXED_ON
+from flwr_replay.movements.evaluating import SPLIT_OF
 from flwr_replay.movements.relay import Relay
 from flwr_replay.movements.topology import TOPOLOGIES, Matrix, checked, mixing_matrix, read_matrices, receivers
 from flwr_replay.payloads.relay import Committed, Deliver, Released
@@ -85,7 +85,7 @@ class Gossip(Relay):
         self.mailbox = Mailbox()
         self.releasing: set[str] = set()  # who has trained and released in this exchange
         self.exchanged = True  # whether any institution sends to another in this round
-        self.released_form = self.form  # of what institutions release: of the model, and what goes with it
+        self.released_form = self.roll.form  # of what institutions release: of the model, and what goes with it
         file = self.config.topology_file
         self.matrices = read_matrices(Path(file)) if file else None
 
@@ -130,11 +130,11 @@ class Gossip(Relay):
     def evaluation_on(self, split: str, server_round: int, arrays: Weights) -> Request:
         """Return the request to evaluate on another split, or what was released before it was mixed."""
         request = super().evaluation_on(split, server_round, arrays)
-        return replace(request, mixed=False) if split in UNMIXED_ON.values() else request  # type: ignore[call-arg]
+        return replace(request, mixed=False) if split in SPLIT_OF else request  # type: ignore[call-arg]
 
     def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
         """Return None before mixing where the institution has not trained in this exchange."""
-        return None if split in UNMIXED_ON.values() and member.name not in self.releasing else arrays
+        return None if split in SPLIT_OF and member.name not in self.releasing else arrays
 
     # --- a round ------------------------------------------------------------------------------------------------------
 
@@ -156,13 +156,16 @@ class Gossip(Relay):
 
         self.exchange(grid, server_round, asked, needed=bool(asked), take=take)
         self.count_missed()
-        trained, self.releasing = self.answered, set(released)
+        self.releasing = set(released)
         self.recorder.saw(sum(answer.examples_seen for answer in released.values()))
         self.deal(server_round, released)
         self.bring(grid, server_round, config)
         self.mailbox.keep(self.recorder.folder("mailbox"))
-        self.answered = trained
         return ArrayRecord(), None
+
+    def data_of(self, answered: list[str]) -> list[str]:
+        """Return those that have trained and released; the last to answer have mixed."""
+        return sorted(self.releasing)
 
     def receiver(self, message: Message) -> str:
         """Return the name of a message's receiver."""
@@ -179,7 +182,7 @@ class Gossip(Relay):
         """
         answer = self.answer.decode(reply.content)
         arrays, w = opened(answer.arrays), self.mailbox.weights.get(member.name, 1.0)
-        known = self.form and not self.settings.sealed  # a receiver checks the form of what it opens
+        known = self.roll.form and not self.settings.sealed  # a receiver checks the form of what it opens
         if self.exchanged and (not arrays or (known and form_of(arrays) != self.released_form)):
             raise WireError("released a model of another form than the common one")
         if abs(answer.weight - w) > 1e-9 * w:

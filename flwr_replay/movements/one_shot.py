@@ -70,7 +70,7 @@ class OneShot(Movement):
         while requests := self.requests(server_round):
             messages = (self.message(member, request, config) for member, request in requests)
             self.exchange(grid, server_round, messages, take=self.keep, at_once=self.at_once)
-            if not self.answered:  # those that failed are asked again in the next round
+            if not self.exchange.answered:  # those that failed are asked again in the next round
                 break
         trained, loss = self.learn(server_round, weights)
         return array_record(trained), MetricRecord({"train-loss": loss})

@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 
 from flwr_replay.errors import RunError
 from flwr_replay.movements.base import Exchange
-from flwr_replay.movements.observers import UNMIXED_ON
+from flwr_replay.movements.evaluating import SPLIT_OF
 from flwr_replay.movements.participation import AtOnce
 from flwr_replay.payloads.common import Trained
 from flwr_replay.server.members import Member
@@ -58,7 +58,7 @@ class Parallel(AtOnce):
 
     def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
         """Return the global weights, or those that the institution has trained in this exchange."""
-        return self.returned.get(member.name) if split in UNMIXED_ON.values() else arrays
+        return self.returned.get(member.name) if split in SPLIT_OF else arrays
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -92,7 +92,7 @@ class Parallel(AtOnce):
         DivergedError
             If weights of an institution are too large, or the mean is.
         """
-        if lacking := [member.name for member in self.members.known if member.name not in self.answered]:
+        if lacking := [member.name for member in self.members.known if member.name not in self.exchange.answered]:
             raise RunError(
                 f"with masked=true an exchange needs every institution; exchange {self.server_round} has no answer of "
                 f"{', '.join(lacking)}; {self.recorder.failures_line()}: resume the run when all are there"

@@ -82,8 +82,8 @@ class AtOnce(Movement):
 
     def stops_without_answers(self) -> bool:
         """Stop once all that are present have failed since the last answer: the same one may be drawn again."""
-        return {member.name for member in self.members} <= self.missed | {*self.failed}
+        return {member.name for member in self.members} <= self.missed | {*self.exchange.failed}
 
     def count_missed(self) -> None:
         """Add those that failed in the last exchange, unless somebody answered it."""
-        self.missed = frozenset() if self.answered else self.missed | {*self.failed}
+        self.missed = frozenset() if self.exchange.answered else self.missed | {*self.exchange.failed}

@@ -15,7 +15,7 @@ __all__ = ["EvaluateFn", "Run"]
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Run:
     """The arguments of `start`, and the result that it will return, by rounds."""
 
@@ -24,6 +24,7 @@ class Run:
     train_config: ConfigRecord
     evaluate_config: ConfigRecord
     evaluate_fn: EvaluateFn | None
+    done: int = 0  # exchanges that were made before the run was resumed
     result: Result = field(default_factory=Result)
     losses: dict[int, list[float]] = field(default_factory=dict)  # by round: of each of its exchanges
 

@@ -1,14 +1,14 @@
 """Serial: an exchange is a visit to one institution; a cycle, which is one pass, visits all, or a fraction of them.
 
 for each cycle:
-    for each institution k of this cycle, in its order:                         `exchanges`, `cycle`
+    for each institution k of this cycle, in its order:                         `rounds`, `cycle`
         θ ← train θ at k                                                        one visit, one exchange
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -17,6 +17,7 @@ from flwr.serverapp import Grid
 
 from flwr_replay.movements.base import Exchange, Movement
 from flwr_replay.movements.participation import number_chosen, participants
+from flwr_replay.movements.run import Run
 from flwr_replay.payloads.common import Trained
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Request
@@ -48,13 +49,14 @@ class Serial(Movement):
         """One visit for each institution of a cycle."""
         return number_chosen(len(self.itinerary), self.settings.fraction)
 
-    def exchanges(self, num_rounds: int) -> Iterator[int]:
-        """In every cycle each of its institutions has its turn, which is one exchange."""
-        numbers = count(1)
-        for cycle in range(num_rounds):
-            for name in self.cycle(cycle):
-                self.turn = name
-                yield next(numbers)
+    def rounds(self, run: Run, arrays: ArrayRecord) -> ArrayRecord:
+        """Visit all institutions of every cycle; return the weights after the last visit."""
+        visits = count(1)
+        for cycle in range(run.num_rounds):
+            for institution in self.cycle(cycle):
+                self.turn = institution  # for `configure_train`, whose arguments are Flower's
+                arrays = self.step(run, next(visits), arrays)
+        return arrays
 
     def cycle(self, cycle: int) -> list[str]:
         """Return the names of the institutions of a cycle, in the order of its visits."""

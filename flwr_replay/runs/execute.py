@@ -161,9 +161,9 @@ def untrained(strategy: Movement) -> list[str]:
 
     Where nothing goes on from an institution's last training, as in FedSGD, the server does not note who trained.
     """
-    if strategy.settings.fraction == 1 or not strategy.trained:
+    if strategy.settings.fraction == 1 or not strategy.exchange.trained:
         return []
-    return sorted(member.name for member in strategy.members.known if member.name not in strategy.trained)
+    return sorted(member.name for member in strategy.members.known if member.name not in strategy.exchange.trained)
 
 
 def without_best(strategy: Movement) -> str:
@@ -227,8 +227,8 @@ def run_job(
                 recorder.notes["untrained"] = names
             if plan := job.settings.privacy:
                 recorder.notes["noise"] = _noise(plan, strategy, recorder, config.rounds)
-            if strategy.label_scale:
-                recorder.notes["label-scale"] = strategy.label_scale
+            if scale := strategy.exchange.label_scale:
+                recorder.notes["label-scale"] = scale
             return recorder.finish(models, claim(strategy), missing), recorder.path
         finally:
             recorder.close()

@@ -1,38 +1,135 @@
-"""What every movement exchanges by: requests and answers, the ledger, failures."""
+"""An exchange: requests to institutions, their answers, the ledger, failures."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
-from flwr_replay.errors import DivergedError, FlwrReplayError, RefusedError, RunError, WireError
-from flwr_replay.payloads.common import MOST, OPEN_STAGES, Failure
+from flwr_replay.errors import ConfigError, DivergedError, FlwrReplayError, RefusedError, RunError, WireError
+from flwr_replay.learning.tasks import Task
+from flwr_replay.payloads.common import MOST, OPEN_STAGES, Failure, LabelScale, Summed
 from flwr_replay.payloads.replay import Kept
+from flwr_replay.report.progress import shown_time
 from flwr_replay.server.answers import check_answer, check_foreign, legible, read_answer
 from flwr_replay.server.asking import LOST, ask, failure_of, reason_of, split_of, stopped, with_advice, worker_failed
-from flwr_replay.server.calling import Calling
-from flwr_replay.server.members import Member
+from flwr_replay.server.members import Member, Members
+from flwr_replay.server.recorder import Recorder, Snapshot
+from flwr_replay.server.settings import Settings
 from flwr_replay.wire.bounds import cut_back
 from flwr_replay.wire.payload import Payload, Request, request_of, rows
-from flwr_replay.wire.records import array_record, config_in, opened
+from flwr_replay.wire.records import StateDict, array_record, config_in, opened
 
-__all__ = ["Exchanging"]
+__all__ = ["Exchanger"]
 
 Take = Callable[[Member, Message], None]
 
 SAME_FAULTS = 3  # messages to a simulation's workers that may fail with the same text
+MOST_NAMED = 8  # institutions in a line of the log
 
 
-class Exchanging(Calling):
-    """Sends requests to institutions and takes their answers."""
+class Method(Protocol):
+    """What a method may decide about its exchanges."""
 
-    def exchange(
+    def addressed(self, member: Member, request: Request) -> Request:
+        """Add to a request what depends on the institution."""
+
+    def examples_of(self, member: Member, request: type[Request], instructions: dict[str, Any]) -> range:
+        """Return the numbers of examples that an answer may report."""
+
+    def stops_without_answers(self) -> bool:
+        """Return whether an exchange without answers ends the run."""
+
+
+class Exchanger:
+    """Sends requests to institutions and takes their answers; calling it makes one exchange.
+
+    Parameters
+    ----------
+    method : Method
+        The strategy whose exchanges these are.
+    settings : Settings
+        What every strategy needs.
+    recorder : Recorder
+        Writes the ledger, and notes failures.
+    """
+
+    def __init__(self, method: Method, settings: Settings, recorder: Recorder) -> None:
+        self.method, self.settings, self.recorder = method, settings, recorder
+        self.members = Members()
+        self.timeout = settings.timeout  # seconds to wait for an answer
+        self.extra: frozenset[str] = frozenset()  # keys that a user's own ServerApp adds to requests
+        self.label_scale: tuple[float, float] | None = None  # regression: mean and standard deviation of all labels
+        self.longest = Counter[str]()  # by stage, the whole seconds of the longest valid answer
+        self.trained: dict[str, int] = {}  # by name, the last exchange in which a request to train was answered
+        self.answered: list[str] = []  # names of those that gave a valid answer in the last exchange
+        self.failed: list[str] = []  # names of those that gave none
+        self.diverged: list[str] = []  # failures in the last exchange by weights or losses that are not finite
+        self.lost: list[str] = []  # names of those that gave no answer: too late, or their node or its app has ended
+        self.faults: Counter[str] = Counter()  # of a simulation's workers: how often, by Flower's text
+
+    @property
+    def task(self) -> Task:
+        """The task.
+
+        Raises
+        ------
+        ConfigError
+            If the settings have none.
+        """
+        if self.settings.task is None:
+            raise ConfigError(f"{type(self.method).__name__} needs the task: give Settings(task=...)")
+        return self.settings.task
+
+    def scale_labels(self, scale: tuple[float, float] | None) -> None:
+        """Use this mean and standard deviation for all labels from now on, here and at the institutions."""
+        self.label_scale = scale
+        if scale is not None:
+            self.settings = replace(self.settings, task=self.task.scaled(*scale))
+
+    def snapshot(
+        self, server_round: int, arrays: StateDict, state_arrays: StateDict, state_values: dict[str, Any]
+    ) -> Snapshot:
+        """Return the snapshot of a run after an exchange."""
+        examples = {member.name: member.num_examples for member in self.members.known}
+        bindings = {member.name: (member.node_id, member.proof) for member in self.members.known}
+        trained, scale = dict(self.trained), self.label_scale
+        return Snapshot(server_round, arrays, state_arrays, state_values, trained, examples, scale, bindings)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Restore what a snapshot has of members and trainings; labels are scaled once the task is known."""
+        self.members.remember(snapshot.examples, snapshot.bindings)
+        self.trained = dict(snapshot.trained)
+
+    def addressed(self, member: Member, request: Request) -> Request:
+        """Add to a request the fields that depend on the institution, or on all institutions' labels."""
+        if "continues" in request.declared():
+            request = replace(request, continues=self.trained.get(member.name, 0))  # type: ignore[call-arg]
+        if "stated" in request.declared() and (released := self.recorder.released.get(member.name)):
+            request = replace(request, stated=released["epsilon"] or 0.0)  # type: ignore[call-arg]
+        if isinstance(request, LabelScale) and self.label_scale is not None:
+            mean, scale = self.label_scale
+            request = replace(request, label_mean=mean, label_scale=scale)  # type: ignore[call-arg]
+        if isinstance(request, Summed) and self.settings.masked:
+            request = replace(request, total=sum(one.num_examples for one in self.members.known))  # type: ignore[call-arg]
+        return request
+
+    def message(self, member: Member, request: Request, extra: ConfigRecord | None = None) -> Message:
+        """Encode a request to one institution; every message has records of its own."""
+        content = self.method.addressed(member, request).encode()
+        if extra:
+            content.config_records["config"].update(extra)
+        group = str(request.server_round)
+        return Message(content, member.node_id, request.message_type, group_id=group, ttl=self.timeout)
+
+    def __call__(
         self,
         grid: Grid,
         server_round: int,
@@ -90,7 +187,7 @@ class Exchanging(Calling):
                     fault = error
             del reply  # free its memory before the next one is read
             if fault is not None:
-                fault = fault if member.ours else with_advice(fault, message, type(self).__name__)
+                fault = fault if member.ours else with_advice(fault, message, type(self.method).__name__)
                 failed.append(member.name)
                 self.recorder.failed(server_round, member.name, str(fault))
                 diverged += [f"{member.name}: {fault}"] if isinstance(fault, DivergedError) else []
@@ -112,7 +209,7 @@ class Exchanging(Calling):
                 f"{self.recorder.failures_line()}: free memory, or have fewer workers by a larger value of threads, "
                 "and resume the run"
             )
-        if needed and not answered and self.stops_without_answers():
+        if needed and not answered and self.method.stops_without_answers():
             why = f"no institution answered in exchange {server_round}; {self.recorder.failures_line()}"
             raise stopped(why, len(failed), diverged)
         return [reply for _, reply in sorted(good, key=lambda pair: pair[0])]
@@ -165,7 +262,7 @@ class Exchanging(Calling):
                 if declared is None:
                     check_foreign(reply.content, message.content, message.metadata.message_type == "train")
                 elif request is not None:
-                    examples = self.examples_of(member, request, config_in(message.content))
+                    examples = self.method.examples_of(member, request, config_in(message.content))
                     by = member.name if self.settings.sealed else ""
                     check_answer(reply.content, declared, request, message.content, examples, by, self.settings.masked)
                     if self.settings.privacy:
@@ -191,7 +288,7 @@ class Exchanging(Calling):
         Returns
         -------
         range
-            In the base class the number of the roll call. Any number if there is none, for test examples, and where the
+            The number of the roll call. Any number if there is none, for test examples, and where the
             answer counts others' examples. Only of validation examples there may be none.
         """
         split = instructions.get("split", "test") if request.message_type == "evaluate" else "train"
@@ -214,11 +311,17 @@ class Exchanging(Calling):
         )
         return array_record({**found, **cut})
 
-    def stops_without_answers(self) -> bool:
-        """Return whether an exchange without answers ends the run."""
-        return True
-
     def answers(self, replies: Iterable[Message]) -> Iterable[tuple[Member, Message]]:
         """Pair replies with their institutions, ordered by name, whatever the order of arrival."""
         pairs = [(self.members.by_node(reply.metadata.src_node_id), reply) for reply in replies]
         return sorted(((m, reply) for m, reply in pairs if m is not None), key=lambda pair: pair[0].name)
+
+    def silent(self, messages: list[Message], seconds: float, hint: str = "") -> None:
+        """Say in the log for whose answers the run waits, and how long such an answer has taken before."""
+        nodes = [message.metadata.dst_node_id for message in messages]
+        names = sorted(self.members.called(node) or f"node {node}" for node in nodes)
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        request = request_of(messages[0])
+        stage = request.stage_name if request else ""
+        known = f"; {stage} took up to {shown_time(self.longest[stage])} before" if self.longest[stage] else hint
+        self.recorder.log(f"waiting for {', '.join(names[:MOST_NAMED])}{more}, {seconds / 60:.0f} min{known}")

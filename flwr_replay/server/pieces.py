@@ -21,8 +21,9 @@ from flwr.serverapp import Grid
 from flwr_replay.errors import WireError
 from flwr_replay.payloads.replay import Generated, TrainedPrior, TrainGenerator, TrainPrior, Trains
 from flwr_replay.report.progress import shown_time
-from flwr_replay.server.exchange import Exchanging
+from flwr_replay.server.exchange import Exchanger
 from flwr_replay.server.members import Member
+from flwr_replay.server.roll import Roll
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import StateDict, opened
 from flwr_replay.wire.weights import form_of
@@ -41,8 +42,10 @@ class Asking:
 
     Parameters
     ----------
-    movement : Exchanging
-        Exchanges messages with the institutions.
+    exchange : Exchanger
+        Writes, sends and reads messages.
+    roll : Roll
+        Tells who has come back.
     grid : Grid
         Flower's.
     server_round : int
@@ -51,7 +54,8 @@ class Asking:
         Further instructions, sent unchanged.
     """
 
-    movement: Exchanging
+    exchange: Exchanger
+    roll: Roll
     grid: Grid
     server_round: int
     extra: ConfigRecord
@@ -84,18 +88,18 @@ class Asking:
             answer = self.answer(member, request, declared)
             if answer is None:
                 lost += 1
-                again = member.name in self.movement.lost and lost < LOST
+                again = member.name in self.exchange.lost and lost < LOST
                 there = again and self.waited_for(member)
                 continue
             try:
                 check_going_on(made, answer, total)
                 _check_form(sent, answer, part)
             except WireError as error:
-                self.movement.recorder.failed(self.server_round, member.name, str(error))
+                self.exchange.recorder.failed(self.server_round, member.name, str(error))
                 return None
             if not answer.steps_left:
                 return answer
-            self.movement.recorder.log(
+            self.exchange.recorder.log(
                 shown_progress(member.name, request.stage, made, answer, time.monotonic() - began)
             )
             made, lost, request = answer.steps, 0, replace(request, arrays=None)
@@ -103,21 +107,21 @@ class Asking:
 
     def answer(self, member: Member, request: Request, declared: type[Read]) -> Read | None:
         """Send one request; return its answer, or None if there is no valid one, which is then recorded."""
-        member = self.movement.members.get(member.name) or member  # it may have come back as another node
-        message = self.movement.message(member, request, self.extra)
-        for reply in self.movement.exchange(self.grid, self.server_round, [message], needed=False):
+        member = self.exchange.members.get(member.name) or member  # it may have come back as another node
+        message = self.exchange.message(member, request, self.extra)
+        for reply in self.exchange(self.grid, self.server_round, [message], needed=False):
             try:
                 return declared.decode(reply.content)
             except WireError as error:
-                self.movement.recorder.failed(self.server_round, member.name, str(error))
+                self.exchange.recorder.failed(self.server_round, member.name, str(error))
         return None
 
     def waited_for(self, member: Member) -> bool:
         """Wait until an institution is there, for as long as at the beginning of a run; return whether it is."""
-        deadline = time.monotonic() + self.movement.settings.wait
+        deadline = time.monotonic() + self.exchange.settings.wait
         while True:
-            self.movement.call_roll(self.grid, self.server_round)
-            if self.movement.members.get(member.name):
+            self.roll.call(self.grid, self.server_round)
+            if self.exchange.members.get(member.name):
                 return True
             if time.monotonic() >= deadline:
                 return False

@@ -10,7 +10,7 @@ from flwr.serverapp import Grid
 
 from flwr_replay.config.sections import ReplayConfig
 from flwr_replay.errors import RunError
-from flwr_replay.server.exchange import Exchanging
+from flwr_replay.server.exchange import Exchanger
 from flwr_replay.wire.records import StateDict
 
 __all__ = ["Replay"]
@@ -21,14 +21,14 @@ class Replay(ABC):
 
     Parameters
     ----------
-    movement : Exchanging
-        Exchanges messages with the institutions.
+    exchange : Exchanger
+        Writes, sends and reads messages.
     options : ReplayConfig
         The options.
     """
 
-    def __init__(self, movement: Exchanging, options: ReplayConfig) -> None:
-        self.movement, self.options = movement, options
+    def __init__(self, exchange: Exchanger, options: ReplayConfig) -> None:
+        self.exchange, self.options = exchange, options
         self.missing: dict[str, str] = {}  # by institution: what is incomplete in the last round
         self.server_round = 0
 
@@ -45,7 +45,7 @@ class Replay(ABC):
         self.complete(arrays)
         if not self.begun or (last and self.lacking() != self.missing):  # not again if already accepted
             self.complete(arrays)
-        failures = self.movement.recorder.failures_line()
+        failures = self.exchange.recorder.failures_line()
         if not self.begun:
             raise RunError(f"no institution could train the generator; {failures}: resume the run when one can")
         self.missing = self.lacking() if last else {}

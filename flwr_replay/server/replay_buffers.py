@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from flwr_replay.generators.synthesis import SynthesisPlan
-from flwr_replay.server.exchange import Exchanging
+from flwr_replay.server.exchange import Exchanger
 from flwr_replay.server.replay_base import Replay
 from flwr_replay.server.synthesis import STAGES, Buffers
 from flwr_replay.wire.records import StateDict
@@ -27,9 +27,9 @@ class BufferReplay(Replay):
 
     stages = STAGES  # type: ignore[assignment]
 
-    def __init__(self, movement: Exchanging, plan: SynthesisPlan) -> None:
-        super().__init__(movement, plan.replay)
-        self.buffers = Buffers(movement, plan, plan.replay.images)
+    def __init__(self, exchange: Exchanger, plan: SynthesisPlan) -> None:
+        super().__init__(exchange, plan.replay)
+        self.buffers = Buffers(exchange, plan, plan.replay.images)
 
     @property
     def begun(self) -> bool:
@@ -39,16 +39,16 @@ class BufferReplay(Replay):
     def complete(self, arrays: StateDict) -> None:
         """Have generators trained and buffers drawn where they lack; deliver them to those who lack them."""
         self.buffers.prepare(self.grid, self.server_round, self.extra, self.givers())
-        wanted = {member.name: self.others(member.name) for member in self.movement.members}
+        wanted = {member.name: self.others(member.name) for member in self.exchange.members}
         self.buffers.deliver(self.grid, self.server_round, wanted, self.extra)
 
     def givers(self) -> list[str]:
         """Return all that are there, if others are known, who may be away now; one institution alone draws nothing."""
-        return [member.name for member in self.movement.members] if len(self.ours()) > 1 else []
+        return [member.name for member in self.exchange.members] if len(self.ours()) > 1 else []
 
     def ours(self) -> set[str]:
         """Return the institutions that are there, and those that have been."""
-        members = self.movement.members
+        members = self.exchange.members
         return {member.name for member in members.known if member.ours} | {member.name for member in members}
 
     def others(self, name: str) -> list[int]:
@@ -61,7 +61,7 @@ class BufferReplay(Replay):
 
     def lacking(self) -> dict[str, str]:
         """Return who is not replayed, and who lacks others' buffers."""
-        members = self.movement.members
+        members = self.exchange.members
         found = {m.name: "has received no replays" for m in members if self.held(m.name) != self.others(m.name)}
         ours = self.ours()
         silent = dict.fromkeys(ours - {*self.buffers.numbers}, "is not replayed") if len(ours) > 1 else {}

@@ -50,10 +50,11 @@ from flwr_replay.payloads.replay import (
     TrainGenerator,
     TrainPrior,
 )
-from flwr_replay.server.exchange import Exchanging
+from flwr_replay.server.exchange import Exchanger
 from flwr_replay.server.members import Member
 from flwr_replay.server.pieces import Asking
 from flwr_replay.server.replay_base import Replay
+from flwr_replay.server.roll import Roll
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import StateDict, opened
 from flwr_replay.wire.weights import load_arrays, to_arrays
@@ -68,8 +69,10 @@ class GenerativeReplay(Replay):
 
     Parameters
     ----------
-    movement : Exchanging
-        Exchanges messages with the institutions.
+    exchange : Exchanger
+        Writes, sends and reads messages.
+    roll : Roll
+        Tells who has come back.
     replay_plan : ReplayPlan
         The options of replay, and builders of its models.
     checkpoint : Callable[[int, StateDict], None]
@@ -77,11 +80,11 @@ class GenerativeReplay(Replay):
     """
 
     def __init__(
-        self, movement: Exchanging, replay_plan: ReplayPlan, checkpoint: Callable[[int, StateDict], None]
+        self, exchange: Exchanger, roll: Roll, replay_plan: ReplayPlan, checkpoint: Callable[[int, StateDict], None]
     ) -> None:
-        super().__init__(movement, replay_plan.replay)
-        self.replay_plan, self.checkpoint = replay_plan, checkpoint
-        self.run = movement.settings.run
+        super().__init__(exchange, replay_plan.replay)
+        self.roll, self.replay_plan, self.checkpoint = roll, replay_plan, checkpoint
+        self.run = exchange.settings.run
         self.model = replay_plan.fresh_generator()
         self.itinerary: list[str] = []  # names in the order of visits; a failed one is added again
         self.visits = 0  # visits made, failed ones included
@@ -118,15 +121,15 @@ class GenerativeReplay(Replay):
     def complete(self, arrays: StateDict) -> None:
         """Make the visits that are due, then send the results to the institutions that lack them."""
         self.train(arrays)
-        if lacking := [member for member in self.movement.members if self.lacks(member)]:
+        if lacking := [member for member in self.exchange.members if self.lacks(member)]:
             self.distribute(lacking)
 
     def lacking(self) -> dict[str, str]:
         """Return, by institution, what is incomplete."""
-        found = {member.name: "has received no replays" for member in self.movement.members if self.lacks(member)}
+        found = {member.name: "has received no replays" for member in self.exchange.members if self.lacks(member)}
         if self.unfinished:
             found |= dict.fromkeys(self.uncoded, "has not encoded its images once more")
-        ours = {member.name for member in self.movement.members.known if member.ours}
+        ours = {member.name for member in self.exchange.members.known if member.ours}
         names = ({*self.itinerary} | ours) - {*self.visited}
         return dict(sorted((found | dict.fromkeys(names, "is not replayed")).items()))
 
@@ -164,7 +167,7 @@ class GenerativeReplay(Replay):
 
     def train(self, arrays: StateDict) -> None:
         """Let the generator visit, one after another, the institutions whose images are not replayed yet."""
-        members = self.movement.members
+        members = self.exchange.members
         if self.visits == len(self.itinerary):
             self.itinerary += [member.name for member in members if member.name not in self.visited]
         while self.visits < len(self.itinerary):
@@ -188,11 +191,11 @@ class GenerativeReplay(Replay):
             return False
         weights = opened(generated.arrays or {})
         if fault := self.fault_of(weights):
-            self.movement.recorder.failed(self.server_round, member.name, fault)
+            self.exchange.recorder.failed(self.server_round, member.name, fault)
             return False
-        self.movement.recorder.saw(generated.examples_seen)
+        self.exchange.recorder.saw(generated.examples_seen)
         perplexity = list(generated.perplexity)
-        self.movement.recorder.generated(member.name, "generator", list(generated.losses), perplexity=perplexity)
+        self.exchange.recorder.generated(member.name, "generator", list(generated.losses), perplexity=perplexity)
         if not self.codes_travel:
             return self.take_prior(member, weights)
         codes = self.encoded(member, weights, 0 if stale else self.num_replay_examples)
@@ -222,21 +225,21 @@ class GenerativeReplay(Replay):
                     f"codes and labels of {n} examples were asked for; got {len(answer.codes)}, or invalid labels"
                 )
         except WireError as error:
-            self.movement.recorder.failed(self.server_round, member.name, str(error))
+            self.exchange.recorder.failed(self.server_round, member.name, str(error))
             return None
         return {"codes": answer.codes, "labels": answer.labels}
 
     def accepts(self, answer: Codes) -> bool:
         """Return whether labels can be the task's; those of masks must be zeros."""
         masks = self.replay_plan.kind == "segmentation"
-        return not answer.labels.any() if masks else bool(self.movement.task.accepts(answer.labels))
+        return not answer.labels.any() if masks else bool(self.exchange.task.accepts(answer.labels))
 
     def encode_once_more(self) -> None:
         """Have every institution encode its real images with the current generator; e changes once all have."""
         found: list[StateDict] = []
         self.uncoded = []
         for name in self.visited:
-            member = self.movement.members.get(name)
+            member = self.exchange.members.get(name)
             codes = self.encoded(member, self.generator, 0) if member else None
             if codes is None:
                 self.uncoded.append(name)
@@ -253,10 +256,10 @@ class GenerativeReplay(Replay):
         if answer is None:
             return False
         if fault := self.fault_of_prior(member, answer):
-            self.movement.recorder.failed(self.server_round, member.name, fault)
+            self.exchange.recorder.failed(self.server_round, member.name, fault)
             return False
-        self.movement.recorder.saw(answer.examples_seen)
-        self.movement.recorder.generated(member.name, "prior", list(answer.losses))
+        self.exchange.recorder.saw(answer.examples_seen)
+        self.exchange.recorder.generated(member.name, "prior", list(answer.losses))
         self.keep("generator", self.visits, weights)
         self.keep("source", self.visits, nested({"decoder": self.decoder(weights)}) | opened(answer.arrays or {}))
         self.counts.append(list(answer.label_counts))
@@ -277,7 +280,7 @@ class GenerativeReplay(Replay):
     def fault_of_prior(self, member: Member, answer: TrainedPrior) -> str:
         """Return why a prior is unusable, before anybody receives it; empty if it draws codes."""
         prior = self.replay_plan.fresh_prior(self.model).eval()
-        plan, counts, n = self.movement.settings.privacy, answer.label_counts, member.num_examples
+        plan, counts, n = self.exchange.settings.privacy, answer.label_counts, member.num_examples
         slack = 6 * plan.config.count_sigma * prior.classes if plan and plan.covers("prior") else 0.0
         if len(counts) != prior.classes or not sum(counts) > 0 or abs(sum(counts) - n) > slack:
             return f"must count its {n} examples of {prior.classes} kinds of label; it reported {sum(counts)}"
@@ -308,9 +311,9 @@ class GenerativeReplay(Replay):
     def give(self, members: list[Member], requests: list[Request]) -> list[Member]:
         """Send requests, one after another, to all; return the institutions that have saved everything."""
         for request in requests if members else []:
-            asked = [self.movement.message(member, request, self.extra) for member in members]
-            replies = self.movement.exchange(self.grid, self.server_round, asked, needed=False)
-            members = [member for member, _ in self.movement.answers(replies)]
+            asked = [self.exchange.message(member, request, self.extra) for member in members]
+            replies = self.exchange(self.grid, self.server_round, asked, needed=False)
+            members = [member for member, _ in self.exchange.answers(replies)]
         return members
 
     @property
@@ -346,7 +349,7 @@ class GenerativeReplay(Replay):
     @property
     def asking(self) -> Asking:
         """What asks institutions in this exchange."""
-        return Asking(self.movement, self.grid, self.server_round, self.extra)
+        return Asking(self.exchange, self.roll, self.grid, self.server_round, self.extra)
 
     def steps(self, config: VQVAE2Config | PriorConfig, member: Member) -> int:
         """Return the most steps that an institution's training has."""
@@ -370,11 +373,11 @@ class GenerativeReplay(Replay):
 
     def file(self, what: str, visit: int) -> StateDict:
         """Read a file of a visit."""
-        return read_tensors(self.movement.recorder.folder("replay") / f"{what}-{visit:03d}.safetensors")
+        return read_tensors(self.exchange.recorder.folder("replay") / f"{what}-{visit:03d}.safetensors")
 
     def keep(self, what: str, visit: int, arrays: StateDict) -> None:
         """Write a file of a visit; the next checkpoint refers to it."""
-        write_tensors(self.movement.recorder.folder("replay") / f"{what}-{visit:03d}.safetensors", arrays)
+        write_tensors(self.exchange.recorder.folder("replay") / f"{what}-{visit:03d}.safetensors", arrays)
 
     def keep_all(self, parts: list[StateDict]) -> None:
         """Write the union of codes and labels to a new file; the last checkpoint still refers to the old one."""

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from flwr_replay.config.sections import SHARE, TrainingConfig, one_of, require, within
+from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.learning.tasks import Task
 from flwr_replay.models.seeding import require_builder
 from flwr_replay.privacy.plan import PrivacyPlan
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "checked_arguments"]
 
 KINDS: dict[str, type] = {  # of what a user's own app is likely to mistake
     "nodes": int,
@@ -85,3 +86,35 @@ class Settings:
     def pinned(self) -> bool:
         """Whether institutions need each other's keys: to seal, or to mask."""
         return self.sealed or self.masked
+
+
+def checked_arguments(
+    name: str,
+    options: type[StrategyConfig],
+    config: StrategyConfig | None,
+    settings: Settings | None,
+    unknown: Iterable[str],
+) -> tuple[StrategyConfig, Settings]:
+    """Return a strategy's options and settings, the defaults for None.
+
+    Raises
+    ------
+    ConfigError
+        If an argument is unknown or of another type.
+    """
+    require(
+        not unknown,
+        f"{name} takes options, settings= and recorder=; got {', '.join(unknown)}: write {name}("
+        f"{options.__name__}(…), settings=Settings(nodes=…)). Settings(fraction=…) says how many train in "
+        "a round; all evaluate",
+    )
+    known_as = f"{name} takes its options, then settings=Settings(…); got"
+    require(
+        config is None or isinstance(config, options),
+        f"{known_as} {type(config).__name__} as its options: give {options.__name__}(…), or name settings=",
+    )
+    require(
+        settings is None or isinstance(settings, Settings),
+        f"{known_as} settings={type(settings).__name__}: give Settings(…)",
+    )
+    return config or options(), settings or Settings()

@@ -27,7 +27,7 @@ from flwr_replay.files.tensors import read_tensors, write_tensors
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.payloads.replay import Kept
 from flwr_replay.payloads.synthetic import Buffer, DrawBuffer, GeneratorSlice, KeepBuffer, TrainSlice
-from flwr_replay.server.exchange import Exchanging
+from flwr_replay.server.exchange import Exchanger
 from flwr_replay.server.members import Member
 from flwr_replay.server.pieces import check_going_on, shown_progress
 from flwr_replay.wire.payload import Payload, Request
@@ -47,8 +47,8 @@ class Buffers:
 
     Parameters
     ----------
-    movement : Exchanging
-        Exchanges messages with the institutions.
+    exchange : Exchanger
+        Writes, sends and reads messages.
     plan : SynthesisPlan
         The generators and the form of their images.
     size : int
@@ -60,9 +60,9 @@ class Buffers:
     """
 
     def __init__(
-        self, movement: Exchanging, plan: SynthesisPlan, size: int, refreshed: bool = False, always: bool = False
+        self, exchange: Exchanger, plan: SynthesisPlan, size: int, refreshed: bool = False, always: bool = False
     ) -> None:
-        self.movement, self.plan, self.size, self.refreshed, self.always = movement, plan, size, refreshed, always
+        self.exchange, self.plan, self.size, self.refreshed, self.always = exchange, plan, size, refreshed, always
         self.trained: set[str] = set()  # institutions whose generator is complete
         self.numbers: dict[str, int] = {}  # by institution: the number of its buffer
         self.drew_none: list[Member] = []  # their generator may be lost: they are asked to train once more
@@ -94,20 +94,18 @@ class Buffers:
         self.train(grid, server_round, extra)
         if not self.size:
             return
-        lacking = [m for m in self.movement.members if m.name in self.trained and self.lacks(m, givers)]
+        lacking = [m for m in self.exchange.members if m.name in self.trained and self.lacks(m, givers)]
         numbers = {member.name: self.made + i for i, member in enumerate(lacking, 1)}
         self.made += len(lacking)
 
         def take(member: Member, reply: Message) -> None:
             buffer: Any = Buffer.decode(reply.content)
-            path = self.movement.recorder.folder(FOLDER) / f"{numbers[member.name]:06d}.safetensors"
+            path = self.exchange.recorder.folder(FOLDER) / f"{numbers[member.name]:06d}.safetensors"
             write_tensors(path, buffer.images if self.sealed else self.checked(buffer))
             self.numbers[member.name] = numbers[member.name]
 
-        asked = (self.movement.message(m, self.draw(server_round), extra) for m in lacking)
-        self.movement.exchange(
-            grid, server_round, asked, needed=False, take=take, at_once=1, missed=self.drew_none.append
-        )
+        asked = (self.exchange.message(m, self.draw(server_round), extra) for m in lacking)
+        self.exchange(grid, server_round, asked, needed=False, take=take, at_once=1, missed=self.drew_none.append)
 
     def lacks(self, member: Member, givers: Container[str] | None) -> bool:
         """Return whether an institution is to draw a buffer."""
@@ -116,7 +114,7 @@ class Buffers:
 
     def train(self, grid: Grid, server_round: int, extra: ConfigRecord) -> None:
         """Send message after message until every generator is complete, or its institution fails."""
-        asked = [m for m in self.movement.members if m.name not in self.trained or m in self.drew_none]
+        asked = [m for m in self.exchange.members if m.name not in self.trained or m in self.drew_none]
         self.drew_none.clear()
         made = dict.fromkeys((member.name for member in asked), -1)
         totals = {member.name: self.plan.steps(member.num_examples) for member in asked}
@@ -132,7 +130,7 @@ class Buffers:
                 check_going_on(made[member.name], answer, totals[member.name])
                 if answer.steps_left:
                     seconds = time.monotonic() - began
-                    self.movement.recorder.log(
+                    self.exchange.recorder.log(
                         shown_progress(member.name, "train-slice", made[member.name], answer, seconds)
                     )
                 made[member.name] = answer.steps
@@ -142,14 +140,14 @@ class Buffers:
                 else:
                     complete[member.name] = answer
 
-            request = TrainSlice(server_round=server_round, run=self.movement.settings.run)
-            messages = [self.movement.message(member, request, extra) for member in asked]
-            self.movement.exchange(grid, server_round, messages, needed=False, take=take)
+            request = TrainSlice(server_round=server_round, run=self.exchange.settings.run)
+            messages = [self.exchange.message(member, request, extra) for member in asked]
+            self.exchange(grid, server_round, messages, needed=False, take=take)
             asked = going_on
         for name, last in complete.items():
             self.trained.add(name)
             figures = {"margin": last.margin, "diversity": last.diversity, "precision": last.precision}
-            self.movement.recorder.generated(name, "generator", losses[name], **figures)
+            self.exchange.recorder.generated(name, "generator", losses[name], **figures)
             faults = []
             if last.diversity is not None and last.diversity < ALIKE:
                 faults.append(
@@ -168,13 +166,13 @@ class Buffers:
     def draw(self, server_round: int) -> DrawBuffer:
         """Ask for a buffer."""
         refresh = "round" if self.refreshed else "never"
-        run = self.movement.settings.run
+        run = self.exchange.settings.run
         return DrawBuffer(server_round=server_round, run=run, buffer=self.size, buffer_refresh=refresh)
 
     @property
     def sealed(self) -> bool:
         """Whether buffers are sealed; then their receivers check them."""
-        return self.movement.settings.sealed
+        return self.exchange.settings.sealed
 
     def checked(self, buffer: Buffer) -> StateDict:
         """Return a buffer's arrays; refuse one that is not what was asked for, before anybody receives it.
@@ -188,7 +186,7 @@ class Buffers:
         shape = (self.size, form.channels, form.size, form.size)
         if buffer.images.shape != shape or len(buffer.labels) != self.size:
             raise WireError(f"a buffer must hold images {shape}, each with a label; got {buffer.images.shape}")
-        if not self.movement.task.accepts(buffer.labels):
+        if not self.exchange.task.accepts(buffer.labels):
             raise WireError(f"a buffer's labels must be classes below {form.classes}; got others")
         return {"images": buffer.images, "labels": buffer.labels}
 
@@ -206,7 +204,7 @@ class Buffers:
         """
         lacking = [
             (member, number)
-            for member in self.movement.members
+            for member in self.exchange.members
             for number in wanted.get(member.name, ())
             if number not in self.held.get(member.name, ())
         ]
@@ -215,20 +213,20 @@ class Buffers:
         def messages() -> Iterable[Message]:
             for member, number in lacking:
                 sent.setdefault(member.name, []).append(number)
-                yield self.movement.message(member, self.keep(server_round, number), extra)
+                yield self.exchange.message(member, self.keep(server_round, number), extra)
 
         def take(member: Member, reply: Message) -> None:
             Kept.decode(reply.content)
             self.held.setdefault(member.name, []).append(sent[member.name][-1])
 
-        self.movement.exchange(grid, server_round, messages(), needed=False, take=take, at_once=1)
+        self.exchange(grid, server_round, messages(), needed=False, take=take, at_once=1)
         return {name: [n for n in numbers if n in self.held.get(name, ())] for name, numbers in wanted.items()}
 
     def keep(self, server_round: int, number: int) -> KeepBuffer:
         """Send a buffer."""
-        buffer = read_tensors(self.movement.recorder.folder(FOLDER) / f"{number:06d}.safetensors")
+        buffer = read_tensors(self.exchange.recorder.folder(FOLDER) / f"{number:06d}.safetensors")
         images: Any = buffer.get("images", buffer)  # sealed: all of it
-        run, labels = self.movement.settings.run, buffer.get("labels")
+        run, labels = self.exchange.settings.run, buffer.get("labels")
         return KeepBuffer(
             server_round=server_round,
             run=run,
@@ -252,15 +250,15 @@ class Buffers:
         """
         if not self.size and not self.always:
             return []
-        form, run = self.plan.form, self.movement.settings.run
+        form, run = self.plan.form, self.exchange.settings.run
         shape = (self.size, form.channels, form.size, form.size)
         images: Any = np.broadcast_to(np.zeros((), np.uint8), shape)
         labels: Any = np.zeros(self.size, np.int64)
         if self.sealed:
-            whole = blank({"images": images, "labels": labels}, run, "synthetic", self.movement.members.names)
+            whole = blank({"images": images, "labels": labels}, run, "synthetic", self.exchange.members.names)
             images, labels = opened(whole), None
         found: list[tuple[Member, Request, Payload, int]] = []
-        for member in self.movement.members:
+        for member in self.exchange.members:
             slices = self.plan.slices(member.num_examples)
             answer = GeneratorSlice(num_examples=0, steps=0, steps_left=0, loss=0.0)
             last = replace(

@@ -1,7 +1,9 @@
 """Whose turn it is in a serial run is fixed when the run begins, and a resumed one goes on with it."""
 
 import pytest
+from flwr.app import ArrayRecord, ConfigRecord
 
+from flwr_replay.movements.run import Run
 from flwr_replay.server.members import Member
 from flwr_replay.server.settings import Settings
 from flwr_replay.strategies.central import Central, CentralConfig
@@ -15,11 +17,18 @@ def begun(strategy, names):
     return strategy
 
 
-def names(strategy, exchanges):
+def names(strategy, exchanges, done=0):
     found = []
-    for number in strategy.exchanges(exchanges // strategy.exchanges_per_round()):
+
+    def train(run, server_round, arrays):
         found.append(strategy.turn)
-        assert number == len(found)
+        assert server_round == done + len(found)
+        return arrays
+
+    strategy.train, strategy.evaluate_if_due = train, lambda *args: None
+    rounds, nothing = exchanges // strategy.exchanges_per_round(), ConfigRecord()
+    run = Run(grid=None, num_rounds=rounds, train_config=nothing, evaluate_config=nothing, evaluate_fn=None, done=done)
+    strategy.rounds(run, ArrayRecord())
     return found
 
 
@@ -33,6 +42,7 @@ def test_every_cycle_visits_all_who_were_there_at_the_beginning(order):
     assert len({tuple(cycle) for cycle in cycles}) == (1 if order == "fixed" else 6)
     one.members.add(Member("d", 9, 10))  # joins later, and is visited in no cycle
     assert names(one, 60) == turns
+    assert names(one, 60, done=7) == turns[7:]  # resumed
 
 
 def test_central_visits_the_first_by_name():

@@ -46,6 +46,6 @@ def test_other_records_pass_unchanged(caplog):
 
 def test_importing_a_strategy_is_enough_and_twice_is_once(monkeypatch):
     monkeypatch.setattr(FLOWER, "filters", [])
-    importlib.reload(importlib.import_module("flwr_replay.server.calling"))
+    importlib.reload(importlib.import_module("flwr_replay.movements.base"))
     errors_in_one_line()
     assert [type(one) for one in FLOWER.filters] == [OneLine]

@@ -17,7 +17,7 @@ from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.errors import RunError
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.execute import execute
-from flwr_replay.server import calling
+from flwr_replay.server import roll
 
 JOB = ["partition=iid", "partition.size=64", "model=mlp", "model.width=8", "rounds=2", "device=cpu"]
 FEDREPLAY = ["strategy=fedreplay", "cut=hidden1", "encoder=random"]
@@ -98,7 +98,7 @@ def test_who_says_each_time_that_its_node_has_gone_holds_up_the_run_for_that_wai
 
 def test_who_has_come_back_is_waited_for_no_longer_though_another_takes_no_part(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, sleep=lambda s: setattr(clock, "now", clock.now + s))
-    monkeypatch.setattr(calling, "time", clock)
+    monkeypatch.setattr(roll, "time", clock)
     gone = losing(GONE, 1)
 
     def before(grid, message):
@@ -160,7 +160,7 @@ def test_who_took_part_and_is_not_there_in_the_resumed_run_is_named(tmp_path):
 
 def test_a_long_wait_for_who_says_each_time_that_its_node_has_gone_fills_no_files(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, sleep=lambda s: setattr(clock, "now", clock.now + s))
-    monkeypatch.setattr(calling, "time", clock)
+    monkeypatch.setattr(roll, "time", clock)
     result, _ = run(tmp_path, "strategy=fedavg", "wait=86400", "rounds=1", before=losing(GONE, 9999))
     assert clock.now == pytest.approx(86400)
     assert len(result["failures"]) < 500  # a day
