@@ -49,6 +49,7 @@ class AvgPush(Gossip):
     config_type = AvgPushConfig
     config: AvgPushConfig
     stages = ("push", "deliver", "evaluate-peer")
+    mixes = True
     dp_mechanisms = ("classifier",)
     answer = Released
 

@@ -38,6 +38,7 @@ class FedAvgMConfig(FedAvgConfig):
     """Options of FedAvgM."""
 
     name: ClassVar[str] = "fedavgm"
+    summed: ClassVar[bool] = True
     server_momentum: float = 0.9  # β
 
     def __post_init__(self) -> None:
@@ -49,6 +50,7 @@ class FedAvgM(FedAvg):
     """FedAvg with momentum at the server."""
 
     name = "fedavgm"
+    mixes = True
     dp_mechanisms = ("generator", "prior", "classifier")
     config_type = FedAvgMConfig
     config: FedAvgMConfig

@@ -47,7 +47,6 @@ class FedAvgShareConfig(FedAvgConfig):
     """Options of FedAvg+Share."""
 
     name: ClassVar[str] = "fedavgshare"
-    summed: ClassVar[bool] = False  # raw examples leave, which no mask hides
     share: float = 0.05  # of each institution's examples; paper: 0.05
 
     def __post_init__(self) -> None:
@@ -61,6 +60,7 @@ class FedAvgShare(FedAvg):
     name = "fedavgshare"
     config_type = FedAvgShareConfig
     config: FedAvgShareConfig
+    mixes = True
     dp_mechanisms = ()  # raw examples leave
     stages = ("give", "receive", "train-enlarged", "evaluate")
     needs_roll_call = True

@@ -32,6 +32,7 @@ class FedProxConfig(FedAvgConfig):
     """Options of FedProx."""
 
     name: ClassVar[str] = "fedprox"
+    summed: ClassVar[bool] = True
     mu: float = 0.001  # weight of the proximal term; paper: 0.001
 
     def __post_init__(self) -> None:
@@ -45,6 +46,7 @@ class FedProx(FedAvg):
     name = "fedprox"
     config_type = FedProxConfig
     config: FedProxConfig
+    mixes = True
     dp_mechanisms = ("generator", "prior")  # not classifier: the proximal term would have to be added after the noise
 
     def begin_run(self) -> None:

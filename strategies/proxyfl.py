@@ -68,6 +68,7 @@ class ProxyFL(Gossip):
     config_type = ProxyFLConfig
     config: ProxyFLConfig
     stages = ("train-proxy", "deliver", "evaluate-pair")
+    mixes = True
     dp_mechanisms = ("proxy",)
     private_key = "pair"
     evaluated = PairEvaluation

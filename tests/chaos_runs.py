@@ -27,6 +27,7 @@ from flwr_replay.check import NEEDED, OF_REPLAY, REPEATABLE
 from flwr_replay.cli.main import main
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.halves import load_strategy
+from flwr_replay.config.strategy import states
 from flwr_replay.engines.simulate import Simulation
 from flwr_replay.files.atomic import read_json
 from flwr_replay.files.lines import read_lines
@@ -53,7 +54,7 @@ def jobs() -> dict[str, list[str]]:
         if strategy.supports_replay:
             found[f"{name} replay=vqvae2"] = [*plain, "replay=vqvae2"]
             found[f"{name} replay=buffer"] = [*plain, "replay=buffer", "replay.images=7"]
-        if strategy.config_type.summed:
+        if states(strategy.config_type, "summed"):
             found[f"{name} masked"] = [*plain, "masked=true"]
         if strategy.config_type.relayed:
             found[f"{name} sealed"] = [*plain, "sealed=true"]

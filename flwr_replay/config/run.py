@@ -26,7 +26,7 @@ from flwr_replay.config.sections import (
     require,
     within,
 )
-from flwr_replay.config.strategy import StrategyConfig
+from flwr_replay.config.strategy import StrategyConfig, states
 
 __all__ = ["RECORD", "TRACKERS", "RunConfig"]
 
@@ -135,7 +135,7 @@ class RunConfig:
         """Refuse what needs more of an institution's weights than their part in a sum."""
         name = self.strategy.name
         require(
-            self.strategy.summed,
+            states(type(self.strategy), "summed"),
             f"masked=true is for methods whose server averages weights and needs nothing else; that of strategy={name} "
             "does not: leave masked out, or choose a strategy of docs/masked.md",
         )

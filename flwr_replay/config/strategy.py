@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, ClassVar
 if TYPE_CHECKING:
     from flwr_replay.config.sections import TaskConfig
 
-__all__ = ["StrategyConfig"]
+__all__ = ["StrategyConfig", "states"]
+
+
+def states(half: type, trait: str) -> bool:
+    """Say whether a class states a trait itself: a subclass has another step, for which its parent cannot speak."""
+    return bool(vars(half).get(trait, False))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +47,8 @@ class StrategyConfig:
     relayed : bool
         Whether the server only hands on what institutions send, so that it can be sealed (sealed=true).
     summed : bool
-        Whether the server needs only the mean of what institutions send, so that it can be masked (masked=true).
+        Whether the server needs only the mean of what institutions send, so that it can be masked (masked=true). Each
+        class must state it itself.
     """
 
     name: ClassVar[str]

@@ -88,7 +88,7 @@ class Movement(Strategy):
     needs_roll_call: ClassVar[bool] = False  # whether every institution must run this package's client, for all stages
     one_form: ClassVar[bool] = False  # whether all institutions' models must have the same names, shapes and dtypes
     own_models: ClassVar[bool] = False  # whether institutions test models of their own, which only training makes
-    mixes: ClassVar[bool] = False  # whether trained models are averaged or mixed, so that they can be tested before
+    mixes: ClassVar[bool] = False  # each states itself: trained models are averaged or mixed, and can be tested before
     supports_replay: ClassVar[bool] = False  # whether institutions may train on replayed examples
     dp_mechanisms: ClassVar[tuple[str, ...]] = ()  # what DP-SGD can train here; each subclass must state its own
     takes_fraction: ClassVar[bool] = False  # whether in a round a fraction of the institutions may train

@@ -8,6 +8,7 @@ from flwr_replay.config.brought import brought
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.sections import require
+from flwr_replay.config.strategy import states
 from flwr_replay.errors import ConfigError
 from flwr_replay.learning.training import refuse_single_batches
 from flwr_replay.movements.run import Run
@@ -32,7 +33,7 @@ def refuse_options(method: Any, settings: Settings) -> None:
             f"{methods_with('supports_replay')}"
         )
     require(
-        method.mixes or not settings.evaluate_before_mixing,
+        states(method, "mixes") or not settings.evaluate_before_mixing,
         f"evaluate-before-mixing is for methods that average or mix models; got strategy={method.name}: leave it out",
     )
     refuse_fraction(method, settings)

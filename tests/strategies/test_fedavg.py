@@ -1,7 +1,9 @@
 """FedAvg through real messages against a plain loop: all train the same model, and n_k / n weighs them."""
 
 import shlex
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,11 +18,13 @@ from torch.nn.functional import cross_entropy
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
 from flwr_replay.config.halves import load_strategy
+from flwr_replay.errors import ConfigError
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Settings
 from flwr_replay.movements.parallel import weighted_mean
 from flwr_replay.rng import derived_seed
+from flwr_replay.strategies.fedavg import FedAvg, FedAvgConfig
 from flwr_replay.wire.records import opened
 
 B = 16
@@ -155,3 +159,20 @@ def test_the_mean_lies_within_its_parts_and_one_part_is_its_own_mean(states, dat
     assert same(weighted_mean(states, [3 * w for w in weights]), mean)
     assert same(weighted_mean(states[:1], weights[:1]), states[0])
     assert all(same(one, other) for one, other in zip(states, before, strict=True))
+
+
+def test_a_subclass_that_combines_otherwise_must_say_itself_what_its_parent_may():
+    """Under masks its `combine` would see one mean, and never run."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class MedianConfig(FedAvgConfig):
+        name: ClassVar[str] = "median"
+
+    class Median(FedAvg):
+        name = "median"
+        config_type = MedianConfig
+
+    with pytest.raises(ConfigError, match="masked=true is for methods whose server averages weights and needs nothing"):
+        replace(compose(["strategy=fedavg", *JOB, "masked=true"]), strategy=MedianConfig())
+    with pytest.raises(ConfigError, match="evaluate-before-mixing is for methods that average or mix models"):
+        Median.check(MedianConfig(), Settings(evaluate_before_mixing=True))
