@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 CONFIDENCE = 0.95
+COSTS = ("up", "down", "examples", "s")  # the last columns of a table
 FEWEST = 5  # seeds; of three, the true standard deviation may be six times the measured one
 
 
@@ -176,10 +177,11 @@ def references(cells: Sequence[Mapping[str, Any]], labels: Sequence[str], agains
     return {label: found.get((*filter(of_data, own[label][1]),), against) for label in labels}
 
 
-def markdown(report: Mapping[str, Any]) -> list[str]:
-    """Write a comparison as the lines of a Markdown table."""
+def markdown(report: Mapping[str, Any], costs: bool = True) -> list[str]:
+    """Write a comparison as the lines of a Markdown table; without `costs`: no bytes, examples and seconds."""
     columns, rows = cells_of(report)
-    return _markdown(columns, rows)
+    shown = len(columns) - (0 if costs else len(COSTS))
+    return _markdown(columns[:shown], [row[:shown] for row in rows])
 
 
 def overview(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -210,7 +212,7 @@ def cells_of(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     less = "difference, 95 %" if len(compared) > 1 else f"minus {report['against']}, 95 %"
     private = any(row["epsilon"] for row in report["strategies"].values())
     columns = ["method", report["metric"], *(["privacy of what left"] if private else []), less, "worst institution"]
-    columns += ["up", "down", "examples", "s"]
+    columns += COSTS
     rows = []
     for label, row in report["strategies"].items():
         failed = sum(cell["label"] == label and "error" in cell for cell in report["cells"])

@@ -6,14 +6,14 @@ Both state epsilon, delta and whether they are proven beside every metric.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from flwr_replay.files.table import csv_text
 from flwr_replay.report.comparison import cells_of
 from flwr_replay.report.notes import notes
 
-__all__ = ["as_csv", "as_latex", "rows_of"]
+__all__ = ["as_csv", "as_latex", "lines_of", "rows_of"]
 
 SHOWN = ("mean", "sd", "worst-institution", "bytes-up", "bytes-down", "examples-seen", "seconds")
 SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--"}
@@ -60,16 +60,21 @@ def _noise(found: Any) -> dict[str, str | None]:
 
 
 def as_csv(report: Mapping[str, Any]) -> str:
-    """Write the numbers as CSV, a line for each method; a cell is empty where there is no number.
+    """Write the numbers as CSV, without an end of the last line."""
+    return csv_text(lines_of(report)).rstrip()
+
+
+def lines_of(report: Mapping[str, Any]) -> list[tuple[object, ...]]:
+    """Return the headings, then a line for each method; a cell is None where there is no number.
 
     `metric` names what `mean`, `sd`, `difference` and `values` are of; `values` are `seed:value`, by semicolons.
     """
     rows = rows_of(report)
-    lines: list[Iterable[object]] = [("method", "metric", *next(iter(rows.values())))]
+    lines: list[tuple[object, ...]] = [("method", "metric", *next(iter(rows.values())))]
     for label, row in rows.items():
         values = ";".join(f"{seed}:{value}" for seed, value in row["values"].items())
         lines.append((label, report["metric"], *{**row, "values": values}.values()))
-    return csv_text(lines).rstrip()
+    return lines
 
 
 def as_latex(report: Mapping[str, Any]) -> str:

@@ -13,9 +13,10 @@ from flwr_replay.report.comparison import FEWEST, cells_of, mean_of, of_data
 from flwr_replay.report.summary import untrained_lines
 from flwr_replay.terminal import fitted
 
-__all__ = ["notes", "table", "verdicts"]
+__all__ = ["findings", "notes", "of_methods", "table", "verdicts"]
 
-JUDGED = " (?=Rounds are judged by )"  # where a method's own note ends, and what holds for all begins
+JUDGED_BY = "Rounds are judged by "
+JUDGED = f" (?={JUDGED_BY})"  # where a method's own note ends, and what holds for all begins
 DELTAS = ("delta=", "privacy.delta=")
 
 
@@ -33,17 +34,21 @@ def table(report: Mapping[str, Any]) -> str:
 def notes(report: Mapping[str, Any]) -> list[str]:
     """Explain the columns, say how the methods differ, and list failures."""
     over = ", [ ] a 95 % t interval" if len(report["seeds"]) >= FEWEST else ""
-    lines = [
+    columns = (
         f"seeds {', '.join(map(str, report['seeds']))}, paired; ± is the standard deviation over seeds{over}; worst "
         "institution, bytes, examples (with repetitions) and seconds are means over seeds"
-    ]
-    lines += verdicts(report)
+    )
+    return [columns, *findings(report)]
+
+
+def findings(report: Mapping[str, Any]) -> list[str]:
+    """Say how the methods differ, which differences are shown, and what failed."""
+    lines = verdicts(report)
     lines += [f"methods differ in {line}" for line in report.get("differ", [])]  # older versions did not say so
     lines += _skews(report)
     if (seeds := len(report["seeds"])) < FEWEST:
         lines.append(f"no intervals: {seeds} seed{'s' * (seeds > 1)} cannot show the variation by chance, {FEWEST} can")
-    said = (re.split(JUDGED, cell.get("result", {}).get("metrics-note", "")) for cell in report["cells"])
-    lines += [note for note in dict.fromkeys(chain.from_iterable(said)) if note]
+    lines += _metrics_notes(report)
     lines += _claims(report)
     lines += _agreements(report)
     for cell in report["cells"]:
@@ -62,6 +67,16 @@ def notes(report: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def of_methods(report: Mapping[str, Any]) -> list[str]:
+    """Say what a method's metrics mean wherever it runs: `local is the institutions' own models`."""
+    return [note for note in _metrics_notes(report) if not note.startswith(JUDGED_BY)]
+
+
+def _metrics_notes(report: Mapping[str, Any]) -> list[str]:
+    said = (re.split(JUDGED, cell.get("result", {}).get("metrics-note", "")) for cell in report["cells"])
+    return [note for note in dict.fromkeys(chain.from_iterable(said)) if note]
+
+
 def _skews(report: Mapping[str, Any]) -> list[str]:
     """Say how the training labels differ, for every way in which the methods' data are dealt."""
     found: dict[str, dict[int, Mapping[str, Any]]] = {}
@@ -73,11 +88,13 @@ def _skews(report: Mapping[str, Any]) -> list[str]:
     for dealt, skews in found.items():
         ks, tv, dropped = (sum(skew[key] for skew in skews.values()) / len(skews) for key in ("ks", "tv", "dropped"))
         lines.append(
-            f"training labels{dealt and f' with {dealt}'}, means over seeds: KS {ks:.3f} and TV {tv:.3f} between two "
-            f"institutions (0: the same labels; 1: none in common), {dropped:,.0f} examples left out"
+            f"training labels{dealt and f' with {dealt}'}: KS {ks:.3f}, TV {tv:.3f}"
+            f"{f', {dropped:,.0f} examples left out' if dropped else ''}"
         )
         seed, worst = max(skews.items(), key=lambda one: starving(one[1]))
         lines += [f"seed {seed}: {line}" for line in (*summary(worst), *warnings(worst))]
+    if found:
+        lines.append("KS and TV compare two institutions; 0: the same labels, 1: none in common; means over seeds")
     if len(found) > 1:
         against = list(dict.fromkeys(row["against"] for row in report["strategies"].values()))
         lines.append(

@@ -1,8 +1,8 @@
 """A paper's table or figure as one command: `flwr-replay study partitions --data ../shared/data`.
 
 A study is a list of comparisons, found by name in `flwr_replay.simulations`. An interrupted study continues with its
-first unfinished cell. It writes `study-<name>.md` with all tables, a picture for each group of parts, and
-all of it as one page to the folder of runs.
+first unfinished cell. It writes to the folder of runs `study-<name>.md`, a picture for each group of parts, both as one
+page, and `study-<name>.csv` with all numbers.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from flwr_replay.attacks.scores import image_metrics
 from flwr_replay.errors import ConfigError, DataError, nearest
 from flwr_replay.files.atomic import make_folder, write_atomic
+from flwr_replay.files.table import csv_text
 from flwr_replay.report.comparison import markdown, overview
+from flwr_replay.report.exports import lines_of
 from flwr_replay.report.forgetting import last_visits
 from flwr_replay.report.gaps import gaps
-from flwr_replay.report.notes import notes
+from flwr_replay.report.notes import findings, of_methods
 from flwr_replay.report.pages import spared
 from flwr_replay.report.plots import lines
 from flwr_replay.report.study_page import write_study_page
@@ -34,6 +37,10 @@ __all__ = ["Part", "parts_of", "plan_study", "run_study", "studies"]
 
 MOST_TOLD = 60  # characters of the parts' names in a file's name
 MINUTES = 0.2  # for all attacks on one run, about
+COLUMNS = """\
+- ± is the standard deviation over a part's seeds, which are paired; [ ] is a 95 % t interval
+- worst institution is a mean over seeds
+- [{stem}.csv]({stem}.csv) has all numbers, bytes, examples and seconds too"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +181,7 @@ def run_study(
     stem = "-".join(filter(None, ["study", name, parts_told, seeds_told[:MOST_TOLD]]))
     text = _report(stem, name, document, command, chosen, reports, leaks)
     write_atomic(file := folder / f"{stem}.md", text)
+    write_atomic(file.with_suffix(".csv"), _numbers(reports))
     for group, members in _groups(chosen, reports).items():
         with spared(picture := folder / _picture(stem, group)):
             write_atomic(picture, lines(members, group))
@@ -218,18 +226,41 @@ def _report(
     reports: dict[str, dict[str, Any]],
     leaks: dict[str, list[str]],
 ) -> str:
-    """Write all tables as Markdown: an overview of each group, then part by part."""
+    """Write the tables as Markdown: an overview of each group, then part by part.
+
+    What all parts would say in the same words stands once, before the tables. A part whose means stand in an
+    overview has no table of its own.
+    """
+    said = {part.name: findings(reports[part.name]) for part in parts}
+    alike = [note for note in said[parts[0].name] if len(parts) > 1 and all(note in own for own in said.values())]
+    alike += [note for note in dict.fromkeys(chain(*map(of_methods, reports.values()))) if note not in alike]
     text = [f"# Study: {name}", "", document.strip(), "", f"Written by `{command}`.", ""]
     if name.endswith("-quick"):
         text += ["Two rounds and one seed show only that all of it runs. The figures mean nothing.", ""]
+    text += [COLUMNS.format(stem=stem), *(f"- {note}" for note in alike), ""]
     for group, members in _groups(parts, reports).items():
         text += [f"## {group}", "", *overview(members), "", f"![{group}]({_picture(stem, group)})", ""]
     for part in parts:
         report = reports[part.name]
-        text += [f"### {part.name}", "", f"{part.about} {report['title']}.", "", *markdown(report), ""]
-        text += [*(f"- {note}" for note in notes(report)), *_forgotten(report), "", *gaps(report), ""]
+        text += [f"### {part.name}", "", f"{part.about} {report['title']}, {_seeds(report['seeds'])}.", ""]
+        text += [] if part.group else [*markdown(report, costs=False), ""]
+        text += [f"- {note}" for note in said[part.name] if note not in alike]
+        text += [*_forgotten(report), "", *gaps(report), ""]
         text += [*leaks.get(part.name, []), ""]
     return "\n".join(text)
+
+
+def _seeds(seeds: Sequence[int]) -> str:
+    """Name seeds: `seed 7`, `seeds 0 to 4`, `seeds 7, 9`."""
+    if len(seeds) > 2 and list(seeds) == list(range(seeds[0], seeds[-1] + 1)):
+        return f"seeds {seeds[0]} to {seeds[-1]}"
+    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+
+
+def _numbers(reports: Mapping[str, dict[str, Any]]) -> str:
+    """Write the numbers of all parts as CSV, a line for each part and method."""
+    heads = ("part", *lines_of(next(iter(reports.values())))[0])
+    return csv_text([heads, *((name, *line) for name, one in reports.items() for line in lines_of(one)[1:])])
 
 
 def _groups(parts: Sequence[Part], reports: dict[str, dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -253,7 +284,7 @@ def _forgotten(report: dict[str, Any]) -> list[str]:
         if matrix:
             text.append(
                 f"- {cell['label']} seed {cell['seed']}: mean drop {matrix['mean-drop']:+.3f}, largest "
-                f"{matrix['largest-drop']:+.3f} (`forgetting.png` in its folder is the matrix)"
+                f"{matrix['largest-drop']:+.3f} (`forgetting.png`)"
             )
             text += ["", *last_visits(matrix), ""]
     return text

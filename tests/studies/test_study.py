@@ -1,5 +1,6 @@
 """Studies: their parts compose, their report holds what the runs found, and wrong names are reported."""
 
+import csv
 import json
 import os
 from pathlib import Path
@@ -60,7 +61,24 @@ def test_a_report_has_all_tables_and_the_overview_of_a_group(tmp_path, monkeypat
     assert whole
     assert text == (tmp_path / "study-skew.md").read_text()
     assert "| method | alike (mae) | apart (mae) |" in text
-    assert text.count("| cwt |") == 3
+    assert text.count("| cwt |") == 1  # the overview
+    numbers = list(csv.DictReader((tmp_path / "study-skew.csv").open()))
+    assert [(row["part"], row["method"]) for row in numbers] == [
+        (part, method) for part in ("alike", "apart") for method in ("cwt", "fedreplay")
+    ]
+    values = [
+        json.loads((tmp_path / folder / "result.json").read_text())["final"]["global"]["mae"]
+        for folder in sorted(path.parent.relative_to(tmp_path) for path in tmp_path.rglob("cwt-seed*/result.json"))
+    ]
+    told = [
+        float(value.partition(":")[2])
+        for row in numbers
+        if row["method"] == "cwt"
+        for value in row["values"].split(";")
+    ]
+    assert sorted(told) == pytest.approx(sorted(values))
+    assert all(float(row["bytes-up"]) > 0 for row in numbers)
+    assert text.count("0: the same labels") == 1  # once, not for each part
     assert "cwt seed 1: mean drop" in text
     assert (tmp_path / "study-skew-tiny.png").read_bytes().startswith(b"\x89PNG")
     one, _ = run_study("skew", "", 1, tmp_path, ["apart"])
