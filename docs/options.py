@@ -4,115 +4,127 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from flwr_replay.config.catalogue import choices, conf_path
-from flwr_replay.forecast.described import Described, Option, comments, described, key, read, shown
+from flwr_replay.forecast.described import Described, Option, comments, described, key
 
-SEVERAL = 3  # methods that have an option in the same words: it is told once
+SEVERAL = 2  # options of one choice only: more of them stand below the others, under its name
+FEW = 3  # choices that are named beside an option
 HEAD = """# Options
 
-Every option of a run, its default and its meaning. This page is written by `python docs/options.py > docs/options.md`
-from `conf/` and the dataclasses that check the values; a test compares the two. `flwr-replay options` says the same in
-a terminal.
+Every option of a run. `python docs/options.py > docs/options.md` writes this page from `conf/` and the dataclasses that
+check the values. `flwr-replay options` says the same in a terminal, and names all choices that have an option.
 
-- An option is written `key=value`. A hyphen in a key is an underscore.
+- An option is written `key=value`, and stands here with its default. A hyphen in a key is an underscore.
 - The section may be left out where the name is unique: `cut=layer2` is `strategy.cut=layer2`. Options of `generator`
   and `prior` are written in full where another section has the same name.
-- A group is chosen (`task=mnist`), all else is set (`rounds=5`). A preset changes some defaults for some tasks.
+- A group is chosen (`task=mnist`), all else is set (`rounds=5`).
 - What you set wins over the preset, and the preset over `conf/config.yaml`.
-- A list is written `[a,b]`; text with spaces or commas goes into quotes: `"task.data-dir='/my data'"`.
+- A list is written `[a,b]`; text with spaces or commas is quoted: `"task.data-dir='/my data'"`.
 - In a study file for `flwr run` the keys of `[tool.flwr.app.config]` hold the same options; all others go into
   `overrides`.
 
-**A run leaves** a directory under `runs/`, after `flwr run` under `~/.flwr-replay/runs`: its options, metrics, ledger,
+**A run leaves** a directory under `runs/`, after `flwr run` under `~/.flwr-replay/runs`: options, metrics, ledger,
 models, result and `report.html`. What simulated institutions keep lies under `~/.flwr-replay/state`.
-`$FLWR_REPLAY_HOME` is another place for both.
+`$FLWR_REPLAY_HOME` moves both.
 
 **Resuming.** `flwr-replay run --resume DIR` goes on where the run stopped. On a CPU it ends with the same bits, except
 under `dp=`, whose noise is secret. `rounds=` with it makes the run longer.
 
-`flwr-replay COMMAND --help` lists a command's flags. `compare` takes `seeds=` besides: `seeds=31` is 31 seeds, 0 to 30;
+`flwr-replay COMMAND --help` lists a command's flags. `compare` also takes `seeds=`: `seeds=31` is 31 seeds, 0 to 30;
 `seeds=31,` is seed 31 alone. Commands exit with 0; with 1 if some of several runs failed; with 2 after a mistake,
 which is said in one line.
 """
+PRESETS = """\
+Default: `preset=quick`. A preset changes some defaults, task by task and method by method:
+`PRESET/TASK.yaml` in `conf/preset/` has the values, `default.yaml` those of every other task."""
 
 
 def escaped(text: str) -> str:
-    """Keep Markdown from reading `|` as a column, `<class>` as HTML and `[a][b]` as a link."""
-    return text.replace("|", "\\|").replace("<", "\\<").replace("][", "]\\[")
+    """Keep Markdown from reading `<class>` as HTML and `[a][b]` as a link."""
+    return text.replace("<", "\\<").replace("][", "]\\[")
 
 
-def table(options: Sequence[Option]) -> str:
-    """Return a table of options: name, default, text."""
-    lines = ["| option | default | meaning |", "|---|---|---|"]
-    lines += [f"| `{one.name}` | {default(one.default)} | {escaped(one.text)} |" for one in options]
-    return "\n".join(lines)
+def listed(options: Sequence[Option]) -> str:
+    """Return a list of options: name and default as they are typed, text, and the choices that have it, if few."""
+    return "\n".join(
+        f"- {typed(one)}: {escaped(one.text)}" + (f" ({one.only})" if one.only and one.only.count(",") < FEW else "")
+        for one in options
+    )
 
 
-def default(values: Mapping[str, list[str]]) -> str:
-    """Return a default: one value, or up to three with the choices that have them."""
-    if len(values) == 1:
-        return f"`{next(iter(values))}`" if next(iter(values)) else "empty"
-    if len(values) > 3:
-        return "by the choice"
-    return "; ".join(f"{f'`{value}`' if value else 'empty'} ({', '.join(names)})" for value, names in values.items())
+def typed(one: Option) -> str:
+    """Return an option with its default: one value, or up to three with the choices that have them."""
+    first, *others = one.default.items()
+    if not others:
+        return f"`{one.name}={first[0]}`"
+    if len(one.default) > FEW:
+        return f"`{one.name}`, by the choice"
+    shown = [f"`{one.name}={first[0]}`", *(f"`{value}`" if value else "empty" for value, _ in others)]
+    having = [", ".join(names) if len(names) <= FEW else "others" for names in one.default.values()]
+    return "; ".join(f"{value} ({names})" for value, names in zip(shown, having, strict=True))
 
 
 def section(name: str, one: Described) -> str:
-    """Describe a group: its default, its choices, its options."""
+    """Describe a group: its default, its choices, its options, those of a single choice under its name."""
     parts = [f"Default: `{name}={one.chosen}`."] if one.chosen else []
     if one.choices:
         parts.append("\n".join(f"- `{name}={choice}`: {escaped(text)}" for choice, text in one.choices.items()))
-    return "\n\n".join([*parts, table(one.options)])
+        parts.append("Options:")
+    alone = Counter(option.only for option in one.options)
+    own = {choice: alone[f"{choice} only"] for choice in one.choices or {} if alone[f"{choice} only"] > SEVERAL}
+    parts.append(listed([option for option in one.options if option.only.removesuffix(" only") not in own]))
+    for choice in own:
+        rows = [replace(option, only="") for option in one.options if option.only == f"{choice} only"]
+        parts += [f"With `{name}={choice}` only:", listed(rows)]
+    return "\n\n".join(parts)
 
 
 def preset(name: str) -> str:
-    """Describe what a preset changes, task by task."""
-    lines = []
+    """Say of every task on what a preset's values rest."""
+    tasks: dict[str, list[str]] = {}
     for path in sorted(conf_path("preset", name).glob("*.yaml")):
-        values = read(path)
-        chosen = []
-        for one in values.pop("defaults", []):
-            chosen += (
-                [f"as {one}"]
-                if isinstance(one, str)
-                else [f"`{group_name.removeprefix('override /')}={choice}`" for group_name, choice in one.items()]
-            )
-        by_strategy = values.pop("by_strategy", {})
-        for option, value in values.items():
-            inner = {f"{option}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {option: value}
-            chosen += [f"`{key(full)}={shown(v)}`" for full, v in inner.items()]
-        task = "every other task" if path.stem == "default" else f"`task={path.stem}`"
         guessed = [f"`{key(option)}`" for option, text in comments(path).items() if text.startswith("not given in")]
         own = f" Our choice, since the paper gives none: {', '.join(guessed)}." if guessed else ""
-        lines.append(f"- {task}: {', '.join(chosen) or 'nothing'}. {comments(path)['']}{own}")
-        for method, options in by_strategy.items():
-            told = ", ".join(f"`{key(full)}={shown(v)}`" for full, v in options.items())
-            lines.append(f"    - `{method}`: {told}")
+        task = "every other task" if path.stem == "default" else f"`{path.stem}`"
+        tasks.setdefault(f"{comments(path)['']}{own}", []).append(task)
+    lines = [f"- {', '.join(names)}: {text}" for text, names in tasks.items()]
     return f"### `preset={name}`\n\n" + "\n".join(lines)
+
+
+def words(option: Option) -> tuple[str, ...]:
+    """Return what a reader is told of an option: methods that have it in the same words share one line."""
+    return option.name, option.text, *option.default
+
+
+def methods(sections: Mapping[str, Described]) -> list[str]:
+    """Describe the methods: first the options that several have, then each method with its own."""
+    found = {name.removeprefix("strategy="): one for name, one in sections.items() if name.startswith("strategy=")}
+    having: dict[tuple[str, ...], list[str]] = {}
+    for name, one in found.items():
+        for option in one.options:
+            having.setdefault(words(option), []).append(name)
+    shared: dict[tuple[str, ...], dict[tuple[str, ...], Option]] = {}
+    for option in (option for one in found.values() for option in one.options):
+        if len(names := having[words(option)]) > 1:
+            shared.setdefault((*names,), {})[words(option)] = option
+    parts = [f"With {', '.join(names)}:\n\n{listed([*options.values()])}" for names, options in shared.items()]
+    for name, one in found.items():
+        own = [option for option in one.options if len(having[words(option)]) == 1]
+        parts += [f"### `strategy={name}`", one.title, listed(own)]
+    return parts
 
 
 def page() -> str:
     """Return the whole page."""
-    parts, methods = [HEAD], []
     sections = described()
-    of_methods = [option for name, one in sections.items() if name.startswith("strategy=") for option in one.options]
-    counts = Counter((option.name, option.text) for option in of_methods)
-    common = {option.name: option for option in of_methods if counts[option.name, option.text] >= SEVERAL}
+    parts = [HEAD]
     for name, one in sections.items():
-        if name.startswith("strategy="):
-            rows = [option for option in one.options if counts[option.name, option.text] < SEVERAL]
-            own = table(rows) if rows else ""
-            methods += [f"### `{name}`", one.title, own]
-        elif name != "strategy":
+        if not name.startswith("strategy"):
             parts += [f"## {one.title}", section(name, one)]
-    parts += [
-        "## Methods",
-        "Default: `strategy=fedreplay`. Several methods have:",
-        table(list(common.values())),
-        *methods,
-    ]
-    parts += ["## Presets", "Default: `preset=quick`."] + [preset(name) for name in choices("preset")]
+    parts += ["## Methods", f"Default: `strategy={sections['strategy'].chosen}`.", *methods(sections)]
+    parts += ["## Presets", PRESETS, *map(preset, choices("preset"))]
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
 

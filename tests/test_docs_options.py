@@ -11,7 +11,7 @@ from flwr_replay.config.compose import compose, to_yaml
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = (DOCS / "options.md").read_text(encoding="utf-8")
-ROWS = re.findall(r"^\| `([a-z.-]+)` \| .*? \| (.*) \|$", PAGE, re.M)
+ROWS = re.findall(r"^- `([a-z.-]+)(?:=.*?)?`.*?: ?(.*)$", PAGE, re.M)
 
 
 def test_the_page_is_what_conf_says():

@@ -68,7 +68,7 @@ def _named(known: Mapping[str, Described], name: str) -> list[tuple[str, Option]
 def _option(option: Option, group: str = "") -> Iterator[str]:
     yield ""
     yield f"{option.name}  ({option.type})" + (f"  of {group}" if "=" in group else "")
-    yield from _filled(option.text, 4)
+    yield from _filled(f"{option.text} ({option.only})" if option.only else option.text, 4)
     several = len(option.default) > 1
     values = [
         (value or "empty") + (f" ({', '.join(having)})" if several else "") for value, having in option.default.items()

@@ -45,6 +45,7 @@ class Option:
     type: str
     default: Mapping[str, list[str]]  # values as they are typed, each with the choices that have it
     text: str
+    only: str = ""  # the choices that have it, if not all: `cnn, unet only`, or `not boneage`
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,8 @@ def _group(name: str, cls: type, chosen: str) -> Described:
                     key(f"{name}.{option}"),
                     typed(hints[option]),
                     _default(having),
-                    text + (f" ({only})" if lacking else ""),
+                    text,
+                    only if lacking else "",
                 )
 
     return Described(TITLES[name], tuple(rows()), {choice: texts[choice][""] for choice in paths}, chosen)
