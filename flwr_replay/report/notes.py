@@ -33,12 +33,14 @@ def table(report: Mapping[str, Any]) -> str:
 
 def notes(report: Mapping[str, Any]) -> list[str]:
     """Explain the columns, say how the methods differ, and list failures."""
-    over = ", [ ] a 95 % t interval" if len(report["seeds"]) >= FEWEST else ""
+    seeds = len(report["seeds"])
+    over = ", [ ] a 95 % t interval" if seeds >= FEWEST else ""
     columns = (
         f"seeds {', '.join(map(str, report['seeds']))}, paired; ± is the standard deviation over seeds{over}; worst "
         "institution, bytes, examples (with repetitions) and seconds are means over seeds"
     )
-    return [columns, *findings(report)]
+    few = f"no intervals: {seeds} seed{'s' * (seeds > 1)} cannot show the variation by chance, {FEWEST} can"
+    return [columns, *findings(report), *([few] if seeds < FEWEST else [])]
 
 
 def findings(report: Mapping[str, Any]) -> list[str]:
@@ -46,8 +48,6 @@ def findings(report: Mapping[str, Any]) -> list[str]:
     lines = verdicts(report)
     lines += [f"methods differ in {line}" for line in report.get("differ", [])]  # older versions did not say so
     lines += _skews(report)
-    if (seeds := len(report["seeds"])) < FEWEST:
-        lines.append(f"no intervals: {seeds} seed{'s' * (seeds > 1)} cannot show the variation by chance, {FEWEST} can")
     lines += _metrics_notes(report)
     lines += _claims(report)
     lines += _agreements(report)

@@ -38,7 +38,8 @@ __all__ = ["Part", "parts_of", "plan_study", "run_study", "studies"]
 MOST_TOLD = 60  # characters of the parts' names in a file's name
 MINUTES = 0.2  # for all attacks on one run, about
 COLUMNS = """\
-- ± is the standard deviation over a part's seeds, which are paired; [ ] is a 95 % t interval
+- ± is the standard deviation over a part's seeds, which are paired; [ ] is a 95 % t interval, of five seeds or more:
+  fewer cannot show the variation by chance
 - worst institution is a mean over seeds
 - [{stem}.csv]({stem}.csv) has all numbers, bytes, examples and seconds too"""
 
