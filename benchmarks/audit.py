@@ -32,6 +32,7 @@ import torch
 from scipy.stats import beta
 from torch import nn
 
+from flwr_replay.attacks.membership import auc
 from flwr_replay.engines.simulate import Simulation
 from flwr_replay.institution.budget import DPTraining
 from flwr_replay.institution.mutual import Learning, MutualLearner
@@ -40,7 +41,7 @@ from flwr_replay.learning.tasks import Classification
 from flwr_replay.models.staged import StagedModel
 from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon, noise_for
-from flwr_replay.privacy.bounds import auc, guessed, lower_bound
+from flwr_replay.privacy.bounds import guessed, lower_bound
 from flwr_replay.privacy.dpsgd import _scales, noisy_step
 from flwr_replay.privacy.secret import Stream
 from flwr_replay.report.progress import Display
@@ -125,7 +126,7 @@ def of_proxyfl(args: argparse.Namespace, target: float, seed: int) -> tuple[str,
     tried = [guessed(scores, was_in, guesses) for guesses in sorted({max(2, round(share * m)) for share in SHARES})]
     bound, _ = lower_bound(tried, DELTA)
     claim = epsilon([cost], DELTA)
-    return f"claim {claim:.2f}, guesses {bound:.2f}, AUC {auc(scores, was_in):.3f}", bound > claim
+    return f"claim {claim:.2f}, guesses {bound:.2f}, AUC {auc(scores[was_in], scores[~was_in]):.3f}", bound > claim
 
 
 def sgd(model: nn.Module, lr: float) -> torch.optim.SGD:

@@ -16,11 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
-from sklearn.metrics import roc_auc_score, roc_curve
 from torch import Tensor
 
 from flwr_replay.attacks.distances import distances, nearest
-from flwr_replay.attacks.intervals import Estimate, auc_estimate, share
+from flwr_replay.attacks.intervals import Estimate, share
 from flwr_replay.errors import ConfigError
 from flwr_replay.models.layers import as_input
 from flwr_replay.rng import derived_rng
@@ -29,12 +28,9 @@ from flwr_replay.terminal import installing
 __all__ = [
     "ImageScores",
     "Judge",
-    "MembershipScores",
     "NearerScores",
     "assigned",
-    "equal_label_shares",
     "image_metrics",
-    "membership",
     "psnr",
     "ssim",
 ]
@@ -69,17 +65,6 @@ class NearerScores:
     by_chance: float  # mean of the same count with own and others exchanged at random
     by_chance_95: int  # no more than that in 95 % of the exchanges
     p: float  # share of exchanges, the real one among them, with at least as many
-
-
-@dataclass(frozen=True)
-class MembershipScores:
-    """How well an attack's scores tell members from non-members."""
-
-    members: int
-    non_members: int
-    auc: Estimate  # 0.5: chance
-    tpr_at_1_percent: Estimate  # share of members found where at most 1 % of non-members are taken for members
-    tpr_at_01_percent: Estimate  # the same at 0.1 %; with fewer than 1,000 non-members: at none
 
 
 class Judge:
@@ -257,63 +242,6 @@ def assigned(found_BCHW: Tensor, right_BCHW: Tensor) -> Tensor:
     """
     squared_BB = distances(found_BCHW, right_BCHW).square().nan_to_num(nan=FAR, posinf=FAR)
     return torch.from_numpy(linear_sum_assignment(squared_BB.numpy())[1])
-
-
-def equal_label_shares(
-    member_labels_n: NDArray[np.int64], other_labels_m: NDArray[np.int64], seed: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Choose as many members as non-members of every label.
-
-    Where labels are skewed, a score that tells labels apart would seem to tell members apart.
-
-    Parameters
-    ----------
-    member_labels_n, other_labels_m : NDArray
-        The labels of the members and of the non-members to draw from.
-    seed : int
-        Decides which are drawn where there are more.
-
-    Returns
-    -------
-    members, others : NDArray
-        Rows of either, of equal length, sorted.
-    """
-    rng, members, others = derived_rng(seed, "equal label shares"), [], []
-    for label in np.intersect1d(member_labels_n, other_labels_m):
-        own, foreign = np.flatnonzero(member_labels_n == label), np.flatnonzero(other_labels_m == label)
-        size = min(len(own), len(foreign))
-        members.append(rng.choice(own, size, replace=False))
-        others.append(rng.choice(foreign, size, replace=False))
-    if not members:
-        raise ConfigError(
-            "non-members must share a label with the members; got none that does: choose other auxiliary data"
-        )
-    return np.sort(np.concatenate(members)), np.sort(np.concatenate(others))
-
-
-def membership(member_scores_n: Tensor, other_scores_m: Tensor) -> MembershipScores:
-    """Score a membership attack; a higher score says "member".
-
-    Parameters
-    ----------
-    member_scores_n, other_scores_m : Tensor
-        The attack's scores of members and non-members, drawn by `equal_label_shares`.
-    """
-    n, m = len(member_scores_n), len(other_scores_m)
-    truth = np.repeat([1, 0], [n, m])
-    scores = torch.cat([member_scores_n, other_scores_m]).double().cpu().numpy()
-    false_rates, true_rates, _ = roc_curve(truth, scores, drop_intermediate=False)
-
-    def found(at_most: float) -> Estimate:
-        return share(round(float(true_rates[false_rates <= at_most].max()) * n), n)
-
-    return MembershipScores(
-        members=n,
-        non_members=m,
-        auc=auc_estimate(float(roc_auc_score(truth, scores)), n, m),
-        tpr_at_1_percent=found(0.01),
-        tpr_at_01_percent=found(0.001),
-    )
 
 
 def image_metrics() -> ModuleType:

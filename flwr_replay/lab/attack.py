@@ -21,7 +21,8 @@ from torch import Tensor
 from flwr_replay.attacks.attacker import Attacker, Attempt, Auxiliary
 from flwr_replay.attacks.catalogue import ATTACKS, nothing_tried, number_timed
 from flwr_replay.attacks.distances import distances
-from flwr_replay.attacks.scores import ImageScores, Judge, assigned, equal_label_shares, image_metrics
+from flwr_replay.attacks.membership import equal_label_shares
+from flwr_replay.attacks.scores import ImageScores, Judge, assigned, image_metrics
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, DataError, FlwrReplayError, RunError, nearest
 from flwr_replay.files.atomic import private_folder, read_json, sweep, write_json

@@ -24,6 +24,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from numpy.typing import NDArray
 
+from flwr_replay.attacks.membership import auc
 from flwr_replay.client_app import client_of
 from flwr_replay.config.sections import one_of, require
 from flwr_replay.data.dealt import loaded
@@ -38,7 +39,7 @@ from flwr_replay.lab.canary_images import ImageCanaries
 from flwr_replay.lab.seen_steps import judged
 from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.accounting import SampledGaussian
-from flwr_replay.privacy.bounds import SIGNIFICANCE, Guesses, auc, guessed, lower_bound
+from flwr_replay.privacy.bounds import SIGNIFICANCE, Guesses, guessed, lower_bound
 from flwr_replay.privacy.plan import mechanisms_of
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import read_run_id
@@ -252,7 +253,7 @@ def _guessed(
     return {
         "canaries": m,
         "in": int(was_in_m.sum()),
-        "auc": auc(scores_m, was_in_m),
+        "auc": auc(scores_m[was_in_m], scores_m[~was_in_m]),
         "thresholds": len(numbers),
         "bounds": {"steinke": {"epsilon": bound, "guesses": one.guesses, "right": one.right, "most": most}},
     }

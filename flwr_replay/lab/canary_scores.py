@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flwr_replay.attacks.distances import distances
+from flwr_replay.attacks.membership import likelihood_scores, loss_scores
 from flwr_replay.config.run import RunConfig
 from flwr_replay.files.tensors import unnested
 from flwr_replay.generators.base import ReplayGenerator
 from flwr_replay.generators.plan import ReplayPlan
-from flwr_replay.generators.priors import example_nats
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.models.layers import as_input
@@ -34,7 +34,6 @@ from flwr_replay.wire.weights import load_arrays, to_arrays
 
 __all__ = ["Scorer", "scorers"]
 
-AT_ONCE = 256  # images of a forward pass
 Scorer = Callable[[RecordDict, RecordDict], NDArray[np.float64] | None]  # of a request and its answer
 
 
@@ -42,15 +41,12 @@ def scorers(config: RunConfig, images_m: Tensor, labels_m: Tensor, noise: bool) 
     """Return what scores the releases of a run: of classifiers, proxies and encoders, or with `noise` of generators."""
     canaries = as_input(images_m), labels_m
     if not noise:
-        return [
-            OfModel(lambda seed: backbone(config.model, config.task)(seed), partial(_task_losses, config, canaries))
-        ]
+        return [OfModel(lambda seed: backbone(config.model, config.task)(seed), partial(_by_task, config, canaries))]
     if config.draws_images:
         return [partial(_of_drawn, canaries[0])]
     plan = ReplayPlan.of(config)
     assert plan is not None
-    losses = partial(_generator_losses, config, canaries[0])
-    found: list[Scorer] = [OfModel(lambda _: plan.fresh_generator(), losses)]
+    found: list[Scorer] = [OfModel(lambda _: plan.fresh_generator(), partial(_by_generator, config, canaries))]
     return [*found, partial(_of_prior, plan, canaries)] if config.replay.name == "pixelcnn" else found
 
 
@@ -61,12 +57,12 @@ class OfModel:
     ----------
     fresh : callable
         From a seed to a model with fresh weights.
-    losses : callable
-        From a model in evaluation mode to every canary's loss, (m,).
+    scores : callable
+        From a model in evaluation mode to every canary's score by loss, (m,).
     """
 
-    def __init__(self, fresh: Callable[[int], nn.Module], losses: Callable[[Any], Tensor]) -> None:
-        self.fresh, self.losses = fresh, losses
+    def __init__(self, fresh: Callable[[int], nn.Module], scores: Callable[[Any], Tensor]) -> None:
+        self.fresh, self.scores = fresh, scores
         self.model = fresh(0)
         self.names = to_arrays(self.model).keys()
         self._last: StateDict = {}
@@ -81,22 +77,21 @@ class OfModel:
             before = to_arrays(self.fresh(int(config_in(request)["init-seed"])))
         after = {name: released.get(name, before[name]) for name in self.names}
         self._last = after
-        return self._losses({name: before[name] for name in self.names}) - self._losses(after)
+        return self._scores(after) - self._scores({name: before[name] for name in self.names})
 
-    def _losses(self, weights: StateDict) -> NDArray[np.float64]:
+    def _scores(self, weights: StateDict) -> NDArray[np.float64]:
         load_arrays(self.model, weights)
-        with torch.inference_mode():
-            return self.losses(self.model.eval()).double().numpy()
+        return self.scores(self.model.eval()).double().numpy()
 
 
-def _task_losses(config: RunConfig, canaries: tuple[Tensor, Tensor], model: nn.Module) -> Tensor:
-    task, parts = make_task(config.task), (torch.split(part, AT_ONCE) for part in canaries)
-    return torch.cat([task.losses(model(x), y) for x, y in zip(*parts, strict=True)])
+def _by_task(config: RunConfig, canaries: tuple[Tensor, Tensor], model: nn.Module) -> Tensor:
+    task = make_task(config.task)
+    return loss_scores(lambda x, y: task.losses(model(x), y), *canaries)
 
 
-def _generator_losses(config: RunConfig, images_m: Tensor, model: ReplayGenerator) -> Tensor:
+def _by_generator(config: RunConfig, canaries: tuple[Tensor, Tensor], model: ReplayGenerator) -> Tensor:
     rng = torch_rng(config.seed, "canary-losses")
-    return torch.cat([model.loss(x, rng)[0].view(1) for x in torch.split(images_m, 1)])
+    return loss_scores(lambda x, _: model.loss(x, rng)[0].view(1), *canaries, at_once=1)
 
 
 def _of_prior(
@@ -110,18 +105,11 @@ def _of_prior(
     load_arrays(generator, sent["generator"])
     prior = plan.fresh_prior(generator).eval()
 
-    def nats(weights: StateDict) -> Tensor:
+    def scores(weights: StateDict) -> Tensor:
         load_arrays(prior, weights)
-        return example_nats(prior, codes_m, canaries[1])
+        return likelihood_scores(prior, generator, plan, *canaries, at_once=1)
 
-    with torch.inference_mode():
-        single = zip(*map(_singly, canaries), strict=True)
-        codes_m = torch.cat([generator.encode(plan.generator_input(x, y)) for x, y in single])
-        return (nats(sent["prior"]) - nats(released["prior"])).double().numpy()
-
-
-def _singly(part_m: Tensor) -> tuple[Tensor, ...]:
-    return torch.split(part_m, 1)
+    return (scores(released["prior"]) - scores(sent["prior"])).double().numpy()
 
 
 def _of_drawn(images_m: Tensor, request: RecordDict, answer: RecordDict) -> NDArray[np.float64] | None:

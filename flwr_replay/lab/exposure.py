@@ -17,15 +17,13 @@ These are attacks that were tried. That they fail is evidence, and no guarantee.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from flwr_replay.attacks.membership import bootstrapped
 from flwr_replay.errors import DataError
 from flwr_replay.files.atomic import write_atomic
 from flwr_replay.generators.base import Look
@@ -38,34 +36,9 @@ from flwr_replay.models.layers import as_input
 from flwr_replay.report.plots import histograms
 from flwr_replay.rng import derived_seed
 
-__all__ = ["Attack", "examine", "matched", "membership"]
+__all__ = ["examine", "matched"]
 
-RESAMPLES = 1000  # of the bootstrap
 FEWEST = 8  # images on each side
-
-
-@dataclass(frozen=True)
-class Attack:
-    """The distances that an attack found, and how well they tell members from others."""
-
-    attack: str
-    distance: str  # the name of the look
-    members: float  # mean squared distance
-    others: float
-    auc: float  # 0.5: no better than guessing
-    low: float  # of a 95 % interval
-    high: float
-
-
-def membership(members_n: NDArray[Any], others_n: NDArray[Any], seed: int) -> tuple[float, float, float]:
-    """Return the AUC of 'small distances are members', and a 95 % interval (percentiles of a bootstrap)."""
-    rng = np.random.default_rng(derived_seed(seed, "bootstrap"))
-    before = members_n[:, None] < others_n[None]
-    right = np.where(members_n[:, None] == others_n[None], 0.5, before)  # of each pair: who is told apart
-    rows, columns = (rng.integers(0, size, (RESAMPLES, size)) for size in right.shape)
-    drawn = [right[np.ix_(i, j)].mean() for i, j in zip(rows, columns, strict=True)]
-    low, high = np.percentile(drawn, [2.5, 97.5])
-    return float(right.mean()), float(low), float(high)
 
 
 def examine(
@@ -99,7 +72,8 @@ def examine(
     Returns
     -------
     dict
-        `attacks`, Fréchet distances, diversity, and the numbers of images.
+        `attacks`, each with the mean squared distance of `members` and of `others`, and an AUC; Fréchet distances,
+        diversity, and the numbers of images.
 
     Raises
     ------
@@ -141,9 +115,11 @@ def examine(
         }
         for attack, (members, others) in found.items():
             in_n, out_n = members.cpu().numpy(), others.cpu().numpy()
-            figures = float(in_n.mean()), float(out_n.mean()), *membership(in_n, out_n, seed)
-            attacks.append(Attack(attack, look.name, *figures))
-            title = f"AUC {figures[2]:.2f} ({figures[3]:.2f} to {figures[4]:.2f})"
+            auc = bootstrapped(-in_n, -out_n, seed)
+            means = {"members": float(in_n.mean()), "others": float(out_n.mean())}
+            figures = {**means, "auc": auc.value, "low": auc.low, "high": auc.high}
+            attacks.append({"attack": attack, "distance": look.name, **figures})
+            title = f"AUC {auc.value:.2f} ({auc.low:.2f} to {auc.high:.2f})"
             shown = histograms({"training images": in_n, "held-out images": out_n}, f"{attack}, {look.name}", title)
             write_atomic(folder / f"{'-'.join(f'{attack} {look.name}'.replace(',', '').split())}.png", shown)
     for name, (x, _), closest in zip(("members", "others"), sides, made, strict=True):
@@ -159,7 +135,7 @@ def examine(
         "institution": institution.name,
         "images": count,
         "samples": samples,
-        "attacks": [asdict(attack) for attack in attacks],
+        "attacks": attacks,
         "frechet-distance, local features": frechet(pooled_made, pooled_in),
         "frechet-distance, local features, of real others": frechet(pooled_out, pooled_in),
         **({"frechet-inception-distance": inceptions.of(synthetic)} if inceptions else {}),

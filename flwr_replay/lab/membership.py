@@ -17,13 +17,18 @@ from torch import Tensor, nn
 
 from flwr_replay.attacks.attacker import Auxiliary
 from flwr_replay.attacks.catalogue import LIRA, LOSS, PRIOR, RECONSTRUCTED, RELEASED
-from flwr_replay.attacks.membership import lira_scores, loss_scores, nearest_scores, reference_models
-from flwr_replay.attacks.scores import equal_label_shares, membership
+from flwr_replay.attacks.membership import (
+    equal_label_shares,
+    likelihood_scores,
+    lira_scores,
+    loss_scores,
+    membership,
+    nearest_scores,
+    reference_models,
+)
 from flwr_replay.errors import DataError
 from flwr_replay.files.tensors import unnested
 from flwr_replay.generators.base import ReplayGenerator
-from flwr_replay.generators.plan import ReplayPlan
-from flwr_replay.generators.priors import CodePrior, example_nats
 from flwr_replay.lab.evidence import Evidence, Exhibit
 from flwr_replay.lab.judge import Originals
 from flwr_replay.lab.trials import Question
@@ -72,7 +77,8 @@ def member_attacks(
         prior = plan.fresh_prior(generator)
         load_arrays(generator, sent["generator"])
         load_arrays(prior, sent["prior"])
-        yield PRIOR.name, lambda: _by_likelihood(prior.eval(), generator.eval(), plan, sides)
+        models = prior.eval(), generator.eval()
+        yield PRIOR.name, lambda: _scored([likelihood_scores(*models, plan, *side) for side in sides])
     if means == "images" and exhibit.declared.kind == "synthetic" and auxiliary is not None:
         yield RELEASED.name, lambda: _by_distance(exhibit, auxiliary, sides)
 
@@ -119,17 +125,6 @@ def _by_reconstruction(generator: ReplayGenerator, sides: tuple[Candidates, Cand
 
     def losses(x: Tensor, _: Tensor) -> Tensor:
         return (generator.decode(generator.encode(x)) - x).flatten(1).square().mean(1)
-
-    return _scored([loss_scores(losses, *side) for side in sides])
-
-
-def _by_likelihood(
-    prior: CodePrior, generator: ReplayGenerator, plan: ReplayPlan, sides: tuple[Candidates, Candidates]
-) -> dict[str, Any]:
-    """Take those whose codes the prior finds likely for members; the generator came to the institution with it."""
-
-    def losses(x: Tensor, y: Tensor) -> Tensor:
-        return example_nats(prior, generator.encode(plan.generator_input(x, y)), y)
 
     return _scored([loss_scores(losses, *side) for side in sides])
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import expit
-from scipy.stats import binom, rankdata
+from scipy.stats import binom
 
 from flwr_replay.config.sections import require
 
-__all__ = ["SIGNIFICANCE", "Guesses", "auc", "by_steinke", "guessed", "lower_bound"]
+__all__ = ["SIGNIFICANCE", "Guesses", "by_steinke", "guessed", "lower_bound"]
 
 SIGNIFICANCE = 0.01  # 99 % bounds
 LARGEST = 64.0  # epsilon; no number of canaries that fits a machine shows as much
@@ -116,17 +116,6 @@ def lower_bound(tried: Sequence[Guesses], delta: float, significance: float = SI
     require(bool(tried), "a bound comes from at least one number of guesses; got none")
     found = [(by_steinke(one, delta, significance / len(tried)), one) for one in tried]
     return max(found, key=lambda pair: pair[0])
-
-
-def auc(scores_m: NDArray[np.float64], was_in_m: NDArray[np.bool_]) -> float:
-    """Return the probability that an example that was in has the larger score than one that was out; ties are half.
-
-    It is 0.5 where all coins fell alike.
-    """
-    n_in, n_out = int(was_in_m.sum()), int((~was_in_m).sum())
-    if not n_in or not n_out:
-        return 0.5
-    return float((rankdata(scores_m)[was_in_m].sum() - n_in * (n_in + 1) / 2) / (n_in * n_out))
 
 
 def _largest(refuted: Callable[[float], bool]) -> float:

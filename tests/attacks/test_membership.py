@@ -7,13 +7,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from flwr_replay.attacks.membership import (
+    equal_label_shares,
     lira_scores,
     logit_confidences,
     loss_scores,
+    membership,
     nearest_scores,
     reference_models,
 )
-from flwr_replay.attacks.scores import equal_label_shares, membership
 from flwr_replay.config.sections import ModelConfig, TaskConfig, TrainingConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.models import build

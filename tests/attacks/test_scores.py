@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from flwr_replay.attacks.intervals import auc_estimate, share
-from flwr_replay.attacks.scores import Judge, assigned, equal_label_shares, membership, psnr
+from flwr_replay.attacks.membership import equal_label_shares, membership
+from flwr_replay.attacks.scores import Judge, assigned, psnr
 from flwr_replay.errors import ConfigError
 
 

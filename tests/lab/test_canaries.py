@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from flwr_replay.attacks.membership import auc
 from flwr_replay.errors import ConfigError
 from flwr_replay.institution import budget
 from flwr_replay.institution.owner import Shard
@@ -17,7 +18,7 @@ from flwr_replay.lab.seen_steps import FINDINGS, SeenSteps, judged
 from flwr_replay.models.staged import StagedModel
 from flwr_replay.privacy import dpsgd
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon, noise_for
-from flwr_replay.privacy.bounds import auc, guessed, lower_bound
+from flwr_replay.privacy.bounds import guessed, lower_bound
 from flwr_replay.privacy.dpsgd import noisy_step
 from flwr_replay.privacy.secret import Stream
 
@@ -56,7 +57,12 @@ def audited(target=2.0, seed=0, charged=None, after=lambda model, optimizer: Non
     tried = [guessed(audit.scores_m, canaries.was_in_m, guesses) for guesses in (15, 60, 150, 300)]
     found = judged(audit.seen, [charged(cost) if charged else cost], audit.stray, DELTA, 0.005)
     bound, _ = lower_bound(tried, DELTA, 0.005)
-    return found, bound, auc(audit.scores_m, canaries.was_in_m), epsilon([cost], DELTA)
+    return (
+        found,
+        bound,
+        auc(audit.scores_m[canaries.was_in_m], audit.scores_m[~canaries.was_in_m]),
+        epsilon([cost], DELTA),
+    )
 
 
 @pytest.mark.parametrize("target", [0.5, 40])

@@ -5,6 +5,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
+from flwr_replay.attacks.membership import auc
 from flwr_replay.config.compose import compose
 from flwr_replay.data import Dataset, Examples
 from flwr_replay.files.tensors import nested
@@ -16,7 +17,6 @@ from flwr_replay.learning.training import batches, step
 from flwr_replay.models.layers import as_input
 from flwr_replay.models.zoo import backbone
 from flwr_replay.privacy.accounting import SampledGaussian
-from flwr_replay.privacy.bounds import auc
 from flwr_replay.privacy.secret import Stream
 from flwr_replay.wire.records import array_record
 from flwr_replay.wire.weights import load_arrays, to_arrays
@@ -35,6 +35,11 @@ def data():
 def messages(before, after):
     """Return the contents of a request and its answer, with these weights."""
     return RecordDict({"arrays": array_record(before)}), RecordDict({"arrays": array_record(after)})
+
+
+def told(probe):
+    """Return how well the scores tell which canaries were in."""
+    return auc(probe.scores_m[CANARIES.was_in_m], probe.scores_m[~CANARIES.was_in_m])
 
 
 def test_without_dp_a_canary_that_is_out_leaves_its_row_to_a_copy_of_another_example():
@@ -71,7 +76,7 @@ def test_a_classifier_that_has_learned_them_gives_them_away():
             step(model, optimizer, task.loss(model(x_B), y_B))
     probe.saw(*messages(before, to_arrays(model)))
     assert probe.releases == 1
-    assert auc(probe.scores_m, CANARIES.was_in_m) > 0.95
+    assert told(probe) > 0.95
     twice = probe.scores_m.copy()
     probe.saw(*messages(before, to_arrays(model)))
     assert np.allclose(probe.scores_m, 2 * twice)  # every release counts
@@ -89,7 +94,7 @@ def test_a_generator_that_has_learned_images_of_noise_gives_them_away():
         for rows in torch.randperm(N, generator=rng).split(16):
             step(model, optimizer, model.loss(as_input(images[rows]), rng)[0])
     probe.saw(*messages(before, to_arrays(model)))
-    assert auc(probe.scores_m, CANARIES.was_in_m) > 0.8
+    assert told(probe) > 0.8
 
 
 def test_a_part_of_a_network_is_scored_in_the_one_that_the_request_brought():
@@ -135,7 +140,7 @@ def test_a_prior_that_has_learned_codes_of_noise_gives_them_away(options, passes
     request["config"] = ConfigRecord({"stage": "train-prior"})
     probe.saw(request, answer)
     assert probe.releases == 1
-    assert auc(probe.scores_m, CANARIES.was_in_m) > 0.8
+    assert told(probe) > 0.8
     in_two = ImageCanaries(CANARIES, data(), config, noise=True)  # a training in two messages is scored at its end
     in_two.saw(request, RecordDict())
     assert in_two.releases == 0
@@ -149,7 +154,7 @@ def test_drawn_images_give_away_those_that_they_copy():
     request, answer = messages({}, {"images": copies, "labels": np.zeros(len(copies), np.int64)})
     request["config"] = ConfigRecord({"stage": "draw-buffer"})
     probe.saw(request, answer)
-    assert auc(probe.scores_m, CANARIES.was_in_m) == 1
+    assert told(probe) == 1
     probe.saw(request, RecordDict())  # an institution that failed
     assert probe.releases == 1
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 from harness import node_configs, run, write_shards
 
+from flwr_replay.attacks.intervals import Estimate
+from flwr_replay.attacks.membership import bootstrapped
 from flwr_replay.cli.main import main
 from flwr_replay.generators import perceptual
 from flwr_replay.generators.base import ImageGenerator
 from flwr_replay.institution.synthesis import SynthesisStages
-from flwr_replay.lab.exposure import matched, membership
+from flwr_replay.lab.exposure import matched
 from flwr_replay.report.run_files import BOUND
 
 SIZES = {"a": 40, "b": 33}
@@ -71,12 +73,12 @@ class Copies(ImageGenerator):
     state = load_state = None
 
 
-def test_membership_is_certain_for_separate_distances_and_a_guess_for_equal_ones():
-    assert membership(np.arange(20), np.arange(30, 50), 0) == (1, 1, 1)
-    auc, low, high = membership(np.arange(20), np.arange(20), 0)
-    assert auc == 0.5
-    assert low < 0.5 < high
-    assert membership(np.arange(30, 50), np.arange(20), 0)[0] == 0
+def test_membership_is_certain_for_separate_scores_and_a_guess_for_equal_ones():
+    assert bootstrapped(np.arange(30, 50), np.arange(20), 0) == Estimate(1, 1, 1)
+    found = bootstrapped(np.arange(20), np.arange(20), 0)
+    assert found.value == 0.5
+    assert found.low < 0.5 < found.high
+    assert bootstrapped(np.arange(20), np.arange(30, 50), 0).value == 0
 
 
 def test_both_sides_have_as_many_images_of_each_class():
