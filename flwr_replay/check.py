@@ -1,4 +1,4 @@
-"""The contracts of strategies and partitions: `check_strategy("cwt")` raises `AssertionError` if it is broken.
+"""The contracts of strategies, partitions and attacks: `check_strategy("cwt")` raises `AssertionError` if it is broken.
 
 Third parties call it on their own strategy, which an installed package brings (`flwr-replay new strategy` writes one).
 It runs small jobs in process, and checks:
@@ -11,7 +11,7 @@ It runs small jobs in process, and checks:
 - every mechanism that can be trained by DP-SGD declares its passes, and the institutions are charged for exactly these
 - every step that was charged is taken by DP-SGD; that no other step is taken, it cannot see
 
-`check_partition("mypkg:deal")` does the same for a partition.
+`check_partition("mypkg:deal")` does the same for a partition, `check_attack("mypkg:attack")` for an attack.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import fields
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from flwr.app import Error, Message
 from safetensors.numpy import load_file
 
+from flwr_replay.attacks.attacker import Auxiliary
 from flwr_replay.client_app import app
 from flwr_replay.config.catalogue import own_options
 from flwr_replay.config.compose import compose, overrides_of
@@ -44,6 +47,8 @@ from flwr_replay.files.atomic import home
 from flwr_replay.files.lines import read_lines
 from flwr_replay.files.tensors import digest, nested, unnested
 from flwr_replay.forecast.forecast import expected, forecast, idea_of, shares_of
+from flwr_replay.lab.own import Seen, own_scores
+from flwr_replay.learning.training import torch_rng
 from flwr_replay.models.zoo import backbone
 from flwr_replay.privacy.account import CHARGES
 from flwr_replay.privacy.plan import mechanisms_of
@@ -60,7 +65,7 @@ from flwr_replay.wire.recording import FOLDER, read_message
 from flwr_replay.wire.records import StateDict, array_record, arrays_in, config_in, metrics_in, opened
 from flwr_replay.wire.weights import to_arrays
 
-__all__ = ["check_partition", "check_strategy"]
+__all__ = ["check_attack", "check_partition", "check_strategy"]
 
 JOB = ("task=digits", "partition=iid", "model=cnn", "model.width=4", "nodes=3", "rounds=2", "device=cpu")
 MECHANISMS = ("encoder", "classifier", "proxy", "generator", "prior", "latents")
@@ -157,6 +162,31 @@ def check_partition(choice: str, overrides: Sequence[str] = ()) -> None:
         same = all(np.array_equal(a, b) for a, b in zip(first.parts, again.parts, strict=True))
         assert same, "one seed must deal alike: draw from np.random.default_rng(seed)"
         assert all(len(part) for part in first.parts), f"each of {nodes} institutions must get examples"
+
+
+def check_attack(choice: str) -> None:
+    """Check one attack on membership, on 40 images and the weights of a small network.
+
+    Parameters
+    ----------
+    choice : str
+        As `privacy attack --attack` takes it: `mypkg:attack`.
+
+    Raises
+    ------
+    AssertionError
+        If one seed does not give the same scores twice, one is not finite, or what the attack got is changed.
+    """
+    allow([choice])  # whoever checks it has named it
+    config = compose(["task=digits", "model=cnn", "model.width=4"])
+    images, labels = torch.rand(40, 1, 8, 8, generator=torch_rng(0, "images")), torch.arange(40) % 10
+    model, known = backbone(config.model, config.task)(0).eval(), Auxiliary("of the check", images[::2], labels[::2])
+    got = {"images": images.numpy(), "labels": labels.numpy(), **(weights := to_arrays(model))}
+    before, seen = digest(got), [Seen([weights], [weights], deepcopy(model), known) for _ in range(2)]
+    first, again = (own_scores(choice, one, images, labels, 0) for one in seen)
+    assert digest(got) == before, "an attack must leave messages and images as they are"
+    assert bool(first.isfinite().all()), "each score must be finite"
+    assert torch.equal(first, again), "one seed must give the same scores: draw from generators of the seed"
 
 
 def check_strategy(name: str, overrides: Sequence[str] = ()) -> None:

@@ -27,11 +27,12 @@ from torch import Tensor, nn
 
 from flwr_replay.attacks.distances import distances
 from flwr_replay.attacks.intervals import Estimate, auc_estimate, share
-from flwr_replay.config.sections import TrainingConfig, require
+from flwr_replay.config.sections import TaskConfig, TrainingConfig, require
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.generators.base import AT_ONCE, ReplayGenerator
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.priors import CodePrior, example_nats
+from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import batches, make_optimizer, step, torch_rng
 from flwr_replay.models.layers import as_input
 from flwr_replay.rng import derived_rng, derived_seed
@@ -48,6 +49,7 @@ __all__ = [
     "membership",
     "nearest_scores",
     "reference_models",
+    "task_scores",
 ]
 
 ENOUGH = 64  # reference models for a σ of each example's own
@@ -81,6 +83,12 @@ def loss_scores(losses: Callable[[Tensor, Tensor], Tensor], x_n: Tensor, y_n: Te
     with torch.no_grad():
         parts = zip(torch.split(x_n, at_once), torch.split(y_n, at_once), strict=True)
         return torch.cat([-losses(as_input(x_B), y_B) for x_B, y_B in parts])
+
+
+def task_scores(model: nn.Module, config: TaskConfig, x_n: Tensor, y_n: Tensor) -> Tensor:
+    """Return −ℓ of each example, (n,), of a task's model in evaluation mode."""
+    losses = make_task(config).losses
+    return loss_scores(lambda x_B, y_B: losses(model(x_B), y_B), x_n, y_n)
 
 
 def likelihood_scores(

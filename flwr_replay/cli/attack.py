@@ -20,7 +20,10 @@ def attack(
     institution: Annotated[str, typer.Option("--institution", help="Attack this one only.")] = "",
     field: Annotated[str, typer.Option("--field", help="Attack this field only: latents, arrays, codes …")] = "",
     only: Annotated[
-        str, typer.Option("--attack", help="Try this attack only: 'latent matching', 'loss threshold' …")
+        str,
+        typer.Option(
+            "--attack", help="Try this one only: 'latent matching', 'loss threshold' … | yours: mypkg:attack."
+        ),
     ] = "",
     aux: Annotated[
         str,
@@ -45,8 +48,9 @@ def attack(
 
     An interrupted command goes on where it stopped. A failed attack proves nothing.
     """
-    from flwr_replay.lab.attack import FOLDER, Only, attack_run
+    from flwr_replay.lab.attack import FOLDER, attack_run
     from flwr_replay.lab.page import write_page
+    from flwr_replay.lab.registry import Only
 
     folder = place.expanduser().absolute()
 

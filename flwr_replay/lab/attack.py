@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from flwr_replay.attacks.attacker import Attacker, Attempt, Auxiliary
-from flwr_replay.attacks.catalogue import ATTACKS, nothing_tried, number_timed
 from flwr_replay.attacks.distances import distances
 from flwr_replay.attacks.membership import equal_label_shares
 from flwr_replay.attacks.scores import ImageScores, Judge, assigned, image_metrics
 from flwr_replay.config.run import RunConfig
-from flwr_replay.errors import ConfigError, DataError, FlwrReplayError, RunError, nearest
+from flwr_replay.errors import ConfigError, DataError, FlwrReplayError, RunError
 from flwr_replay.files.atomic import private_folder, read_json, sweep, write_json
 from flwr_replay.institution.pictures import SHOWN, draw_grid
 from flwr_replay.lab.auxiliary import auxiliary_of, without
@@ -33,35 +32,20 @@ from flwr_replay.lab.evidence import Evidence, Exhibit
 from flwr_replay.lab.judge import Originals, OtherOriginals, originals_of
 from flwr_replay.lab.labels import label_attacks
 from flwr_replay.lab.membership import member_attacks
+from flwr_replay.lab.registry import Only, nothing_tried, number_timed, trial_of
 from flwr_replay.lab.sentences import sentence
 from flwr_replay.lab.trials import Question, Trial
-from flwr_replay.lab.verified import DIGEST, TRIALS, checked
+from flwr_replay.lab.verified import DIGEST, checked
 from flwr_replay.models.layers import as_input
 from flwr_replay.report.run_files import read_result
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.execute import Job, claim
 
-__all__ = ["FOLDER", "Only", "attack_run"]
+__all__ = ["FOLDER", "attack_run"]
 
 FOLDER = "attacks"
 FEWEST = 8  # images of an institution, and others, below which nobody says to whom a picture is nearer
 RESULTS = {"attacks": list, "options": dict}
-
-
-@dataclass(frozen=True)
-class Only:
-    """What is attacked; an empty text stands for all."""
-
-    institution: str = ""
-    field: str = ""
-    attack: str = ""
-
-    def __post_init__(self) -> None:
-        names = [one.name for known in ATTACKS.values() if not isinstance(known, str) for one in known]
-        if self.attack not in ("", *names):
-            raise ConfigError(
-                f"--attack must be one that is built in; got {self.attack!r}: {nearest(self.attack, names)}"
-            )
 
 
 def attack_run(
@@ -119,14 +103,16 @@ def attack_run(
     sweep(place)
     options = {"aux": auxiliary.source if auxiliary else "none", "data": data, "run": evidence.run}
     answers = {(one.institution, one.stage, one.field): len(one.answers) for one in evidence.exhibits}
-    found = _earlier(place, options, minutes, answers)
+    found = [
+        one for one in _earlier(place, options, minutes, answers) if one["attack"] != only.own
+    ]  # it may have changed
     if found:
         say(f"{len(found)} results are of an earlier command")
     done = {(one["institution"], one["stage"], one["field"], one["attack"]) for one in found}
     timed = sum(number_timed(exhibit.means, len(exhibit.answers)) for exhibit in evidence.exhibits)
     seconds = 60 * minutes / max(1, timed)
     for name in names:
-        lab = Lab.of(evidence, name, only.attack, auxiliary, data, seconds, place)
+        lab = Lab.of(evidence, name, only, auxiliary, data, seconds, place)
         for exhibit in (one for one in evidence.exhibits if one.institution == name):
             for result in lab.results(exhibit, done):
                 result |= {"minutes": minutes, "sentence": sentence(result)}
@@ -195,8 +181,8 @@ class Lab:
 
     Attributes
     ----------
-    only : str
-        The attack that is tried; empty: all that are known.
+    only : Only
+        Its attack is tried; empty: all that are known.
     auxiliary : Auxiliary | None
         The attacker's own images, without those that the judge has.
     originals : Originals | None
@@ -210,7 +196,7 @@ class Lab:
     """
 
     evidence: Evidence
-    only: str
+    only: Only
     auxiliary: Auxiliary | None
     originals: Originals | None
     why: str
@@ -223,7 +209,7 @@ class Lab:
         cls,
         evidence: Evidence,
         institution: str,
-        only: str,
+        only: Only,
         auxiliary: Auxiliary | None,
         data: str,
         seconds: float,
@@ -258,7 +244,7 @@ class Lab:
         try:
             for name, attempt in self.attempts(exhibit):
                 tried = True
-                if (*key, name) in done or self.only not in ("", name):
+                if (*key, name) in done or self.only.attack not in ("", name):
                     continue
                 begun = time.monotonic()
                 try:
@@ -276,15 +262,17 @@ class Lab:
         """Yield the attacks on a field: on membership and labels where there are originals, then on images."""
         seed = derived_seed(self.evidence.config.seed, "attack", exhibit.institution, exhibit.stage, exhibit.field)
         attacker = Attacker(self.evidence.form, self.auxiliary, seed, self.seconds)
-        trial_type = TRIALS.get(exhibit.means) if exhibit.declared.kind != "synthetic" else None
         trial: Trial | None = None
         try:
-            trial = trial_type(exhibit, self.evidence) if trial_type else None
+            trial = trial_of(exhibit, self.evidence)
         except RunError as error:
             yield "reconstruction", partial(_raise, error)
         if self.originals:
-            yield from member_attacks(exhibit, self.evidence, self.originals, self.auxiliary, seed, self.seconds)
+            words = self.auxiliary, seed, self.seconds, self.only.own
+            yield from member_attacks(exhibit, self.evidence, self.originals, *words)
             yield from label_attacks(exhibit, self.evidence, trial, self.originals, attacker)
+        elif self.only.own:
+            yield self.only.own, partial(_raise, DataError(self.why))
         for one in filter(None, (trial, trial.last()) if trial else ()):
             for attempt in one.attempts(attacker):
                 yield attempt.attack.name, partial(self.seen, exhibit, attempt, one)
@@ -381,7 +369,7 @@ class Lab:
         return torch.from_numpy(own), torch.from_numpy(others)
 
 
-def _raise(error: RunError) -> dict[str, Any]:
+def _raise(error: FlwrReplayError) -> dict[str, Any]:
     raise error
 
 

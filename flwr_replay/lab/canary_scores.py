@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flwr_replay.attacks.distances import distances
-from flwr_replay.attacks.membership import likelihood_scores, loss_scores
+from flwr_replay.attacks.membership import likelihood_scores, loss_scores, task_scores
 from flwr_replay.config.run import RunConfig
 from flwr_replay.files.tensors import unnested
 from flwr_replay.generators.base import ReplayGenerator
 from flwr_replay.generators.plan import ReplayPlan
-from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.models.layers import as_input
 from flwr_replay.models.zoo import backbone
@@ -41,7 +40,12 @@ def scorers(config: RunConfig, images_m: Tensor, labels_m: Tensor, noise: bool) 
     """Return what scores the releases of a run: of classifiers, proxies and encoders, or with `noise` of generators."""
     canaries = as_input(images_m), labels_m
     if not noise:
-        return [OfModel(lambda seed: backbone(config.model, config.task)(seed), partial(_by_task, config, canaries))]
+        return [
+            OfModel(
+                lambda seed: backbone(config.model, config.task)(seed),
+                lambda model: task_scores(model, config.task, *canaries),
+            )
+        ]
     if config.draws_images:
         return [partial(_of_drawn, canaries[0])]
     plan = ReplayPlan.of(config)
@@ -82,11 +86,6 @@ class OfModel:
     def _scores(self, weights: StateDict) -> NDArray[np.float64]:
         load_arrays(self.model, weights)
         return self.scores(self.model.eval()).double().numpy()
-
-
-def _by_task(config: RunConfig, canaries: tuple[Tensor, Tensor], model: nn.Module) -> Tensor:
-    task = make_task(config.task)
-    return loss_scores(lambda x, y: task.losses(model(x), y), *canaries)
 
 
 def _by_generator(config: RunConfig, canaries: tuple[Tensor, Tensor], model: ReplayGenerator) -> Tensor:

@@ -14,8 +14,8 @@ from flwr_replay.errors import RunError
 from flwr_replay.lab.changes import OfChange
 from flwr_replay.lab.evidence import NO_MODEL, Evidence, Exhibit
 from flwr_replay.lab.judge import Originals
+from flwr_replay.lab.registry import trial_of
 from flwr_replay.lab.trials import OfActivations, Question, Trial
-from flwr_replay.lab.verified import TRIALS
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models import split_before_head
 from flwr_replay.wire.weights import load_arrays
@@ -47,12 +47,12 @@ def label_attacks(
 def _read(exhibit: Exhibit, evidence: Evidence, originals: Originals) -> dict[str, Any]:
     """Read labels of the answer whose images the judge knows; under local DP some are not those of the images."""
     beside = [one for one in evidence.sent if (one.institution, one.stage) == (exhibit.institution, exhibit.stage)]
-    trials = [TRIALS[one.means](one, evidence) for one in beside if one.means in ROW_BY_ROW]
-    if not trials:
+    trials = [trial_of(one, evidence) for one in beside if one.means in ROW_BY_ROW]
+    if not trials or not (trial := trials[0]):
         raise RunError("they are sent as they are; which image each is of, the judge cannot see")
-    if (rows_n := trials[0].rows(originals)) is None:
+    if (rows_n := trial.rows(originals)) is None:
         raise RunError(SECRET)
-    sent_n = torch.from_numpy(exhibit.array(trials[0].answer))[: len(rows_n)]
+    sent_n = torch.from_numpy(exhibit.array(trial.answer))[: len(rows_n)]
     own_n = rows_n >= 0
     return _right(int((sent_n[own_n] == originals.y_N[rows_n[own_n]]).sum()), int(own_n.sum()))
 

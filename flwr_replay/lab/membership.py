@@ -7,6 +7,7 @@ each. Test images of another source would make the attack seem better than it is
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -25,14 +26,17 @@ from flwr_replay.attacks.membership import (
     membership,
     nearest_scores,
     reference_models,
+    task_scores,
 )
 from flwr_replay.errors import DataError
 from flwr_replay.files.tensors import unnested
 from flwr_replay.generators.base import ReplayGenerator
 from flwr_replay.lab.evidence import Evidence, Exhibit
 from flwr_replay.lab.judge import Originals
+from flwr_replay.lab.own import Seen, own_scores
 from flwr_replay.lab.trials import Question
 from flwr_replay.learning.tasks import make_task
+from flwr_replay.learning.training import torch_rng
 from flwr_replay.wire.weights import load_arrays
 
 __all__ = ["member_attacks"]
@@ -45,26 +49,36 @@ Candidates = tuple[Tensor, Tensor]  # images and labels
 
 
 def member_attacks(
-    exhibit: Exhibit, evidence: Evidence, originals: Originals, auxiliary: Auxiliary | None, seed: int, seconds: float
+    exhibit: Exhibit,
+    evidence: Evidence,
+    originals: Originals,
+    auxiliary: Auxiliary | None,
+    seed: int,
+    seconds: float,
+    own: str = "",
 ) -> Iterator[Question]:
-    """Yield attacks on membership, each to be called; none for numbers from which none is known."""
+    """Yield attacks on membership, each to be called: `own`, and those known for such numbers."""
     sides = _candidates(originals, seed)
     means, last = exhibit.means, exhibit.answers[-1]
     if len(sides[0][1]) < FEWEST:
-        if means in ("weights", "generator weights"):
+        if own or means in ("weights", "generator weights"):
             yield (
-                "membership",
+                own or "membership",
                 partial(_too_few, len(sides[0][1]), "training images with as many others of equal labels", FEWEST),
             )
         return
-    if means == "weights" and evidence.model().state_dict().keys() == exhibit.arrays(last).keys():
-        model = evidence.model()
+    model, task = evidence.model().eval(), evidence.config.task
+    whole = means == "weights" and model.state_dict().keys() == exhibit.arrays(last).keys()
+    if whole:
         load_arrays(model, exhibit.arrays(last))
-        yield LOSS.name, lambda: _by_loss(model.eval(), evidence, sides)
+    if own:
+        yield own, lambda: _by_function(own, exhibit, model if whole else None, auxiliary, sides, seed)
+    elif whole:
+        yield LOSS.name, lambda: _scored([task_scores(model, task, *side) for side in sides])
         enough = auxiliary is not None and len(auxiliary.labels_m) >= ENOUGH
         if auxiliary is not None and not enough:
             yield LIRA.name, partial(_too_few, len(auxiliary.labels_m), "auxiliary images", ENOUGH)
-        elif auxiliary is not None and evidence.config.task.kind == "classification":
+        elif auxiliary is not None and task.kind == "classification":
             yield LIRA.name, lambda: _by_references(model, evidence, exhibit, sides, auxiliary, seed, seconds)
     plan = evidence.replay_plan()
     if means == "generator weights" and exhibit.stage == "train-generator" and plan is not None:
@@ -87,10 +101,21 @@ def _too_few(number: int, what: str, fewest: int) -> dict[str, Any]:
     raise DataError(f"there are {number} {what}; it needs {fewest}")
 
 
-def _by_loss(model: nn.Module, evidence: Evidence, sides: tuple[Candidates, Candidates]) -> dict[str, Any]:
-    """Take those with small losses for members."""
-    task = make_task(evidence.config.task)
-    return _scored([loss_scores(lambda x, y: task.losses(model(x), y), *side) for side in sides])
+def _by_function(
+    name: str,
+    exhibit: Exhibit,
+    model: nn.Module | None,
+    auxiliary: Auxiliary | None,
+    sides: tuple[Candidates, Candidates],
+    seed: int,
+) -> dict[str, Any]:
+    """Ask a function of the user's; the order of the candidates tells it nothing."""
+    requests = [answer.request.arrays if answer.request else {} for answer in exhibit.answers]
+    sent, asked = deepcopy([exhibit.arrays(answer) for answer in exhibit.answers]), deepcopy(requests)
+    x, y = (torch.cat(both) for both in zip(*sides, strict=True))
+    order = torch.randperm(len(y), generator=torch_rng(seed, "candidates"))
+    scores = own_scores(name, Seen(sent, asked, model, auxiliary), x[order], y[order], seed)
+    return _scored(list(scores[order.argsort()].chunk(2)))
 
 
 def _by_references(

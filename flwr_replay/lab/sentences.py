@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flwr_replay.config.parts import is_part
 from flwr_replay.lab.verified import NUMBER
 from flwr_replay.report.progress import shown_bytes
 
@@ -51,7 +52,9 @@ def sentence(result: dict[str, Any]) -> str:
             f"{sent} Labels, by {result['attack']}: {found['right']:,} of {found['number']:,} are right.{even}{unsure}"
         )
     if "picture" not in result:
-        return f"{sent} {result['attack'][0].upper()}{result['attack'][1:]} was not tried: {result['not-judged']}"
+        name = result["attack"]
+        shown = name if is_part(name) else f"{name[0].upper()}{name[1:]}"
+        return f"{sent} {shown} was not tried: {result['not-judged']}"
     tried, note = f"in {_time(result['seconds'])}, by {result['attack']}", result["note"] and f" {result['note']}"
     if not result.get("scores"):
         return f"{sent} There are pictures, {tried}; nobody judged them: {result['not-judged']}"

@@ -1,7 +1,7 @@
 """Reconstruction: from what an institution sent to images, one trial for each kind of numbers.
 
 A trial attacks with what the server has (`attempts`), and computes anew what was sent for the judge (`rows`). What kind
-of numbers a field has, its declaration says; `flwr_replay.attacks.catalogue` has the attacks on each.
+of numbers a field has, its declaration says; `flwr_replay.lab.registry` has the attacks on each.
 
 `N` all images of an institution, `n` those that are attacked, `C`, `H`, `W` of an image.
 """

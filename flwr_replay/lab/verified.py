@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from flwr_replay.errors import FlwrReplayError
-from flwr_replay.lab.changes import OfChange
-from flwr_replay.lab.evidence import Evidence, Exhibit
+from flwr_replay.lab.evidence import Evidence
 from flwr_replay.lab.judge import OTHERS, Originals, OtherOriginals, same_data
-from flwr_replay.lab.parts import of_weights
-from flwr_replay.lab.trials import OfActivations, OfCodes, OfImages, Trial
+from flwr_replay.lab.registry import trial_of
 
-__all__ = ["ANEW", "NUMBER", "TRIALS", "checked"]
+__all__ = ["ANEW", "NUMBER", "checked"]
 
 ANEW = "what was sent was computed anew from them"
 DIGEST = "their digest is that which was written during the run"
 NUMBER = "by their number only"  # how originals were checked
-
-TRIALS: dict[
-    str, Callable[[Exhibit, Evidence], Trial]
-] = {  # by what the numbers are; images that a generator drew are of nobody
-    "activations": OfActivations,
-    "codes": OfCodes,
-    "gradient": OfChange,
-    "images": OfImages,
-    "weights": of_weights,
-}
 
 
 def checked(institution: str, evidence: Evidence, originals: Originals) -> str:
@@ -46,10 +32,9 @@ def checked(institution: str, evidence: Evidence, originals: Originals) -> str:
         return DIGEST
     own = [one for one in evidence.exhibits if one.institution == institution]
     for exhibit in own:
-        trial_type = TRIALS.get(exhibit.means) if exhibit.declared.kind != "synthetic" else None
         try:
-            if trial_type:
-                trial_type(exhibit, evidence).rows(originals)
+            if trial := trial_of(exhibit, evidence):
+                trial.rows(originals)
                 return ANEW
         except OtherOriginals:
             raise

@@ -14,7 +14,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 from flwr_replay.attacks.intervals import share
-from flwr_replay.lab.attack import Only, attack_run
+from flwr_replay.lab.attack import attack_run
+from flwr_replay.lab.registry import Only
 from flwr_replay.processes import end_with_parent
 
 __all__ = ["Asked", "attacked", "leakage", "share_of_cores"]

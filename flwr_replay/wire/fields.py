@@ -57,7 +57,7 @@ class Field:
     dp: str = ""  # the mechanism under DP that makes it differentially private, if it is on; never inherited
     withheld: bool = False  # not sent if another field of its payload is under DP
     public: bool = False  # a number of examples, which every privacy claim declares public
-    means: Meaning | None = None  # what the numbers of an array are; `attacks.catalogue` says what can be tried
+    means: Meaning | None = None  # what the numbers of an array are; `lab.registry` says what can be tried
     counted: bool = False  # a test's number of examples or pixels; a policy may release these counts only
 
 

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 import flwr_replay.attacks
 from flwr_replay.attacks import attacker
 from flwr_replay.attacks.attacker import LATENT_SEARCHES, Attacker, Auxiliary, head_bias
-from flwr_replay.attacks.catalogue import ATTACKS
 from flwr_replay.attacks.gradients import LocalSteps, change_of
 from flwr_replay.attacks.latents import latents_of
 from flwr_replay.attacks.scores import Judge
@@ -20,7 +19,6 @@ from flwr_replay.attacks.search import Search
 from flwr_replay.config.sections import ModelConfig, TaskConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.models import StagedModel, build, split
-from flwr_replay.wire.fields import MEANINGS
 
 TASK = TaskConfig(name="digits", format="digits", channels=1, size=8, classes=10)
 FORM = (1, 8, 8)
@@ -124,14 +122,6 @@ def test_a_convolution_is_attacked_by_matching_only(digits: tuple[torch.Tensor, 
 def test_a_head_without_a_bias_is_refused() -> None:
     with pytest.raises(ConfigError, match="linear head"):
         head_bias(split(network("cnn"), "conv2")[0])
-
-
-def test_every_meaning_has_attacks_or_a_sentence() -> None:
-    assert set(ATTACKS) == set(MEANINGS)
-    for known in ATTACKS.values():
-        assert known.endswith(".") if isinstance(known, str) else known
-    attacks = {attack for known in ATTACKS.values() if not isinstance(known, str) for attack in known}
-    assert len({attack.name for attack in attacks}) == len(attacks)
 
 
 def test_a_search_keeps_to_its_time(monkeypatch):

@@ -13,7 +13,6 @@ from attacked_runs import DIGITS, attacked, recorded_runs, without_digests
 from harness import SHARDS, command, node_configs, run, write_shards
 
 from flwr_replay.attacks.attacker import Auxiliary
-from flwr_replay.attacks.catalogue import nothing_tried
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import DataError
 from flwr_replay.files.atomic import read_json
@@ -21,6 +20,7 @@ from flwr_replay.lab.auxiliary import auxiliary_of, without
 from flwr_replay.lab.evidence import Evidence
 from flwr_replay.lab.judge import Originals, OtherOriginals, originals_of
 from flwr_replay.lab.membership import member_attacks
+from flwr_replay.lab.registry import nothing_tried
 from flwr_replay.lab.trials import OfActivations
 from flwr_replay.memory import forget
 from flwr_replay.state.store import DATA

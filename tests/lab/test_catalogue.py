@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from flwr_replay.attacks.catalogue import ATTACKS
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.halves import load_client, load_strategy
+from flwr_replay.lab.registry import KNOWN
 from flwr_replay.payloads.common import Trained
-from flwr_replay.wire.fields import RECORD_OF, model, per_sample, synthetic
+from flwr_replay.wire.fields import MEANINGS, RECORD_OF, model, per_sample, synthetic
 from flwr_replay.wire.payload import REQUESTS, Request
 from flwr_replay.wire.records import Weights
 
@@ -19,9 +19,16 @@ def arrays_without_an_attack():
     for request in list(REQUESTS.values()):
         for payload in (request, request.answer):
             for name, field in payload.declared().items():
-                if RECORD_OF[field.kind] == "arrays" and field.means not in ATTACKS:
+                if RECORD_OF[field.kind] == "arrays" and field.means not in KNOWN:
                     gaps.append(f"{payload.__name__}.{name}")
     return sorted(set(gaps))
+
+
+def test_every_meaning_has_attacks_or_a_sentence():
+    assert set(KNOWN) == set(MEANINGS)
+    assert all(known.attacks or known.untried.endswith(".") for known in KNOWN.values())
+    attacks = {attack for known in KNOWN.values() for attack in known.attacks}
+    assert len({attack.name for attack in attacks}) == len(attacks)
 
 
 def test_all_payloads_of_all_strategies():

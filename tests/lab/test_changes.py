@@ -16,7 +16,7 @@ from flwr_replay.institution.peer import unpack_state
 from flwr_replay.lab.begun import begun_with
 from flwr_replay.lab.evidence import Evidence
 from flwr_replay.lab.judge import originals_of
-from flwr_replay.lab.verified import TRIALS
+from flwr_replay.lab.registry import trial_of as trial_on
 from flwr_replay.report.run_files import read_run_id
 from flwr_replay.state.store import DATA, StateStore
 from flwr_replay.wire.recording import FOLDER
@@ -44,7 +44,7 @@ def runs(tmp_path_factory):
 def trial_of(run, institution="institution-1"):
     """Return the trial of the weights that an institution sent back."""
     evidence = Evidence.of(run, institution, "arrays")
-    return TRIALS["weights"](evidence.exhibits[-1], evidence)
+    return trial_on(evidence.exhibits[-1], evidence)
 
 
 @pytest.mark.parametrize(

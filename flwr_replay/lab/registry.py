@@ -1,0 +1,109 @@
+"""What is known about numbers of each meaning: the attacks that take them, and the trial that makes images of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flwr_replay.attacks.catalogue import (
+    ANALYTIC,
+    AT_CUT,
+    COUNTS,
+    DECODED,
+    DECODER,
+    LAST,
+    LIRA,
+    LOOKED_AT,
+    LOSS,
+    MATCHING,
+    NEAREST,
+    OPTIMISED,
+    PRIOR,
+    RECONSTRUCTED,
+    RELEASED,
+    SHOWN,
+    Attack,
+)
+from flwr_replay.config.parts import allow, import_part, is_part
+from flwr_replay.errors import ConfigError, nearest
+from flwr_replay.lab.changes import OfChange
+from flwr_replay.lab.evidence import Evidence, Exhibit
+from flwr_replay.lab.parts import of_weights
+from flwr_replay.lab.trials import OfActivations, OfCodes, OfImages, Trial
+from flwr_replay.wire.fields import Meaning
+
+__all__ = ["KNOWN", "Known", "Only", "nothing_tried", "number_timed", "trial_of"]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known about numbers of one meaning."""
+
+    attacks: tuple[Attack, ...] = ()
+    trial: Callable[[Exhibit, Evidence], Trial] | None = None  # none: no image is behind such a number
+    untried: str = ""  # why no attack was tried, in a sentence; empty: each needs more than there was
+
+
+KNOWN: dict[Meaning, Known] = {
+    "generator weights": Known((RECONSTRUCTED, PRIOR)),
+    "weights": Known((COUNTS, ANALYTIC, MATCHING, LAST, LOSS, LIRA), of_weights),
+    "gradient": Known((COUNTS, ANALYTIC, MATCHING), OfChange),
+    "activations": Known((OPTIMISED, DECODER, NEAREST), OfActivations),
+    "codes": Known((DECODED,), OfCodes),
+    "labels": Known(
+        (SHOWN,),
+        untried="labels travel as they are, so nothing has to be guessed; classes are counted where there are "
+        "originals",
+    ),
+    "gradients at a cut": Known((AT_CUT,)),
+    "images": Known((LOOKED_AT, RELEASED), OfImages),
+    "scales": Known(
+        untried="A scale is one number for an image, a 127th of its largest latent; no attack on it alone is known. "
+        "Attacks on the latents use it."
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Only:
+    """What is attacked; an empty text stands for all."""
+
+    institution: str = ""
+    field: str = ""
+    attack: str = ""
+
+    def __post_init__(self) -> None:
+        names = [one.name for known in KNOWN.values() for one in known.attacks]
+        if self.own:
+            allow([self.own])  # whoever attacks has named it
+            import_part("--attack", self.own)
+        elif self.attack not in ("", *names):
+            raise ConfigError(
+                f"--attack must be one that is built in, or mypkg:attack; got {self.attack!r}: "
+                f"{nearest(self.attack, names)}"
+            )
+
+    @property
+    def own(self) -> str:
+        """The attack, if it is a function of the user's own."""
+        return self.attack if is_part(self.attack) else ""
+
+
+def trial_of(exhibit: Exhibit, evidence: Evidence) -> Trial | None:
+    """Return the trial of a field; None where no image is behind it: what a generator drew is of nobody."""
+    trial = KNOWN[exhibit.means].trial if exhibit.declared.kind != "synthetic" else None
+    return trial(exhibit, evidence) if trial else None
+
+
+def number_timed(meaning: Meaning, messages: int) -> int:
+    """Return how many attacks share the time for a field that came in so many messages."""
+    return sum(one.timed for one in KNOWN[meaning].attacks if one is not LAST or messages > 1)
+
+
+def nothing_tried(meaning: Meaning, drawn: bool) -> str:
+    """Say why no attack was tried on a field with this meaning; `drawn`: a generator has drawn it."""
+    if meaning == "labels" and drawn:
+        return "a generator drew images for these labels; they are labels of nobody"
+    names = ", ".join(attack.name for attack in KNOWN[meaning].attacks)
+    known = f"attacks are known ({names}), none could be tried here: they need originals, or auxiliary images"
+    return KNOWN[meaning].untried or known

@@ -1,0 +1,125 @@
+"""Attacks of the user's own: what they are given, what they may return, and how they are judged."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attacked_runs import attacked, recorded_runs
+from torch.nn.functional import cross_entropy
+
+from flwr_replay.check import check_attack
+from flwr_replay.config.parts import VARIABLE
+from flwr_replay.errors import ConfigError
+
+FITTED = ["strategy=fedavg", "model=mlp", "partition.size=60", "local-epochs=20", "rounds=2"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Run once; return the folder with the run's directory."""
+    return recorded_runs(tmp_path_factory.mktemp("runs"), {"fitted": FITTED})
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the module that `--attack handed:attack` names."""
+    made: Any = ModuleType("handed")
+    monkeypatch.setitem(sys.modules, "handed", made)
+    monkeypatch.setenv(VARIABLE, "")
+    return made
+
+
+def by_loss(seen: Any, images: torch.Tensor, labels: torch.Tensor, seed: int) -> torch.Tensor:
+    """Take those with small losses for members."""
+    return -cross_entropy(seen.model(images), labels, reduction="none")
+
+
+def test_it_finds_what_the_built_in_one_finds_and_is_asked_anew(runs, monkeypatch, capsys, module) -> None:
+    words = runs / "fitted", "--aux", "undealt", "--attack"
+    _, results, _ = attacked(monkeypatch, capsys, *words, "loss threshold")
+    right = results["arrays", "loss threshold"]["membership"]
+
+    def attack(seen: Any, images: torch.Tensor, labels: torch.Tensor, seed: int) -> torch.Tensor:
+        assert len(seen.sent) == len(seen.asked) == 2
+        assert seen.sent[0].keys() == seen.asked[0].keys() == seen.model.state_dict().keys()
+        assert len(seen.auxiliary.images_mCHW) > 0
+        scores = by_loss(seen, images, labels, seed)
+        for arrays in seen.sent:
+            for array in arrays.values():
+                array[...] = 0  # it has copies
+        return scores
+
+    module.attack = attack
+    for _ in range(2):
+        code, results, _ = attacked(monkeypatch, capsys, *words, "handed:attack")
+        assert code == 0
+        found = results["arrays", "handed:attack"]
+        assert found["membership"] == right
+        assert "handed:attack tells with an AUC of" in found["sentence"]
+        module.attack = by_loss
+    module.attack = lambda *_: 1 / 0
+    code, results, _ = attacked(monkeypatch, capsys, *words, "handed:attack")
+    assert code == 0
+    assert (
+        "handed:attack was not tried: --attack handed:attack failed: ZeroDivision"
+        in (results["arrays", "handed:attack"]["sentence"])
+    )
+    assert results["arrays", "loss threshold"]["membership"] == right
+
+
+def test_places_tell_nothing(runs, monkeypatch, capsys, module) -> None:
+    module.attack = lambda seen, images, labels, seed: -torch.arange(len(labels))
+    _, results, _ = attacked(monkeypatch, capsys, runs / "fitted", "--aux", "undealt", "--attack", "handed:attack")
+    auc = results["arrays", "handed:attack"]["membership"]["auc"]
+    assert auc["low"] < 0.5 < auc["high"]
+
+
+def test_an_attack_that_is_not_there_is_refused_before_anything_is_written(runs, monkeypatch, capsys, module) -> None:
+    (runs / "empty").mkdir()
+    code, _, err = attacked(monkeypatch, capsys, runs / "empty", "--attack", "handed:attack")
+    assert code == 2
+    assert "--attack=handed:attack: handed has no function attack" in " ".join(err.split())
+
+
+def noisy(seen: Any, images: torch.Tensor, labels: torch.Tensor, seed: int) -> Any:
+    """Guess otherwise each time."""
+    return np.random.random(len(labels))  # noqa: NPY002
+
+
+def greedy(seen: Any, images: torch.Tensor, labels: torch.Tensor, seed: int) -> torch.Tensor:
+    """Change what it gets."""
+    images.zero_()
+    return by_loss(seen, images, labels, seed)
+
+
+def test_the_contract(module) -> None:
+    module.attack = by_loss
+    check_attack("handed:attack")
+    for attack, said in ((noisy, "the same scores"), (greedy, "as they are")):
+        module.attack = attack
+        with pytest.raises(AssertionError, match=said):
+            check_attack("handed:attack")
+    module.attack = lambda seen, images, labels, seed: labels / 0
+    with pytest.raises(AssertionError, match="finite"):
+        check_attack("handed:attack")
+
+
+@pytest.mark.parametrize(
+    ("attack", "said"),
+    [
+        (lambda seen, images, labels, seed: labels[:3], r"must return 40 numbers; got shape \(3,\)"),
+        (lambda seen, images, labels, seed: images, "must return 40 numbers; got shape"),
+        (lambda seen, images, labels, seed: None, "failed"),
+        (lambda seen: 0, "takes 1 positional argument"),
+    ],
+)
+def test_what_are_no_scores_is_one_line(module, attack: Any, said: str) -> None:
+    module.attack = attack
+    with pytest.raises(ConfigError, match=said) as raised:
+        check_attack("handed:attack")
+    assert "\n" not in str(raised.value)
