@@ -4,9 +4,9 @@ Sources: Qu et al. 2022, section 4.2, Figs. 2-5 (Retina and BoneAge: three parti
 Fig. 6 (BraTS: a U-Net), Table 3, first row (accuracy by cut), Table 1 (the forgetting matrix).
 
 A visit on tables and PneumoniaMNIST has a few steps only. There every method keeps its momentum from visit to visit, as
-Central, Local and FedReplay always do. Without it, momentum would never build up in two steps, and the results would
-show this instead of skew. FedAvgM has its momentum at the server, and diverges with both. On MNIST a visit has 62
-steps, and keeping momentum makes no difference (docs/results/baselines.md).
+Central, Local and FedReplay always do: two steps from rest would show missing momentum, not skew. FedAvgM has its
+momentum at the server, and diverges with both. On MNIST a visit has 62 steps, and it makes no difference
+(docs/results/baselines.md).
 
 All methods of a part have the same hyperparameters. FedProx's mu is the best of part `fedprox-mu`, on the mild split.
 FedSGD takes one step a round, so it has 50 rounds and ten times the learning rate.
