@@ -112,7 +112,7 @@ def methods(sections: Mapping[str, Described]) -> list[str]:
     parts = [f"With {', '.join(names)}:\n\n{listed([*options.values()])}" for names, options in shared.items()]
     for name, one in found.items():
         own = [option for option in one.options if len(having[words(option)]) == 1]
-        parts += [f"### `strategy={name}`", one.title, listed(own)]
+        parts += [f"### `strategy={name}`", listed(own) or "None of its own."]
     return parts
 
 
@@ -123,7 +123,11 @@ def page() -> str:
     for name, one in sections.items():
         if not name.startswith("strategy"):
             parts += [f"## {one.title}", section(name, one)]
-    parts += ["## Methods", f"Default: `strategy={sections['strategy'].chosen}`.", *methods(sections)]
+    parts += [
+        "## Methods",
+        f"Default: `strategy={sections['strategy'].chosen}`. [What each does.](../README.md#methods)",
+        *methods(sections),
+    ]
     parts += ["## Presets", PRESETS, *map(preset, choices("preset"))]
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
