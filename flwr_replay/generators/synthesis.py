@@ -34,7 +34,7 @@ NOT_LEARNED = (
 FEWEST = 4  # images of a class from which a generator can learn it
 
 
-@dataclass(frozen=True)
+@dataclass
 class Progress:
     """How far the training of a generator is, and its figures."""
 

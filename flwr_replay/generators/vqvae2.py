@@ -8,7 +8,6 @@ Not in Pennisi et al. 2023, whose generator is StyleGAN2-ADA.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -17,21 +16,73 @@ from torch import Tensor
 from flwr_replay.config.sections import PriorConfig
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.generators.autoencoder import VQVAE2Config, build_generator, summed_loss
-from flwr_replay.generators.base import AT_ONCE, ChargedSteps, ImageForm, ImageGenerator, Look, rows_of_step, step_rng
-from flwr_replay.generators.priors import build_prior, summed_nats
+from flwr_replay.generators.base import (
+    AT_ONCE,
+    ChargedSteps,
+    ImageForm,
+    ImageGenerator,
+    Look,
+    ReplayGenerator,
+    rows_of_step,
+    step_rng,
+)
+from flwr_replay.generators.priors import CodePrior, build_prior, summed_nats
 from flwr_replay.models.layers import as_input
 from flwr_replay.rng import derived_seed
 from flwr_replay.wire.records import StateDict
 from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
 
-__all__ = ["VQVAE2Config", "VQVAE2Images", "image_generator"]
+__all__ = ["VQVAE2Config", "VQVAE2Images", "generator_step", "image_generator", "prior_step"]
 
 
-def image_generator(
-    config: VQVAE2Config, prior: PriorConfig, form: ImageForm, seed: int, device: torch.device
-) -> ImageGenerator:
-    """Build a VQ-VAE-2 with a prior that draws its codes."""
-    return VQVAE2Images(config, prior, form, seed, device)
+def generator_step(
+    config: VQVAE2Config,
+    model: ReplayGenerator,
+    optimizer: torch.optim.Optimizer,
+    epoch: int,
+    x_B: Tensor,
+    rng: torch.Generator,
+    dp: ChargedSteps | None,
+    num_replayed: int = 0,
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """Take a generator's step on images in [0, 1], the replayed ones first; return its loss, and the loss's terms.
+
+    The learning rate is halved every `lr_halving` epochs. Under DP there are neither loss nor terms.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = config.lr * 0.5 ** (epoch // config.lr_halving if config.lr_halving else 0)
+    if dp:
+        example_losses = partial(summed_loss, model, rng)
+        dp.step(model, optimizer, example_losses, (x_B,), config.batch_size, num_replayed)
+        return None, {}
+    loss, terms = model.loss(x_B, rng)
+    return _descended(loss, optimizer), terms
+
+
+def prior_step(
+    config: PriorConfig,
+    prior: CodePrior,
+    optimizer: torch.optim.Optimizer,
+    codes_B: Tensor,
+    labels_B: Tensor,
+    rng: torch.Generator,
+    dp: ChargedSteps | None,
+) -> Tensor | None:
+    """Take a prior's step on codes and labels; return its loss, under DP none."""
+    draws = dp.uniform(len(codes_B), prior.draws) if dp else prior.uniform(len(codes_B), rng)
+    device = next(prior.parameters()).device
+    batch = tuple(part.to(device) for part in (codes_B, labels_B, draws))
+    if dp:
+        dp.step(prior, optimizer, partial(summed_nats, prior), batch, config.batch_size)
+        return None
+    return _descended(prior.loss(*batch), optimizer)
+
+
+def _descended(loss: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()  # here, not before the forward pass: the gradients' memory is free again for it
+    return loss.detach()
 
 
 class VQVAE2Images(ImageGenerator):
@@ -52,8 +103,7 @@ class VQVAE2Images(ImageGenerator):
     def __init__(
         self, config: VQVAE2Config, prior: PriorConfig, form: ImageForm, seed: int, device: torch.device
     ) -> None:
-        self.config, self.seed, self.device = config, seed, device
-        self.prior_config = prior
+        self.config, self.prior_config, self.seed, self.device = config, prior, seed, device
         self.generator = build_generator(config, form.channels, form.size, derived_seed(seed, "generator")).to(device)
         self.prior = build_prior(prior, self.generator, form.classes, derived_seed(seed, "prior")).to(device)
         self.optimizer = torch.optim.Adam(self.generator.parameters(), lr=config.lr)
@@ -76,52 +126,23 @@ class VQVAE2Images(ImageGenerator):
         classes: Tensor | None = None,
     ) -> dict[str, float]:
         """Make steps of the generator's training, or of the prior's once the generator is complete."""
-        middle, losses, codes = self.parts(len(labels))["generator"], list[Tensor](), None
-        rows = dp.rows(len(labels)) if dp else None
+        n, middle, losses, codes = len(labels), self.parts(len(labels))["generator"], list[Tensor | None](), None
+        config, prior, drawn = self.config, self.prior_config, dp.rows(n) if dp else None
+        self.generator.train(), self.prior.train()
         for step in steps:
             if step < middle:
-                losses += self._generator_step(images, step, dp, rows)
+                rows = next(drawn) if drawn else rows_of_step(step, n, config.batch_size, self.seed)
+                x_B, rng = as_input(images[rows.to(images.device)]).to(self.device), step_rng(self.seed, step)
+                epoch = step // max(1, n // config.batch_size)
+                losses.append(generator_step(config, self.generator, self.optimizer, epoch, x_B, rng, dp)[0])
                 continue
             codes = self._codes(images) if codes is None else codes
-            losses += self._prior_step(codes, labels, step - middle, dp, rows)
-        return {"loss": float(torch.stack(losses).mean())} if losses else {"loss": 0.0}
-
-    def _generator_step(
-        self, images: Tensor, step: int, dp: ChargedSteps | None, drawn: Iterator[Tensor] | None
-    ) -> list[Tensor]:
-        config, n = self.config, len(images)
-        epoch = step // max(1, n // config.batch_size)
-        for group in self.optimizer.param_groups:
-            group["lr"] = config.lr * 0.5 ** (epoch // config.lr_halving if config.lr_halving else 0)
-        rows = next(drawn) if drawn else rows_of_step(step, n, config.batch_size, self.seed)
-        x_BCHW, rng = as_input(images[rows.to(images.device)]).to(self.device), step_rng(self.seed, step)
-        if dp:
-            losses = partial(summed_loss, self.generator.train(), rng)
-            dp.step(self.generator, self.optimizer, losses, (x_BCHW,), config.batch_size)
-            return []
-        loss, _ = self.generator.train().loss(x_BCHW, rng)
-        self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-        return [loss.detach()]
-
-    def _prior_step(
-        self, codes: Tensor, labels: Tensor, step: int, dp: ChargedSteps | None, drawn: Iterator[Tensor] | None
-    ) -> list[Tensor]:
-        n, b = len(labels), self.prior_config.batch_size
-        rows = next(drawn) if drawn else rows_of_step(step, n, b, derived_seed(self.seed, "prior"))
-        own = step_rng(self.seed, step, "prior")
-        draws = dp.uniform(len(rows), self.prior.draws) if dp else self.prior.uniform(len(rows), own)
-        batch = tuple(part.to(self.device) for part in (codes[rows], labels[rows.to(labels.device)], draws))
-        if dp:
-            losses = partial(summed_nats, self.prior.train())
-            dp.step(self.prior, self.prior_optimizer, losses, batch, b)
-            return []
-        loss = self.prior.train().loss(*batch)
-        self.prior_optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.prior_optimizer.step()
-        return [loss.detach()]
+            of_prior, rng = derived_seed(self.seed, "prior"), step_rng(self.seed, step - middle, "prior")
+            rows = next(drawn) if drawn else rows_of_step(step - middle, n, prior.batch_size, of_prior)
+            y_B = labels[rows.to(labels.device)]
+            losses.append(prior_step(prior, self.prior, self.prior_optimizer, codes[rows], y_B, rng, dp))
+        found = [loss for loss in losses if loss is not None]
+        return {"loss": float(torch.stack(found).mean()) if found else 0.0}
 
     def _codes(self, images: Tensor) -> Tensor:
         """Encode all images: (n, N), on the CPU."""
@@ -159,3 +180,6 @@ class VQVAE2Images(ImageGenerator):
         load_arrays(self.prior, parts["prior"])
         load_optimizer_arrays(self.optimizer, parts["optimizer"])
         load_optimizer_arrays(self.prior_optimizer, parts["prior_optimizer"])
+
+
+image_generator = VQVAE2Images  # builds it, as `SynthesisPlan.fresh` asks for

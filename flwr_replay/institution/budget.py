@@ -144,8 +144,6 @@ class PrivacyBudget:
 
     def noisy_counts(self, counts: Tensor, request: ChargedRequest) -> Tensor:
         """Return noisy label counts: whole numbers, none negative, at least one of them positive."""
-        if not self.plan.covers("prior"):
-            return counts
         cost = self.plan.counts()
         stream = self.stream(COUNTS, request)
         self.charge(COUNTS, cost, request)

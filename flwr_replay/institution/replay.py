@@ -6,8 +6,7 @@ too; they are in the methods' own files (`clients/cwt.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
@@ -16,17 +15,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flwr_replay.errors import DataError, TrainingError, WireError
+from flwr_replay.errors import TrainingError, WireError
 from flwr_replay.files.tensors import digest, nested, unnested
 from flwr_replay.generators.base import ReplayGenerator
 from flwr_replay.generators.codes import pack_codes, unpack_codes
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.sampler import ReplaySampler, Source, sampler_of
 from flwr_replay.institution.budget import PrivacyBudget
-from flwr_replay.institution.owner import Institution, Shard
+from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.pictures import SHOWN, draw_grid
-from flwr_replay.institution.pieces import Pieces, Progress
-from flwr_replay.institution.trainings import GeneratorTraining, PriorTraining
+from flwr_replay.institution.pieces import Pieces
+from flwr_replay.institution.trainings import GeneratorTraining, PriorTraining, ReplayTraining, train_piece
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.memory import remembered
 from flwr_replay.payloads.common import RunRequest
@@ -48,6 +47,8 @@ from flwr_replay.wire.weights import encoded, load_arrays, to_arrays
 
 __all__ = ["GenerativeStages"]
 
+TRAINING = "training"  # a run's folder, which one process at a time has
+
 
 class GenerativeStages:
     """The stages of replay at one institution. The client of any method hands these stages on to it."""
@@ -56,15 +57,15 @@ class GenerativeStages:
         self, institution: Institution, state: StateStore, replay_plan: ReplayPlan, budget: PrivacyBudget | None = None
     ) -> None:
         self.institution, self.state, self.replay_plan, self.budget = institution, state, replay_plan, budget
-        self.pieces = Pieces(institution, state, budget, replay_plan.generator.slice_seconds)
+        self.pieces = Pieces(budget, replay_plan.generator.slice_seconds)
 
     # --- Algorithm 1, lines 7-20 --------------------------------------------------------------------------------------
 
     def train_generator(self, request: TrainGenerator) -> Generated:
         """Update the generator on real images and on replays, for a piece of the training."""  # line 7
         given, run = opened(request.arrays or {}), request.run
-        with self.pieces.alone(run):
-            data, model = self.checked_images("generator"), self.blank_generator().train()
+        with self.pieces.alone(self.state.of_run(run) / TRAINING):
+            data, model = self.pieces.images(self.institution.train, "generator"), self.blank_generator().train()
             if given and self.replay_plan.replay.name == "vqvae2":  # line 8: D_old ← D
                 load_arrays(model, given)
                 decoder = {name: value.cpu().numpy() for name, value in model.decoder_state_dict().items()}
@@ -73,16 +74,16 @@ class GenerativeStages:
             training = GeneratorTraining(self.replay_plan, model, data, old, self.rng)
             sources = self.sources(run, request.server_round, request.replayed) if old else ()
             around = self.around(*(source.digest for source in sources))
-            done = self.pieces.train(training, request, given, around)  # lines 9-18
-            if done.steps_left:
-                return Generated(num_examples=len(data), **self.progress(done, run))
+            train_piece(self.pieces, self.state, training, request, given, around)  # lines 9-18
+            if training.done.steps_left:
+                return Generated(num_examples=len(data), **self.progress(training, run))
             self.draw("generator", request, model.eval(), old)
         return Generated(
             arrays=encoded(model),
             num_examples=len(data),
-            losses=done.losses,
-            perplexity=done.result["perplexity"].tolist(),
-            **self.progress(done, run),
+            losses=training.epoch_losses,
+            perplexity=training.found["perplexity"].tolist(),
+            **self.progress(training, run),
         )
 
     def encode_images(self, request: EncodeImages) -> Codes:
@@ -104,28 +105,29 @@ class GenerativeStages:
 
     def train_prior(self, request: TrainPrior) -> TrainedPrior:
         """Train a prior on the codes of x_k, for a piece of the training. The codes do not leave."""  # footnote 1
-        data, run, generator = self.checked_images("prior"), request.run, self.blank_generator().eval()
-        with self.pieces.alone(run):
+        data, run = self.pieces.images(self.institution.train, "prior"), request.run
+        generator, in_epoch = self.blank_generator(), -(-len(data) // self.replay_plan.prior.batch_size)
+        if self.budget and self.pieces.covers("prior"):
+            in_epoch = self.budget.plan.cost("prior", len(data), 1).steps
+        with self.pieces.alone(self.state.of_run(run) / TRAINING):
             training = PriorTraining(
-                self.replay_plan,
-                generator,
+                self.replay_plan.prior,
                 self.replay_plan.fresh_prior(generator).to(self.institution.device),
-                self.codes_of,
+                lambda weights: self.codes_of(self.generator(weights).eval()),
                 self.classes(data.y.cpu(), request),
-                partial(self.counted, request=request),
                 self.rng,
-                self.prior_steps(len(data)),
+                in_epoch,
             )
             around = self.around(f"{request.label_mean} {request.label_scale}")
-            done = self.pieces.train(training, request, opened(request.arrays or {}), around)
-        if done.steps_left:
-            return TrainedPrior(num_examples=len(data), **self.progress(done, run))
+            train_piece(self.pieces, self.state, training, request, opened(request.arrays or {}), around)
+        if training.done.steps_left:
+            return TrainedPrior(num_examples=len(data), **self.progress(training, run))
         return TrainedPrior(
             arrays=nested({"prior": to_arrays(training.model)}),
             num_examples=len(data),
-            losses=done.losses,
-            label_counts=done.result["label_counts"].tolist(),
-            **self.progress(done, run),
+            losses=training.epoch_losses,
+            label_counts=training.found["label_counts"].tolist(),
+            **self.progress(training, run),
         )
 
     # --- what is kept for replay --------------------------------------------------------------------------------------
@@ -212,41 +214,14 @@ class GenerativeStages:
         """Return a generator with fresh weights on the institution's device."""
         return self.replay_plan.fresh_generator().to(self.institution.device)
 
-    def checked_images(self, mechanism: str) -> Shard:
-        """Return the institution's training examples, in the range that a generator or prior needs.
-
-        Under DP numbers outside [0, 1] are clipped, since an error would reveal them.
-
-        Raises
-        ------
-        DataError
-            If there are numbers outside [0, 1], without DP.
-        """
-        data = self.institution.train
-        if self.budget and self.budget.plan.covers(mechanism):
-            return data if data.x.dtype == torch.uint8 else replace(data, x=data.x.clamp(0, 1))
-        if data.x.dtype != torch.uint8 and not (data.x.min() >= 0 and data.x.max() <= 1):
-            raise DataError("replay needs images of bytes, or of numbers in [0, 1]; got others: choose replay=none")
-        return data
-
     def around(self, *further: str) -> str:
         """Return a digest of the institution's examples, and of further texts, on which a training depends."""
         return sha256(" ".join([self.institution.data.train.digest, *further]).encode()).hexdigest()
 
-    def prior_steps(self, examples: int) -> int:
-        """Return the steps of an epoch of a prior."""
-        if self.budget and self.budget.plan.covers("prior"):
-            return self.budget.plan.cost("prior", examples, 1).steps
-        return -(-examples // self.replay_plan.prior.batch_size)
-
-    def counted(self, counts: Tensor, request: TrainPrior) -> Tensor:
-        """Return label counts as they leave: under DP with noise."""
-        return self.budget.noisy_counts(counts, request) if self.budget else counts
-
-    def progress(self, done: Progress, run: str) -> dict[str, Any]:
+    def progress(self, training: ReplayTraining, run: str) -> dict[str, Any]:
         """Return how far a training is, and the epsilon and delta that an answer states; none without DP."""
-        spent = self.budget.spent(run) if self.budget else {}
-        return {"examples_seen": done.seen, "steps": done.steps, "steps_left": done.steps_left, **spent}
+        steps = {"steps": training.done.steps, "steps_left": training.done.steps_left}
+        return {"examples_seen": training.seen, **steps, **self.pieces.spent(run)}
 
     def draw(self, stage: str, request: RunRequest, model: ReplayGenerator, old: ReplaySampler | None) -> None:
         """Draw a picture of real images, reconstructions and replayed examples, in the state directory."""

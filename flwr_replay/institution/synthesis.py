@@ -9,28 +9,25 @@ before they are taken. Seeds, the classes that are drawn and all figures in answ
 
 from __future__ import annotations
 
-import time
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flwr_replay.errors import BudgetError, DataError, DivergedError, TrainingError, WireError
-from flwr_replay.files.atomic import alone, in_use, private_folder, read_bytes
+from flwr_replay.errors import DataError, TrainingError, WireError
+from flwr_replay.files.atomic import in_use, private_folder, read_bytes
 from flwr_replay.files.disk import entries, there
 from flwr_replay.files.tensors import digest
 from flwr_replay.generators.base import ImageGenerator
 from flwr_replay.generators.perceptual import LocalFeatures, precision, spread
 from flwr_replay.generators.sampler import ImageSampler
 from flwr_replay.generators.synthesis import FEWEST, Progress, SynthesisPlan
-from flwr_replay.institution.budget import PrivacyBudget
+from flwr_replay.institution.budget import DPTraining, PrivacyBudget
 from flwr_replay.institution.owner import Institution, Shard
+from flwr_replay.institution.pieces import Pieces, Training
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.payloads.replay import Kept
 from flwr_replay.payloads.synthetic import Buffer, DrawBuffer, GeneratorSlice, KeepBuffer, TrainSlice
@@ -43,9 +40,26 @@ __all__ = ["SynthesisStages"]
 TRAIN, DRAW, KEEP = "train-slice", "draw-buffer", "keep-buffer"
 PER_CLASS = 16  # images drawn to measure how different they are, from each other and from real ones
 COMPARED = 512  # real images at most
-AT_ONCE = 10  # steps between two looks at the clock
 BLOCK = 256  # images drawn from one seed, so that buffers of all sizes begin with the same images
-CHARGED_AT_ONCE = 50  # the same under DP, where every look is a charge on the disk
+AT_ONCE, CHARGED_AT_ONCE = 10, 50  # steps between two looks at the clock; under DP each is a charge on the disk
+
+
+class OwnTraining(Training):
+    """The training of an institution's generator on its own images, for these classes."""
+
+    def __init__(self, generator: ImageGenerator, data: Shard, classes: Tensor) -> None:
+        self.generator, self.data, self.classes = generator, data, classes
+        self.parts = generator.parts(len(data))
+        self.said: dict[str, float] = {}  # of the last block
+
+    def block(self, step: int, charged: bool) -> int:
+        """Take some steps together."""
+        return CHARGED_AT_ONCE if charged else AT_ONCE
+
+    def take(self, steps: range, dp: DPTraining | None) -> Iterator[tuple[int, Tensor | None]]:
+        """Train on them."""
+        self.said = self.generator.train(self.data.x, self.data.y, steps, dp, self.classes)
+        yield len(steps), None if dp else torch.tensor(self.said["loss"], dtype=torch.float64)
 
 
 class SynthesisStages:
@@ -58,6 +72,7 @@ class SynthesisStages:
     ) -> None:
         self.institution, self.state, self.plan = institution, state, plan
         self.budget = budget if budget and budget.plan.covers("generator") else None  # None: no generator under DP
+        self.pieces = Pieces(self.budget, plan.generator.slice_seconds)
 
     # --- the generator ------------------------------------------------------------------------------------------------
 
@@ -66,49 +81,20 @@ class SynthesisStages:
 
         Processes that want the same generator train it by turns: each goes on from where the one before it has stopped.
         """
-        began = time.monotonic()
-        with alone(private_folder(self.file(request.run).with_suffix("")), wait=True):
-            return self.go_on(request, began)
-
-    def go_on(self, request: TrainSlice, began: float) -> GeneratorSlice:
-        """Train from where the training is; at least one part, even if the time was spent on waiting."""
-        data, config = self.images(), self.plan.generator
-        generator, done = self.trained_so_far(request.run)
-        total, made = done.steps + done.steps_left, done.steps
-        end, losses = min(total, made + config.slice_steps), []
-        while made < end and (made == done.steps or time.monotonic() - began < config.slice_seconds):
-            part = part_at(generator.parts(len(data)), made)
-            steps = range(made, min(end, part.end, made + self.at_once))
-            try:
-                dp = self.budget.begin_steps(part.mechanism, steps, request) if self.budget else None
-            except BudgetError:
-                if part.end < total or made == part.start:  # it could draw nothing
-                    raise
-                total = made  # the budget ends the training: what a crash had repeated was charged twice
-                break
-            losses.append(generator.train(data.x, data.y, steps, dp, self.classes(data)))
-            made = steps.stop
-        if made > done.steps or total < done.steps + done.steps_left:
-            loss = float(np.mean([said["loss"] for said in losses])) if losses else done.loss
-            if not np.isfinite(loss):
-                raise DivergedError("a generator's loss must stay finite; it is not: lower generator.lr")
-            margin = losses[-1].get("margin") if losses and made == total else None
-            done = Progress(steps=made, steps_left=total - made, loss=loss, margin=margin)
-            done = done if done.steps_left else self.measured(done, generator, data)
-            self.save(generator, done, request.run)
-        elif self.plan.checkpoint(self.institution.name):
-            done = self.measured(done, generator, data)
+        with self.pieces.alone(self.file(request.run).with_suffix("")):
+            data = self.images()
+            generator, done = self.trained_so_far(request.run)
+            before, training = replace(done), OwnTraining(generator, data, self.classes(data))
+            losses = self.pieces.advance(training, done, request, self.plan.generator.slice_steps)
+            if done != before:
+                done.loss = float(losses.mean()) if len(losses) else done.loss
+                done.margin = None if done.steps_left else training.said.get("margin")
+                done = done if done.steps_left else self.measured(done, generator, data)
+                self.save(generator, done, request.run)
+            elif self.plan.checkpoint(self.institution.name):
+                done = self.measured(done, generator, data)
         said = asdict(done) | ({"loss": None} if self.budget else {})
-        return GeneratorSlice(num_examples=len(data), **said, **self.spent(request.run))
-
-    @property
-    def at_once(self) -> int:
-        """Steps between two looks at the clock."""
-        return CHARGED_AT_ONCE if self.budget else AT_ONCE
-
-    def spent(self, run: str) -> dict[str, Any]:
-        """Return the epsilon and delta that an answer states; none without DP."""
-        return self.budget.spent(run) if self.budget else {}
+        return GeneratorSlice(num_examples=len(data), **said, **self.pieces.spent(request.run))
 
     def measured(self, done: Progress, generator: ImageGenerator, data: Shard) -> Progress:
         """Add the diversity, None where all real images are the same, and the precision of images that it draws.
@@ -135,11 +121,9 @@ class SynthesisStages:
             Without DP, if numbers lie outside [0, 1], or there are not enough images of a class. Under DP an error
             would reveal that.
         """
-        data = self.institution.train
+        data = self.pieces.images(self.institution.train, "generator")
         if self.budget:
-            return data if data.x.dtype == torch.uint8 else replace(data, x=data.x.clamp(0, 1))
-        if data.x.dtype != torch.uint8 and not (data.x.min() >= 0 and data.x.max() <= 1):
-            raise DataError("a generator needs images of bytes, or of numbers in [0, 1]; got others: rescale them")
+            return data
         enough, classes = self.with_enough(data), self.classes(data)
         if not len(enough):
             raise DataError(f"a generator needs a class of at least {FEWEST} images; every class has fewer: add images")
@@ -227,7 +211,7 @@ class SynthesisStages:
         if self.budget:
             self.budget.rest("generator", request)  # drawing costs nothing more
         images, labels, n = drawn["images"], drawn["labels"], len(self.institution.train)
-        return Buffer(images=images, labels=labels, num_examples=n, **self.spent(request.run))
+        return Buffer(images=images, labels=labels, num_examples=n, **self.pieces.spent(request.run))
 
     def drawn(self, run: str, size: int, *purpose: object) -> StateDict:
         """Draw images, uint8, and labels. The same purpose draws the same: a smaller size has the first of them."""
@@ -295,23 +279,3 @@ def _key(number: int) -> str:
 
 def _digest(arrays: StateDict) -> str:
     return digest(arrays).removeprefix("sha256:")[:32]
-
-
-class Part(NamedTuple):
-    """The steps of a training that train one mechanism."""
-
-    mechanism: str
-    start: int
-    end: int
-
-
-def part_at(parts: Mapping[str, int], step: int) -> Part:
-    """Return the part to which a step belongs.
-
-    >>> part_at({"generator": 20, "prior": 5}, 20)
-    Part(mechanism='prior', start=20, end=25)
-    """
-    ends = [*accumulate(parts.values())]
-    i = bisect_right(ends, step)
-    mechanism, steps = [*parts.items()][i]
-    return Part(mechanism, ends[i] - steps, ends[i])

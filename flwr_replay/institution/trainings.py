@@ -1,34 +1,122 @@
-"""The trainings of generative replay, step by step: Qu et al. 2022, Algorithm 1, lines 9-18, and footnote 1."""
+"""The trainings of generative replay, step by step: Qu et al. 2022, Algorithm 1, lines 9-18, and footnote 1.
+
+What a complete training has found is kept, too: a message that is sent once more is answered with it.
+
+A training goes on only with what it began with: the run and its options, the weights, the examples, what is replayed.
+Requests that bring weights begin it anew where anything differs. Requests without weights are refused then.
+
+Under DP nothing that was trained leaves before the last message. Until then only numbers of steps do, which follow from
+public numbers and the clock.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from flwr_replay.files.tensors import unnested
-from flwr_replay.generators.autoencoder import summed_loss
+from flwr_replay.config.sections import PriorConfig
+from flwr_replay.errors import TrainingError
+from flwr_replay.files.tensors import digest, nested, unnested
 from flwr_replay.generators.base import ReplayGenerator
 from flwr_replay.generators.plan import ReplayPlan
-from flwr_replay.generators.priors import CodePrior, summed_nats
+from flwr_replay.generators.priors import CodePrior
 from flwr_replay.generators.sampler import ReplaySampler, Rows
-from flwr_replay.institution.budget import DPTraining
+from flwr_replay.generators.synthesis import Progress
+from flwr_replay.generators.vqvae2 import VQVAE2Config, generator_step, prior_step
+from flwr_replay.institution.budget import DPTraining, PrivacyBudget
 from flwr_replay.institution.owner import Shard
-from flwr_replay.institution.pieces import StepwiseTraining
-from flwr_replay.learning.training import batches, iterations, step
+from flwr_replay.institution.pieces import Pieces, Training
+from flwr_replay.learning.training import batches, iterations, mean_loss
+from flwr_replay.payloads.common import ChargedRequest
 from flwr_replay.privacy.plan import COUNTS
+from flwr_replay.state.store import StateStore
 from flwr_replay.wire.records import StateDict
-from flwr_replay.wire.weights import load_arrays
+from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
 
-__all__ = ["GeneratorTraining", "PriorTraining"]
+__all__ = ["GeneratorTraining", "PriorTraining", "ReplayTraining", "train_piece"]
+
+CHARGED_AT_ONCE = 10  # steps of a block, which is charged as a whole; an image may take a second
 
 Rngs = Callable[..., torch.Generator]  # from a purpose to an rng
 
 
-class GeneratorTraining(StepwiseTraining):
+class ReplayTraining(Training):
+    """The training of one network by Adam, in epochs of equally many steps.
+
+    Parameters
+    ----------
+    config : VQVAE2Config | PriorConfig
+        The network's options.
+    model : nn.Module
+        On the institution's device.
+    in_epoch : int
+        Steps of an epoch.
+    rngs : callable
+        Gives an rng of the institution's own for a purpose.
+    """
+
+    mechanism: ClassVar[str]
+    releases: ClassVar[tuple[str, ...]]  # mechanisms under DP on which the last answer depends
+
+    def __init__(self, config: VQVAE2Config | PriorConfig, model: nn.Module, in_epoch: int, rngs: Rngs) -> None:
+        self.model, self.batch_size, self.in_epoch, self.rngs = model, config.batch_size, in_epoch, rngs
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
+        self.parts = {self.mechanism: config.epochs * in_epoch}
+        self.done, self.losses = Progress(steps_left=self.parts[self.mechanism]), np.zeros(0, np.float32)
+        self.found: StateDict = {}  # of a complete training: what the last answer holds beside weights and losses
+
+    def block(self, step: int, charged: bool) -> int:
+        """Take the rest of the epoch together."""
+        return min(self.in_epoch - step % self.in_epoch, CHARGED_AT_ONCE if charged else self.in_epoch)
+
+    @property
+    def epoch_losses(self) -> list[float]:
+        """The mean loss of each epoch; none under DP."""
+        return [
+            mean_loss([*epoch]) for epoch in torch.split(torch.from_numpy(self.losses), self.in_epoch) if len(epoch)
+        ]
+
+    @property
+    @abstractmethod
+    def seen(self) -> int:
+        """The examples that were trained on, replayed ones included."""
+
+    @abstractmethod
+    def result(self, budget: PrivacyBudget | None, request: ChargedRequest) -> StateDict:
+        """Return what is `found`; called once, after the last step, with the budget where this training is under DP."""
+
+    def begin(self, given: StateDict) -> None:
+        """Load the weights that a request has brought.
+
+        Raises
+        ------
+        WireError
+            If they have other names or shapes than the model.
+        """
+        load_arrays(self.model, given)
+
+    def state(self) -> dict[str, StateDict]:
+        """Return all that was trained; once it is complete, without what only further steps need."""
+        numbers = {"steps": np.array([self.done.steps, self.done.steps_left]), "losses": self.losses}
+        found = {"model": to_arrays(self.model), "numbers": numbers, "found": self.found}
+        return found | ({"optimizer": optimizer_arrays(self.optimizer)} if self.done.steps_left else {})
+
+    def load(self, state: dict[str, StateDict]) -> None:
+        """Restore what `state` returned."""
+        self.done, self.losses = Progress(*map(int, state["numbers"]["steps"])), state["numbers"]["losses"]
+        load_arrays(self.model, state["model"])
+        if self.done.steps_left:
+            load_optimizer_arrays(self.optimizer, state["optimizer"])
+        else:
+            self.found = state["found"]
+
+
+class GeneratorTraining(ReplayTraining):
     """Trains a generator on real images and on replays.
 
     Parameters
@@ -45,61 +133,61 @@ class GeneratorTraining(StepwiseTraining):
         Gives an rng of the institution's own for a purpose.
     """
 
-    releases = ("generator",)
+    mechanism, releases = "generator", ("generator",)
     model: ReplayGenerator
 
     def __init__(
         self, replay_plan: ReplayPlan, model: ReplayGenerator, data: Shard, old: ReplaySampler | None, rngs: Rngs
     ) -> None:
         config = replay_plan.generator
-        super().__init__("generator", model, config.lr, config.epochs, iterations(len(data), config.batch_size))
-        self.replay_plan, self.config, self.data, self.old, self.rngs = replay_plan, config, data, old, rngs
-        self.num_replayed = old.beside(config.batch_size) if old else 0
-        self.perplexity: list[Tensor] = []  # of the last batch, by level
+        super().__init__(config, model, iterations(len(data), config.batch_size), rngs)
+        self.replay_plan, self.data, self.old = replay_plan, data, old
+        self.num_replayed = old.beside(self.batch_size) if old else 0
+        self.terms: dict[str, Tensor] = {}  # of the last step's loss
 
-    def begin(self, given: StateDict) -> None:
-        """Load the weights."""
-        load_arrays(self.model, given)
+    @property
+    def seen(self) -> int:
+        """Real images, and those replayed beside them."""
+        return self.done.steps * (min(self.batch_size, len(self.data)) + self.num_replayed)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Halve the learning rate every `lr_halving` epochs."""
-        halving = self.config.lr_halving
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.lr * 0.5 ** (epoch // halving if halving else 0)
+        """Set the epoch's random numbers."""
         self.rng = self.rngs("generator", epoch)
         self.replayed = Rows(len(self.old), self.rng) if self.old else None
 
-    def kept(self) -> StateDict:
-        """Return the state of the epoch's rng, and the order of the replays."""
+    def state(self) -> dict[str, StateDict]:
+        """Add the state of the epoch's rng, and the order of the replays."""
+        if not self.done.steps_left:
+            return super().state()
         order = self.replayed.order.numpy() if self.replayed else np.zeros(0, np.int64)
-        return {"rng": self.rng.get_state().numpy(), "replayed": order}
+        return super().state() | {"kept": {"rng": self.rng.get_state().numpy(), "replayed": order}}
 
-    def load_kept(self, kept: StateDict) -> None:
-        """Restore both; the next epoch begins with others."""
-        self.rng.set_state(torch.from_numpy(kept["rng"]))
-        if self.replayed:
-            self.replayed.order = torch.from_numpy(kept["replayed"])
+    def load(self, state: dict[str, StateDict]) -> None:
+        """Restore them too; the next epoch begins with others."""
+        super().load(state)
+        if self.done.steps_left:
+            self.begin_epoch(self.done.steps // self.in_epoch)
+            self.rng.set_state(torch.from_numpy(state["kept"]["rng"]))
+            if self.replayed:
+                self.replayed.order = torch.from_numpy(state["kept"]["replayed"])
 
-    def steps(self, epoch: int, places: range, dp: DPTraining | None) -> Iterator[tuple[Tensor | None, int]]:
+    def take(self, steps: range, dp: DPTraining | None) -> Iterator[tuple[int, Tensor | None]]:
         """Train on batches of real images, each with replayed ones."""
-        model, b = self.model, self.config.batch_size
-        shuffle = self.rngs("generator", epoch) if places.start else self.rng  # later batches of the same order
-        own = slice(places.start, places.stop)
-        real = dp.batches(self.data) if dp else batches(self.data.x, self.data.y, b, shuffle, own)
+        epoch, place = divmod(steps.start, self.in_epoch)
+        if not place:
+            self.begin_epoch(epoch)
+        shuffle = self.rngs("generator", epoch) if place else self.rng  # later batches of the same order
+        own = slice(place, place + len(steps))
+        real = dp.batches(self.data) if dp else batches(self.data.x, self.data.y, self.batch_size, shuffle, own)
         # under DP how often the model draws depends on secret batches, so replayed examples have another rng
-        model_rng = self.rngs("generator", epoch, "private", places.start) if dp else self.rng
+        model_rng = self.rngs("generator", epoch, "private", place) if dp else self.rng
         for x_B, y_B in real:  # line 10
             x_k = self.replay_plan.generator_input(x_B, y_B)
             x_U = torch.cat([self.replays(), x_k]) if self.old else x_k  # lines 11-12
-            if dp:  # Algorithm 3, noise once on the sum
-                example_losses = partial(summed_loss, model, model_rng)
-                dp.step(model, self.optimizer, example_losses, (x_U,), b, self.num_replayed)
-                yield None, b + self.num_replayed
-            else:
-                loss, parts = model.loss(x_U, model_rng)  # lines 13-17
-                loss = step(model, self.optimizer, loss)  # line 18
-                self.perplexity = [parts[f"perplexity-{level}"] for level in ("top", "bottom")]
-                yield loss, len(x_U)
+            loss, self.terms = generator_step(  # lines 13-18; Algorithm 3, noise once on the sum
+                self.replay_plan.generator, self.model, self.optimizer, epoch, x_U, model_rng, dp, self.num_replayed
+            )
+            yield 1, loss
 
     def replays(self) -> Tensor:
         """Draw a batch of replayed images, masks included."""
@@ -107,86 +195,148 @@ class GeneratorTraining(StepwiseTraining):
         assert self.replayed is not None
         return self.old.take(self.replayed.draw(self.num_replayed))[0]
 
-    def result(self) -> StateDict:
+    def result(self, budget: PrivacyBudget | None, request: ChargedRequest) -> StateDict:
         """Return the perplexity of the codes in the last batch, top and bottom; none under DP."""
-        return {"perplexity": np.array([float(level) for level in self.perplexity])}
+        levels = ("top", "bottom") if self.terms else ()
+        return {"perplexity": np.array([float(self.terms[f"perplexity-{level}"]) for level in levels])}
 
 
-class PriorTraining(StepwiseTraining):
+class PriorTraining(ReplayTraining):
     """Trains a prior on the codes of an institution's images, which do not leave.
 
     Parameters
     ----------
-    replay_plan : ReplayPlan
-        The options of replay.
-    generator : ReplayGenerator
-        In evaluation mode; it gets the received weights.
+    config : PriorConfig
+        The prior's options.
     prior : CodePrior
-        Over its codes, on the institution's device.
-    codes_of : callable
-        Encodes all images of the institution by this generator: (n, N), on the CPU.
+        On the institution's device.
+    encode : callable
+        From a generator's weights to its codes of all images of the institution: (n, N), on the CPU.
     classes : Tensor
         Of the images' labels, (n,), int64, on the CPU.
-    counts : callable
-        From the number of images of each class to the numbers that leave.
     rngs : callable
         Gives an rng of the institution's own for a purpose.
     in_epoch : int
         Steps of an epoch.
     """
 
-    releases = ("prior", COUNTS)
+    mechanism, releases = "prior", ("prior", COUNTS)
     model: CodePrior
 
     def __init__(
         self,
-        replay_plan: ReplayPlan,
-        generator: ReplayGenerator,
+        config: PriorConfig,
         prior: CodePrior,
-        codes_of: Callable[[ReplayGenerator], Tensor],
+        encode: Callable[[StateDict], Tensor],
         classes: Tensor,
-        counts: Callable[[Tensor], Tensor],
         rngs: Rngs,
         in_epoch: int,
     ) -> None:
-        config = replay_plan.prior
-        super().__init__("prior", prior, config.lr, config.epochs, in_epoch)
-        self.config, self.generator, self.codes_of = config, generator, codes_of
-        self.y, self.counts, self.rngs = classes, counts, rngs
-        self.device = next(prior.parameters()).device
+        super().__init__(config, prior, in_epoch, rngs)
+        self.config, self.encode, self.y = config, encode, classes
+
+    @property
+    def seen(self) -> int:
+        """All images in every epoch, under DP those of its full batches."""
+        epochs, place = divmod(self.done.steps, self.in_epoch)
+        return sum(min(len(self.y), steps * self.batch_size) for steps in [self.in_epoch] * epochs + [place])
 
     def begin(self, given: StateDict) -> None:
-        """Load generator and prior, and encode the images."""
+        """Load the prior's, and encode the images by the generator's."""
         parts = unnested(given, only=("generator", "prior"))
-        load_arrays(self.generator, parts["generator"])
-        load_arrays(self.model, parts["prior"])
-        self.codes = self.codes_of(self.generator)
+        super().begin(parts["prior"])
+        self.codes = self.encode(parts["generator"])
 
-    def kept(self) -> StateDict:
-        """Return the codes: encoding all images again would cost every piece time."""
-        return {"codes": self.codes.to(torch.int32).numpy()}
+    def state(self) -> dict[str, StateDict]:
+        """Add the codes: encoding all images again would cost every piece time."""
+        codes = {"kept": {"codes": self.codes.to(torch.int32).numpy()}} if self.done.steps_left else {}
+        return super().state() | codes
 
-    def load_kept(self, kept: StateDict) -> None:
-        """Restore them."""
-        self.codes = torch.from_numpy(kept["codes"]).long()
+    def load(self, state: dict[str, StateDict]) -> None:
+        """Restore them too."""
+        super().load(state)
+        if self.done.steps_left:
+            self.codes = torch.from_numpy(state["kept"]["codes"]).long()
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Nothing changes from epoch to epoch but the order, which `steps` draws."""
-
-    def steps(self, epoch: int, places: range, dp: DPTraining | None) -> Iterator[tuple[Tensor | None, int]]:
+    def take(self, steps: range, dp: DPTraining | None) -> Iterator[tuple[int, Tensor | None]]:
         """Train on batches of codes."""
-        b = self.config.batch_size
-        order = torch.split(torch.randperm(len(self.y), generator=self.rngs("prior", epoch)), b)
-        for place, rows in enumerate(dp.rows(len(self.y)) if dp else order[places.start : places.stop], places.start):
-            rng = self.rngs("prior", epoch, "draws", place)
-            draws = dp.uniform(len(rows), self.model.draws) if dp else self.model.uniform(len(rows), rng)
-            batch = tuple(part.to(self.device) for part in (self.codes[rows], self.y[rows], draws))
-            if dp:
-                dp.step(self.model, self.optimizer, partial(summed_nats, self.model), batch, b)
-                yield None, b
-            else:
-                yield step(self.model, self.optimizer, self.model.loss(*batch)), len(rows)
+        epoch, place = divmod(steps.start, self.in_epoch)
+        order = torch.split(torch.randperm(len(self.y), generator=self.rngs("prior", epoch)), self.batch_size)
+        for at, rows in enumerate(dp.rows(len(self.y)) if dp else order[place : place + len(steps)], place):
+            batch, rng = (self.codes[rows], self.y[rows]), self.rngs("prior", epoch, "draws", at)
+            yield 1, prior_step(self.config, self.model, self.optimizer, *batch, rng, dp)
 
-    def result(self) -> StateDict:
+    def result(self, budget: PrivacyBudget | None, request: ChargedRequest) -> StateDict:
         """Return the number of examples of each class, under DP with noise."""
-        return {"label_counts": self.counts(torch.bincount(self.y, minlength=self.model.classes)).numpy()}
+        counts = torch.bincount(self.y, minlength=self.model.classes)
+        return {"label_counts": (budget.noisy_counts(counts, request) if budget else counts).numpy()}
+
+
+def train_piece(
+    pieces: Pieces,
+    state: StateStore,
+    training: ReplayTraining,
+    request: ChargedRequest,
+    given: StateDict,
+    around: str,
+) -> None:
+    """Train the next piece, and keep it; call it within `pieces.alone`. A complete training is left as it is.
+
+    Parameters
+    ----------
+    pieces : Pieces
+        Trains them.
+    state : StateStore
+        Where what lies between them is kept.
+    training : ReplayTraining
+        With fresh weights. Afterwards its model has the trained ones.
+    request : ChargedRequest
+        What the server asks.
+    given : StateDict
+        The weights that the request has brought; empty: it asks to go on.
+    around : str
+        What the training depends on beside options and weights, as a digest.
+
+    Raises
+    ------
+    TrainingError
+        If the request has brought no weights, and nothing that fits was begun in its exchange.
+    PrivacyError
+        If the budget does not allow the whole training, or the account states less than before.
+    DivergedError
+        If a loss is not finite.
+    """
+    mechanism, run, done = training.mechanism, request.run, training.done
+    key, brought = f"training-{mechanism}", digest(given) if given else ""
+    budget = pieces.budget if pieces.covers(mechanism) else None
+    # With weights, an earlier exchange may have begun it.
+    load, exchange = (state.load, request.server_round + 1) if given else (state.at, request.server_round)
+    found = unnested(load(key, run, exchange) or {})
+    bound = {name: array.tobytes().decode() for name, array in found.get("bound", {}).items()}
+    if found and bound["around"] == around and brought in ("", bound["given"]):
+        training.load(found)
+        brought, done = bound["given"], training.done
+    elif given:
+        training.begin(given)
+        if budget:
+            budget.check_room(mechanism, done.steps_left, request)
+        state.forget(key, run)
+    else:
+        raise TrainingError(
+            "a training goes on in the exchange in which it began, with the same examples and replays; this "
+            f"institution has begun none such of a {mechanism} in exchange {request.server_round} of run {run!r}: "
+            "send the weights"
+        )
+    before = done.steps
+    if done.steps_left:
+        training.losses = np.concatenate([training.losses, pieces.advance(training, done, request)])
+        if not done.steps_left:
+            training.found = training.result(budget, request)
+            if budget and done.steps == before:
+                budget.rest(mechanism, request)
+    elif budget:  # complete before this message
+        for released in training.releases:
+            budget.rest(released, request)
+    texts = {"given": brought, "around": around}
+    parts = {"bound": {name: np.frombuffer(text.encode(), np.uint8) for name, text in texts.items()}}
+    state.save(key, run, request.server_round, nested({**parts, **training.state()}), state.institution.durable)

@@ -1,17 +1,19 @@
 """Trainings that may take several messages: the server's half; the institution's is `institution/pieces.py`.
 
-    request with the weights        →  steps made, steps left
-    request without, as often as it takes
-                                    →  steps made, steps left
-                                    →  at the end: the weights
+    request, for replay with the weights    →  steps made, steps left
+    request without, as often as it takes   →  steps made, steps left
+                                            →  at the end, for replay: the weights
 
-A message that is lost is sent once more, when the institution is there again: its machine or its SuperNode has stopped,
-or it did not answer in time. It goes on where it was. If that is lost too, before any step, the visit has failed.
+For replay a message that is lost is sent once more, when the institution is there again: its machine or its SuperNode
+has stopped, or it did not answer in time. It goes on where it was. If that is lost too, before any step, the visit has
+failed.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -19,7 +21,7 @@ from flwr.app import ConfigRecord
 from flwr.serverapp import Grid
 
 from flwr_replay.errors import WireError
-from flwr_replay.payloads.replay import Generated, TrainedPrior, TrainGenerator, TrainPrior, Trains
+from flwr_replay.payloads.replay import Trains
 from flwr_replay.report.progress import shown_time
 from flwr_replay.server.exchange import Exchanger
 from flwr_replay.server.members import Member
@@ -28,24 +30,24 @@ from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import StateDict, opened
 from flwr_replay.wire.weights import form_of
 
-__all__ = ["Asking", "check_going_on", "shown_progress"]
+__all__ = ["Answer", "Asking", "shown_progress"]
 
-Answer = TypeVar("Answer", Generated, TrainedPrior)
+Answer = TypeVar("Answer", bound=Trains)
 Read = TypeVar("Read", bound=Payload)
-LOST = 2  # messages in a row, after which the visit has failed
+LOST = 2  # messages in a row, after which an institution has failed that is waited for
 PAUSE = 1.0  # seconds between two looks for an institution that has gone
 
 
 @dataclass(frozen=True)
 class Asking:
-    """Asks institutions in one exchange, one message at a time.
+    """Asks institutions in one exchange.
 
     Parameters
     ----------
     exchange : Exchanger
         Writes, sends and reads messages.
-    roll : Roll
-        Tells who has come back.
+    roll : Roll | None
+        Tells who has come back; None: nobody is waited for.
     grid : Grid
         Flower's.
     server_round : int
@@ -55,72 +57,80 @@ class Asking:
     """
 
     exchange: Exchanger
-    roll: Roll
+    roll: Roll | None
     grid: Grid
     server_round: int
     extra: ConfigRecord
 
-    def train(
-        self, member: Member, request: TrainGenerator | TrainPrior, declared: type[Answer], total: int
-    ) -> Answer | None:
-        """Send message after message until a training is complete; return the last answer.
+    def train(self, totals: Mapping[Member, int], request: Request, declared: type[Answer]) -> dict[str, list[Answer]]:
+        """Send message after message until every training is complete, or its institution has failed.
 
         Parameters
         ----------
-        member : Member
-            The institution.
-        request : TrainGenerator | TrainPrior
-            With the weights.
+        totals : Mapping of Member to int
+            By institution: the most steps that its training has.
+        request : Request
+            The first message; later ones have no weights.
         declared : type
             The answers' class.
-        total : int
-            The most steps that the training has.
 
         Returns
         -------
-        Generated | TrainedPrior | None
-            With weights of the form that was sent; None if the institution failed, which is then recorded.
+        dict of str to list
+            By institution, of complete trainings alone, the first to end first: all answers. If weights were sent, the
+            last one has weights of their form.
         """
-        sent, part = opened(request.arrays or {}), declared.declared()["arrays"].part
-        made, lost, there = -1, 0, True
-        while there and lost < LOST:
-            began = time.monotonic()
-            answer = self.answer(member, request, declared)
-            if answer is None:
-                lost += 1
-                again = member.name in self.exchange.lost and lost < LOST
-                there = again and self.waited_for(member)
-                continue
+        sent = opened(vars(request).get("arrays") or {})
+        further = replace(request, arrays=None) if sent else request  # type: ignore[call-arg]
+        heard: dict[str, list[Answer]] = {member.name: [] for member in totals}
+        complete: dict[str, list[Answer]] = {}
+        lost, asked = Counter[str](), [*totals]
+        while asked:
+            began, going_on = time.monotonic(), list[Member]()
+            answers = self.answers({m: further if heard[m.name] else request for m in asked}, declared)
+            gone = {*self.exchange.lost}
+            for member in asked:
+                name, before = member.name, heard[member.name]
+                lost[name] = 0 if name in answers else lost[name] + 1
+                if name in answers:
+                    answer, made = answers[name], before[-1].steps if before else -1
+                    try:
+                        _check_going_on(made, answer, totals[member])
+                        _check_form(sent, answer)
+                    except WireError as error:
+                        self.exchange.recorder.failed(self.server_round, name, str(error))
+                        continue
+                    before.append(answer)
+                    if answer.steps_left:
+                        seconds = time.monotonic() - began
+                        self.exchange.recorder.log(shown_progress(name, request.stage, made, answer, seconds))
+                        going_on.append(member)
+                    else:
+                        complete[name] = before
+                elif self.roll and name in gone and lost[name] < LOST and self.waited_for(member, self.roll):
+                    going_on.append(member)
+            asked = going_on
+        return complete
+
+    def answers(self, requests: Mapping[Member, Request], declared: type[Read]) -> dict[str, Read]:
+        """Send a request to each institution; return the valid answers by name. Others are recorded as failures."""
+        # one that was away may have come back as another node
+        there = [(self.exchange.members.get(member.name) or member, request) for member, request in requests.items()]
+        messages = [self.exchange.message(member, request, self.extra) for member, request in there]
+        found: dict[str, Read] = {}
+        replies = self.exchange(self.grid, self.server_round, messages, needed=False)
+        for member, reply in self.exchange.answers(replies):
             try:
-                check_going_on(made, answer, total)
-                _check_form(sent, answer, part)
+                found[member.name] = declared.decode(reply.content)
             except WireError as error:
                 self.exchange.recorder.failed(self.server_round, member.name, str(error))
-                return None
-            if not answer.steps_left:
-                return answer
-            self.exchange.recorder.log(
-                shown_progress(member.name, request.stage, made, answer, time.monotonic() - began)
-            )
-            made, lost, request = answer.steps, 0, replace(request, arrays=None)
-        return None
+        return found
 
-    def answer(self, member: Member, request: Request, declared: type[Read]) -> Read | None:
-        """Send one request; return its answer, or None if there is no valid one, which is then recorded."""
-        member = self.exchange.members.get(member.name) or member  # it may have come back as another node
-        message = self.exchange.message(member, request, self.extra)
-        for reply in self.exchange(self.grid, self.server_round, [message], needed=False):
-            try:
-                return declared.decode(reply.content)
-            except WireError as error:
-                self.exchange.recorder.failed(self.server_round, member.name, str(error))
-        return None
-
-    def waited_for(self, member: Member) -> bool:
+    def waited_for(self, member: Member, roll: Roll) -> bool:
         """Wait until an institution is there, for as long as at the beginning of a run; return whether it is."""
         deadline = time.monotonic() + self.exchange.settings.wait
         while True:
-            self.roll.call(self.grid, self.server_round)
+            roll.call(self.grid, self.server_round)
             if self.exchange.members.get(member.name):
                 return True
             if time.monotonic() >= deadline:
@@ -131,7 +141,7 @@ class Asking:
 def shown_progress(name: str, stage: str, made: int, answer: Trains, seconds: float) -> str:
     """Write how far a training is, and from its second message on, how long the rest takes at this one's pace.
 
-    >>> answer = Generated(num_examples=9, examples_seen=0, steps=300, steps_left=100)
+    >>> answer = Trains(steps=300, steps_left=100)
     >>> shown_progress("north", "train-generator", 200, answer, 60.0)
     'north: train-generator, 300 of 400 steps, 0:01:00 left'
     """
@@ -139,23 +149,8 @@ def shown_progress(name: str, stage: str, made: int, answer: Trains, seconds: fl
     return f"{name}: {stage}, {answer.steps:,} of {answer.steps + answer.steps_left:,} steps{left}"
 
 
-def check_going_on(made: int, answer: Trains, total: int) -> None:
-    """Refuse an answer that would never end a training: without a further step, or with more steps than it has.
-
-    Parameters
-    ----------
-    made : int
-        Steps that the last answer said, -1 before the first.
-    answer : Trains
-        The answer.
-    total : int
-        The most steps that the training has.
-
-    Raises
-    ------
-    WireError
-        If so.
-    """
+def _check_going_on(made: int, answer: Trains, total: int) -> None:
+    """Refuse an answer that would never end a training: without a further step, or with more steps than it has."""
     if answer.steps_left and not made < answer.steps <= total - answer.steps_left:
         raise WireError(
             f"must train on to step {total}; its generator had {max(0, made)} steps, now it has {answer.steps} and "
@@ -163,11 +158,13 @@ def check_going_on(made: int, answer: Trains, total: int) -> None:
         )
 
 
-def _check_form(sent: StateDict, answer: Generated | TrainedPrior, part: bool) -> None:
+def _check_form(sent: StateDict, answer: Trains) -> None:
     """Refuse weights before the end of a training, and at its end others than those of the form that was sent."""
-    returned = opened(answer.arrays or {})
-    wanted = {name: array for name, array in sent.items() if not part or name in returned}
+    returned = opened(vars(answer).get("arrays") or {})
     if answer.steps_left and returned:
         raise WireError(f"weights come back at the end of a training; these came with {answer.steps_left} steps to go")
-    if not answer.steps_left and (not returned or form_of(returned) != form_of(wanted)):
-        raise WireError("weights must come back as they were sent, at the end of a training; others came, or none")
+    if sent and not answer.steps_left:
+        part = type(answer).declared()["arrays"].part
+        wanted = {name: array for name, array in sent.items() if not part or name in returned}
+        if not returned or form_of(returned) != form_of(wanted):
+            raise WireError("weights must come back as they were sent, at the end of a training; others came, or none")

@@ -52,7 +52,7 @@ from flwr_replay.payloads.replay import (
 )
 from flwr_replay.server.exchange import Exchanger
 from flwr_replay.server.members import Member
-from flwr_replay.server.pieces import Asking
+from flwr_replay.server.pieces import Answer, Asking
 from flwr_replay.server.replay_base import Replay
 from flwr_replay.server.roll import Roll
 from flwr_replay.wire.payload import Request
@@ -186,7 +186,7 @@ class GenerativeReplay(Replay):
             return False
         stale = self.replay_plan.replay.codes == "stale"
         request = self.train_request(self.generator, self.num_replay_examples)
-        generated = self.asking.train(member, request, Generated, self.steps(self.replay_plan.generator, member))
+        generated = self.trained_by(member, request, Generated, self.replay_plan.generator)
         if generated is None:
             return False
         weights = opened(generated.arrays or {})
@@ -214,7 +214,7 @@ class GenerativeReplay(Replay):
 
     def encoded(self, member: Member, weights: StateDict, replayed: int) -> StateDict | None:
         """Have an institution encode its images and `replayed` ones; return None if it fails."""
-        answer = self.asking.answer(member, self.encode_request(weights, replayed), Codes)
+        answer = self.asking.answers({member: self.encode_request(weights, replayed)}, Codes).get(member.name)
         if answer is None:
             return None
         n = member.num_examples + replayed
@@ -251,8 +251,7 @@ class GenerativeReplay(Replay):
 
     def take_prior(self, member: Member, weights: StateDict) -> bool:
         """Have an institution train a prior for the generator that it has just trained; return whether it succeeded."""
-        total = self.steps(self.replay_plan.prior, member)
-        answer = self.asking.train(member, self.prior_request(weights), TrainedPrior, total)
+        answer = self.trained_by(member, self.prior_request(weights), TrainedPrior, self.replay_plan.prior)
         if answer is None:
             return False
         if fault := self.fault_of_prior(member, answer):
@@ -351,9 +350,13 @@ class GenerativeReplay(Replay):
         """What asks institutions in this exchange."""
         return Asking(self.exchange, self.roll, self.grid, self.server_round, self.extra)
 
-    def steps(self, config: VQVAE2Config | PriorConfig, member: Member) -> int:
-        """Return the most steps that an institution's training has."""
-        return config.epochs * -(-member.num_examples // config.batch_size)
+    def trained_by(
+        self, member: Member, request: Request, declared: type[Answer], config: VQVAE2Config | PriorConfig
+    ) -> Answer | None:
+        """Have an institution train; return the last answer, or None if it failed, which is then recorded."""
+        most = config.epochs * -(-member.num_examples // config.batch_size)  # steps
+        answers = self.asking.train({member: most}, request, declared)
+        return answers[member.name][-1] if answers else None
 
     # --- files --------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ Failures: An institution that fails is asked again before the next round. Until 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,7 +28,7 @@ from flwr_replay.payloads.replay import Kept
 from flwr_replay.payloads.synthetic import Buffer, DrawBuffer, GeneratorSlice, KeepBuffer, TrainSlice
 from flwr_replay.server.exchange import Exchanger
 from flwr_replay.server.members import Member
-from flwr_replay.server.pieces import check_going_on, shown_progress
+from flwr_replay.server.pieces import Asking
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import StateDict, opened
 from flwr_replay.wire.sealed import blank
@@ -116,38 +115,14 @@ class Buffers:
         """Send message after message until every generator is complete, or its institution fails."""
         asked = [m for m in self.exchange.members if m.name not in self.trained or m in self.drew_none]
         self.drew_none.clear()
-        made = dict.fromkeys((member.name for member in asked), -1)
-        totals = {member.name: self.plan.steps(member.num_examples) for member in asked}
-        losses: dict[str, list[float]] = {member.name: [] for member in asked}
-        complete: dict[str, GeneratorSlice] = {}
-        while asked:
-            going_on: list[Member] = []
-
-            def take(
-                member: Member, reply: Message, going_on: list[Member] = going_on, began: float = time.monotonic()
-            ) -> None:
-                answer = GeneratorSlice.decode(reply.content)
-                check_going_on(made[member.name], answer, totals[member.name])
-                if answer.steps_left:
-                    seconds = time.monotonic() - began
-                    self.exchange.recorder.log(
-                        shown_progress(member.name, "train-slice", made[member.name], answer, seconds)
-                    )
-                made[member.name] = answer.steps
-                losses[member.name] += [] if answer.loss is None else [answer.loss]
-                if answer.steps_left:
-                    going_on.append(member)
-                else:
-                    complete[member.name] = answer
-
-            request = TrainSlice(server_round=server_round, run=self.exchange.settings.run)
-            messages = [self.exchange.message(member, request, extra) for member in asked]
-            self.exchange(grid, server_round, messages, needed=False, take=take)
-            asked = going_on
-        for name, last in complete.items():
+        request = TrainSlice(server_round=server_round, run=self.exchange.settings.run)
+        totals = {member: self.plan.steps(member.num_examples) for member in asked}
+        found = Asking(self.exchange, None, grid, server_round, extra).train(totals, request, GeneratorSlice)
+        for name, (*_, last) in found.items():
             self.trained.add(name)
+            losses = [answer.loss for answer in found[name] if answer.loss is not None]
             figures = {"margin": last.margin, "diversity": last.diversity, "precision": last.precision}
-            self.exchange.recorder.generated(name, "generator", losses[name], **figures)
+            self.exchange.recorder.generated(name, "generator", losses, **figures)
             faults = []
             if last.diversity is not None and last.diversity < ALIKE:
                 faults.append(

@@ -88,7 +88,7 @@ def test_a_complete_training_is_answered_with_what_it_has_found(folder, monkeypa
     server = HostileServer(folder, *CODES)
     last = finished(server, begin(server))
     forget()
-    monkeypatch.setattr(GeneratorTraining, "steps", None)  # nothing is trained any more
+    monkeypatch.setattr(GeneratorTraining, "take", None)  # nothing is trained any more
     for reply in (begin(server), go_on(server), begin(server, server_round=3)):
         assert same(weights(reply), weights(last))
         assert metrics(reply) == metrics(last)
@@ -123,14 +123,14 @@ def test_a_piece_that_is_killed_is_all_that_is_lost(folder, monkeypatch):
     begin(server)
     go_on(server)
     with monkeypatch.context() as patch:
-        step, made = GeneratorTraining.steps, []
+        step, made = GeneratorTraining.take, []
 
         def killed(self, *where):
             for found in step(self, *where):
                 made.append(found)
                 raise SystemExit  # after the step, before anything is written
 
-        patch.setattr(GeneratorTraining, "steps", killed)
+        patch.setattr(GeneratorTraining, "take", killed)
         with pytest.raises(SystemExit):
             go_on(server)
         assert made

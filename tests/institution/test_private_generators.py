@@ -23,7 +23,8 @@ from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.institution.budget import DPTraining, PrivacyBudget
 from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.owner import Institution
-from flwr_replay.institution.synthesis import SynthesisStages, part_at
+from flwr_replay.institution.pieces import part_at
+from flwr_replay.institution.synthesis import SynthesisStages
 from flwr_replay.payloads.synthetic import DrawBuffer, TrainSlice
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 from flwr_replay.privacy.dpsgd import clipped_sums

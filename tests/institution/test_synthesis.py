@@ -52,8 +52,8 @@ def test_processes_that_want_one_generator_train_it_by_turns(tmp_path, monkeypat
 
 
 def test_a_message_that_has_waited_longer_than_a_slice_lasts_still_takes_steps(tmp_path):
-    stages = stages_of(tmp_path, "generator.slice_seconds=1")
-    assert stages.go_on(TrainSlice(run="r"), began=-1e9).steps == 10
+    stages = stages_of(tmp_path, "generator.slice_seconds=1e-9")
+    assert stages.train_slice(TrainSlice(run="r")).steps == 10
 
 
 def test_a_simulation_in_which_nobody_has_images_of_a_class_ends_before_anything_is_written(tmp_path):
