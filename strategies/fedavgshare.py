@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from flwr_replay.config.sections import SHARE, within
 from flwr_replay.errors import WireError
 from flwr_replay.files.disk import entries
-from flwr_replay.files.tensors import read_tensors, write_tensors
+from flwr_replay.files.tensors import OF_RUN, read_own, write_tensors
 from flwr_replay.movements.base import Exchange
 from flwr_replay.payloads.fedavgshare import Give, Given, Receive, Received, TrainEnlarged, number_shared
 from flwr_replay.server.members import Member
@@ -140,7 +140,8 @@ class FedAvgShare(FedAvg):
         if given.images.dtype != dtype:
             raise WireError(f"all images must have one dtype; {member.name} sent {given.images.dtype}, not {dtype}")
         arrays = {"images": given.images, "labels": given.labels}
-        write_tensors(self.recorder.folder("shared") / f"{member.name}.safetensors", arrays)
+        file = self.recorder.folder("shared") / f"{member.name}.safetensors"
+        write_tensors(file, arrays, {OF_RUN: self.settings.run})
 
     def image_form(self, images: NDArray[Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
         """Return the shape and dtype that every image must have.
@@ -152,7 +153,7 @@ class FedAvgShare(FedAvg):
             dtypes = Counter(str(self.image_dtype(member)) for member in self.members if member.num_examples)
             return shape, np.dtype(max(sorted(dtypes), key=lambda name: dtypes[name]))
         if before := self.givers():
-            images = read_tensors(self.recorder.folder("shared") / f"{before[0]}.safetensors")["images"]
+            images = read_own(self.recorder.folder("shared") / f"{before[0]}.safetensors", self.settings.run)["images"]
         return images.shape[1:], images.dtype
 
     def image_dtype(self, member: Member) -> np.dtype[Any]:
@@ -168,7 +169,7 @@ class FedAvgShare(FedAvg):
     def receive(self, server_round: int, names: list[str]) -> Receive:
         """Send the union of these institutions' shares."""
         folder = self.recorder.folder("shared")
-        parts = [read_tensors(folder / f"{name}.safetensors") for name in names]
+        parts = [read_own(folder / f"{name}.safetensors", self.settings.run) for name in names]
         images, labels = (np.concatenate([part[key] for part in parts]) for key in ("images", "labels"))
         return Receive(server_round=server_round, run=self.settings.run, images=images, labels=labels)
 

@@ -160,7 +160,7 @@ class FedReplay(OneShot):
             random = self.config.encoder == "random"
             given = arrays if random else read_encoder(Path(self.config.encoder_file), self.encoder_shapes)
             self.encoder = {name: given[name] for name in self.encoder_shapes}
-        self.store = LatentStore(self.recorder.folder("latents", fresh=True))
+        self.store = LatentStore(self.recorder.folder("latents", fresh=True), self.settings.run)
         self.checkpoint(server_round - 1, arrays)
 
     def train_encoder(self, grid: Grid, server_round: int, arrays: StateDict, config: ConfigRecord) -> StateDict:
@@ -387,7 +387,7 @@ class FedReplay(OneShot):
         self.encoder = {name: parts["encoder"][name] for name in self.encoder_shapes}  # the model's order
         load_arrays(self.primary, parts["primary"])
         load_optimizer_arrays(self.optimizer, parts["optimizer"])
-        self.store = LatentStore(self.recorder.folder("latents"))
+        self.store = LatentStore(self.recorder.folder("latents"), self.settings.run)
 
 
 def descend(

@@ -27,7 +27,7 @@ from flwr.serverapp import Grid
 from flwr_replay.config.sections import within
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, RunError
-from flwr_replay.files.tensors import read_tensors
+from flwr_replay.files.tensors import read_own
 from flwr_replay.learning.augment import augment_of, changed
 from flwr_replay.learning.training import batches, make_optimizer, mean_loss, refuse_single_batches, step, torch_rng
 from flwr_replay.models import placed
@@ -101,7 +101,8 @@ class SynCentral(Movement):
         if not self.buffers.numbers:
             raise RunError(f"no institution has sent a buffer; {self.recorder.failures_line()}")
         folder = self.recorder.folder(FOLDER)
-        parts = [read_tensors(folder / f"{number:06d}.safetensors") for number in sorted(self.buffers.numbers.values())]
+        files = [folder / f"{number:06d}.safetensors" for number in sorted(self.buffers.numbers.values())]
+        parts = [read_own(file, self.settings.run) for file in files]
         x, y = (torch.from_numpy(np.concatenate([part[key] for part in parts])) for key in ("images", "labels"))
         refuse_single_batches(self.model, len(y), self.settings.training.batch_size)
         load_arrays(self.model.train(), opened(arrays))

@@ -16,11 +16,11 @@ from grid import Grid
 from flwr_replay.cli.main import main
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose, overrides_of
-from flwr_replay.files.tensors import read_with_texts, write_tensors
+from flwr_replay.files.tensors import OF_RUN, read_with_texts, write_tensors
 from flwr_replay.memory import forget
 from flwr_replay.models.zoo import backbone
 from flwr_replay.report.progress import Display
-from flwr_replay.report.run_files import BOUND, FILES, OF_RUN
+from flwr_replay.report.run_files import BOUND, FILES
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.execute import execute
 from flwr_replay.server.recorder import Recorder

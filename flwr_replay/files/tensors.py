@@ -26,9 +26,11 @@ from flwr_replay.files.atomic import fits, parsed, read_bytes, write_atomic
 from flwr_replay.files.disk import reading
 
 __all__ = [
+    "OF_RUN",
     "StateDict",
     "digest",
     "nested",
+    "read_own",
     "read_tensors",
     "read_texts",
     "read_with_texts",
@@ -41,6 +43,7 @@ T = TypeVar("T")
 StateDict = dict[str, NDArray[Any]]  # a model's weights and buffers, or other named arrays
 
 MOST = 10**8  # bytes of a header that safetensors reads
+OF_RUN = "of-run"  # key of a text: the run whose file it is
 METADATA = "__metadata__"  # the header's entry of texts; no array has this name
 HEAD = b'{"__metadata__": {"crc32": "'  # the header's first bytes, after eight bytes with its length
 AT = slice(8 + len(HEAD), 16 + len(HEAD))  # the checksum's place, eight hexadecimal digits
@@ -121,6 +124,20 @@ def read_with_texts(path: Path) -> tuple[StateDict, dict[str, str]]:
         ) from None
     texts = header.pop(METADATA, {})
     return {name: arrays[name] for name in header}, texts  # in the file's order, which `load` does not keep
+
+
+def read_own(path: Path, run: str) -> StateDict:
+    """Read what a run has kept for itself, as `read_tensors` does; files of older versions name no run.
+
+    Raises
+    ------
+    DamagedError
+        Also if it is another run's.
+    """
+    arrays, texts = read_with_texts(path)
+    if (found := texts.get(OF_RUN, run)) != run:
+        raise DamagedError(f"{path} must be of the run {run}; it names {found}: put the run's own file back")
+    return arrays
 
 
 def read_texts(path: Path) -> dict[str, str]:

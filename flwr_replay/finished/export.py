@@ -68,6 +68,8 @@ def export(model: TrainedModel, form: str, out: Path, text: str) -> tuple[Path, 
     """
     if form not in FORMATS:
         raise ConfigError(f"--format must be one of {', '.join(FORMATS)}; got {form!r}")
+    if out.is_dir():
+        raise ConfigError(f"--out names a file; {out} is a folder: name a file in it")
     task, file = model.task, out if out.suffix == FORMATS[form] else out.with_name(out.name + FORMATS[form])
     example = (torch.zeros(2, task.channels, task.size, task.size),)
     whole = io.BytesIO()

@@ -22,12 +22,12 @@ from flwr_replay.data.classes import Classes
 from flwr_replay.errors import DamagedError, DataError, RunError, nearest
 from flwr_replay.files.atomic import home, read_text
 from flwr_replay.files.disk import entries, there
-from flwr_replay.files.tensors import StateDict, read_with_texts, unnested
+from flwr_replay.files.tensors import OF_RUN, StateDict, read_with_texts, unnested
 from flwr_replay.learning.pooling import Pool
 from flwr_replay.learning.tasks import Regression, make_task
 from flwr_replay.models.layers import as_input
 from flwr_replay.models.zoo import build
-from flwr_replay.report.run_files import OF_RUN, model_of, read_run_id
+from flwr_replay.report.run_files import model_of, read_run_id
 from flwr_replay.runs.best import BestModel
 from flwr_replay.runs.checkpoints import Checkpoints
 from flwr_replay.runs.options import kept_overrides, run_overrides

@@ -16,10 +16,10 @@ from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RunError, nearest
 from flwr_replay.files.atomic import read_text
 from flwr_replay.files.disk import there
-from flwr_replay.files.tensors import StateDict
+from flwr_replay.files.tensors import OF_RUN, StateDict
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.models.zoo import backbone
-from flwr_replay.report.run_files import CONFIG, OF_RUN, check_own, ledger_of
+from flwr_replay.report.run_files import CONFIG, check_own, ledger_of
 from flwr_replay.runs.options import kept_overrides, run_overrides
 from flwr_replay.state.store import DATA, RUNS
 from flwr_replay.wire.fields import Field, Meaning

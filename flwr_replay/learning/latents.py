@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from flwr_replay.errors import DamagedError, WireError
 from flwr_replay.files.atomic import private_folder, read_json, tally, write_json
 from flwr_replay.files.disk import entries, opener, reading, there, writing
+from flwr_replay.files.tensors import OF_RUN
 from flwr_replay.payloads.fedreplay import Latents
 from flwr_replay.wire.bounds import LARGEST, largest
 
@@ -165,13 +166,16 @@ class LatentStore:
     An institution is used once its upload is complete. A chunk that arrives twice is refused.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, run: str = "") -> None:
+        self.folder, self.run = folder, run
         self.progress: dict[str, dict[str, Any]] = {}
         for meta in (upload / "upload.json" for upload in entries(folder)):
             if not there(meta):
                 continue
-            self.progress[meta.parent.name] = read_json(meta, UPLOAD)
+            progress = read_json(meta, UPLOAD)
+            if (found := progress.pop(OF_RUN, run)) != run:
+                raise self._damaged(meta.parent.name, f"they are of the run {found}")
+            self.progress[meta.parent.name] = progress
             self._check(meta.parent.name)
 
     def next_row(self, name: str) -> int | None:
@@ -206,7 +210,7 @@ class LatentStore:
         for key, array in arrays.items():
             if array is not None:
                 done[key] = self._write(name, key, chunk, array, tuple(progress.get(key, (0, 0))))
-        write_json(self.folder / name / "upload.json", done)
+        write_json(self.folder / name / "upload.json", {OF_RUN: self.run, **done})
         self.progress[name] = done
 
     def _write(

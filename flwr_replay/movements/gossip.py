@@ -159,7 +159,7 @@ class Gossip(Relay):
         self.recorder.saw(sum(answer.examples_seen for answer in released.values()))
         self.deal(server_round, released)
         self.bring(grid, server_round, config)
-        self.mailbox.keep(self.recorder.folder("mailbox"))
+        self.mailbox.keep(self.recorder.folder("mailbox"), self.settings.run)
         return ArrayRecord(), None
 
     def data_of(self, answered: list[str]) -> list[str]:
@@ -273,7 +273,7 @@ class Gossip(Relay):
 
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
         """Restore the mailbox."""
-        self.mailbox = Mailbox.restored(values["mailbox"], self.recorder.folder("mailbox"))
+        self.mailbox = Mailbox.restored(values["mailbox"], self.recorder.folder("mailbox"), self.settings.run)
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """A release and a delivery for all that train in a round, by that round's matrix."""

@@ -22,7 +22,7 @@ from flwr_replay.errors import DamagedError
 from flwr_replay.files.atomic import NAME, Form, fits, read_bytes, read_json, read_text, tally, write_json
 from flwr_replay.files.disk import entries, there
 from flwr_replay.files.lines import check_begin, parts, read_lines
-from flwr_replay.files.tensors import StateDict, read_tensors, read_texts, read_with_texts
+from flwr_replay.files.tensors import OF_RUN, StateDict, read_tensors, read_texts, read_with_texts
 from flwr_replay.wire.ledger import LEDGER, ledger_lines
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "FORMS",
     "MEMBERS",
     "METRICS",
-    "OF_RUN",
     "RESULT",
     "RUN_ID",
     "SUMS",
@@ -55,7 +54,7 @@ __all__ = [
 CONFIG, RUN_ID, SUMS, RESULT = "config.yaml", "run-id", "SHA256SUMS", "result.json"
 CONFUSION, MEMBERS, METRICS, TRACKING = "confusion.json", "members.jsonl", "metrics.jsonl", "tracking.json"
 BOUND = "# The run's other files name it, by run-id and the SHA-256 of this file.\n"  # the first line of CONFIG
-OF_RUN, FILES = "of-run", "files"  # keys: the run's mark, and the tallies of the files that have grown
+FILES = "files"  # key: the tallies of the files that have grown
 OPTIONS = re.compile(r"[a-z_]+")
 
 

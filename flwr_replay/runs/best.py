@@ -13,7 +13,8 @@ from pathlib import Path
 from flwr_replay.errors import DamagedError, RunError
 from flwr_replay.files.atomic import private_folder
 from flwr_replay.files.disk import entries, remove
-from flwr_replay.files.tensors import read_tensors, write_tensors
+from flwr_replay.files.tensors import OF_RUN, read_own, write_tensors
+from flwr_replay.report.run_files import mark_of
 from flwr_replay.wire.records import StateDict
 
 __all__ = ["BestModel", "best_of"]
@@ -41,7 +42,7 @@ class BestModel:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder / "best"
+        self.folder, self._mark = folder / "best", mark_of(folder)
 
     def files(self) -> dict[int, Path]:
         """Return the files by exchange, in order."""
@@ -69,7 +70,8 @@ class BestModel:
 
     def write(self, exchange: int, arrays: StateDict) -> None:
         """Keep the weights of a round that is better than all before."""
-        write_tensors(private_folder(self.folder) / f"{exchange:06d}.safetensors", arrays)
+        file = private_folder(self.folder) / f"{exchange:06d}.safetensors"
+        write_tensors(file, arrays, {OF_RUN: self._mark})
 
     def settle(self, exchange: int) -> None:
         """Delete what is not the best at this exchange, and was before it."""
@@ -91,7 +93,7 @@ class BestModel:
         return self.files().get(exchange)
 
     def rewind(self, exchange: int, log: Callable[[str], None]) -> None:
-        """Delete what was best only after this exchange, and what is damaged; `log` is told of the latter.
+        """Delete what was best only after this exchange, and what is damaged or another run's; `log` is told why.
 
         Raises
         ------
@@ -101,7 +103,7 @@ class BestModel:
         damaged = []
         for at, path in self.files().items():
             try:
-                read_tensors(path)
+                read_own(path, self._mark)
             except DamagedError as error:
                 damaged.append(at)
                 if at <= exchange:

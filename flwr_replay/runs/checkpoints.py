@@ -18,8 +18,8 @@ from flwr_replay.errors import DamagedError, RunError
 from flwr_replay.files.atomic import fits, private_folder, tally
 from flwr_replay.files.disk import entries, reading, remove, writing
 from flwr_replay.files.lines import check_begin, parts
-from flwr_replay.files.tensors import write_tensors
-from flwr_replay.report.run_files import OF_RUN, mark_of, tensors_of
+from flwr_replay.files.tensors import OF_RUN, write_tensors
+from flwr_replay.report.run_files import mark_of, tensors_of
 from flwr_replay.wire.records import StateDict
 
 __all__ = ["Checkpoints"]

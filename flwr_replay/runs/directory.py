@@ -52,14 +52,14 @@ from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import private_folder, sweep, tighten, write_atomic
 from flwr_replay.files.lines import Lines, read_lines
-from flwr_replay.files.tensors import nested, unnested, write_tensors
+from flwr_replay.files.tensors import OF_RUN, nested, unnested, write_tensors
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.report.epsilon import largest
 from flwr_replay.report.forgetting import Forgetting
 from flwr_replay.report.imbalance import without_beside
 from flwr_replay.report.judged import VALIDATION, judged
 from flwr_replay.report.progress import Display, Progress
-from flwr_replay.report.run_files import CONFUSION, FORMS, OF_RUN, mark_of, write_of, write_result
+from flwr_replay.report.run_files import CONFUSION, FORMS, mark_of, write_of, write_result
 from flwr_replay.report.summary import confusion_of, warnings
 from flwr_replay.runs.best import BestModel, best_of
 from flwr_replay.runs.checkpoints import Checkpoints

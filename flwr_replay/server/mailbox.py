@@ -10,7 +10,7 @@ from typing import Any, Self
 from flwr.app import ArrayRecord
 
 from flwr_replay.files.disk import entries, remove
-from flwr_replay.files.tensors import read_tensors, write_tensors
+from flwr_replay.files.tensors import OF_RUN, read_own, write_tensors
 from flwr_replay.wire.records import array_record, opened
 
 __all__ = ["Delivery", "Mailbox", "Parcel"]
@@ -116,8 +116,8 @@ class Mailbox:
         before = self.waiting[name]
         self.waiting[name] = Delivery(before.exchange, before.weight, 1.0, given_back=before)
 
-    def keep(self, folder: Path) -> None:
-        """Write the waiting models to files and forget all others; files of the last three calls stay.
+    def keep(self, folder: Path, run: str) -> None:
+        """Write the waiting models to the run's files and forget all others; files of the last three calls stay.
 
         The server writes a checkpoint while the next exchange runs, so a crash may lose two checkpoints.
         """
@@ -125,7 +125,7 @@ class Mailbox:
         needed = {parcel.number for pile in piles for parcel in pile}
         self.models = {number: self.models[number] for number in sorted(needed)}
         for number, arrays in self.models.items():
-            write_tensors(folder / f"{number:06d}.safetensors", opened(arrays))
+            write_tensors(folder / f"{number:06d}.safetensors", opened(arrays), {OF_RUN: run})
         self.recent = [*self.recent[-2:], needed]
         for file in entries(folder, "*.safetensors"):
             if not any(int(file.stem) in numbers for numbers in self.recent):
@@ -143,7 +143,7 @@ class Mailbox:
         }
 
     @classmethod
-    def restored(cls, values: dict[str, Any], folder: Path) -> Self:
+    def restored(cls, values: dict[str, Any], folder: Path, run: str) -> Self:
         """Return the mailbox of a checkpoint.
 
         Parameters
@@ -152,8 +152,10 @@ class Mailbox:
             What `state` returned.
         folder : Path
             The folder of `keep`.
+        run : str
+            The run's id.
         """
         waiting = {name: Delivery.of(one) for name, one in values["waiting"].items()}
         back = {name: [Parcel(**parcel) for parcel in some] for name, some in values["coming_back"].items()}
-        models = {n: array_record(read_tensors(folder / f"{n:06d}.safetensors")) for n in values["models"]}
+        models = {n: array_record(read_own(folder / f"{n:06d}.safetensors", run)) for n in values["models"]}
         return cls(waiting, back, values["committed"], values["weights"], models, values["posted"], [{*models}])

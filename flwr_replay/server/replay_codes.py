@@ -35,7 +35,7 @@ import torch
 
 from flwr_replay.config.sections import PriorConfig
 from flwr_replay.errors import WireError
-from flwr_replay.files.tensors import nested, read_tensors, unnested, write_tensors
+from flwr_replay.files.tensors import OF_RUN, nested, read_own, unnested, write_tensors
 from flwr_replay.generators.autoencoder import VQVAE2Config
 from flwr_replay.generators.codes import unpack_codes
 from flwr_replay.generators.plan import ReplayPlan
@@ -376,11 +376,12 @@ class GenerativeReplay(Replay):
 
     def file(self, what: str, visit: int) -> StateDict:
         """Read a file of a visit."""
-        return read_tensors(self.exchange.recorder.folder("replay") / f"{what}-{visit:03d}.safetensors")
+        return read_own(self.exchange.recorder.folder("replay") / f"{what}-{visit:03d}.safetensors", self.run)
 
     def keep(self, what: str, visit: int, arrays: StateDict) -> None:
         """Write a file of a visit; the next checkpoint refers to it."""
-        write_tensors(self.exchange.recorder.folder("replay") / f"{what}-{visit:03d}.safetensors", arrays)
+        file = self.exchange.recorder.folder("replay") / f"{what}-{visit:03d}.safetensors"
+        write_tensors(file, arrays, {OF_RUN: self.run})
 
     def keep_all(self, parts: list[StateDict]) -> None:
         """Write the union of codes and labels to a new file; the last checkpoint still refers to the old one."""

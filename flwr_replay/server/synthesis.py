@@ -22,7 +22,7 @@ from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from flwr_replay.errors import WireError
-from flwr_replay.files.tensors import read_tensors, write_tensors
+from flwr_replay.files.tensors import OF_RUN, read_own, write_tensors
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.payloads.replay import Kept
 from flwr_replay.payloads.synthetic import Buffer, DrawBuffer, GeneratorSlice, KeepBuffer, TrainSlice
@@ -100,7 +100,8 @@ class Buffers:
         def take(member: Member, reply: Message) -> None:
             buffer: Any = Buffer.decode(reply.content)
             path = self.exchange.recorder.folder(FOLDER) / f"{numbers[member.name]:06d}.safetensors"
-            write_tensors(path, buffer.images if self.sealed else self.checked(buffer))
+            images = buffer.images if self.sealed else self.checked(buffer)
+            write_tensors(path, images, {OF_RUN: self.exchange.settings.run})
             self.numbers[member.name] = numbers[member.name]
 
         asked = (self.exchange.message(m, self.draw(server_round), extra) for m in lacking)
@@ -199,7 +200,8 @@ class Buffers:
 
     def keep(self, server_round: int, number: int) -> KeepBuffer:
         """Send a buffer."""
-        buffer = read_tensors(self.exchange.recorder.folder(FOLDER) / f"{number:06d}.safetensors")
+        file = self.exchange.recorder.folder(FOLDER) / f"{number:06d}.safetensors"
+        buffer = read_own(file, self.exchange.settings.run)
         images: Any = buffer.get("images", buffer)  # sealed: all of it
         run, labels = self.exchange.settings.run, buffer.get("labels")
         return KeepBuffer(

@@ -296,6 +296,8 @@ def test_where_there_is_no_best_model_it_is_said(strategy, why, tmp_path, monkey
 def test_what_cannot_be_loaded_or_exported_is_said_in_one_line(ran, tmp_path):
     with pytest.raises(RunError, match="is neither"):
         load_model(tmp_path)
+    with pytest.raises(ConfigError, match="--out names a file"):  # as /, . and .. are
+        export(load_model(ran[1]), "torch", tmp_path, "")
     with pytest.raises(ConfigError, match="--format must be one of torch, onnx; got 'pickle'"):
         export(load_model(ran[1]), "pickle", tmp_path / "mine", "")
     with pytest.raises((RunError, OSError), match="none"):

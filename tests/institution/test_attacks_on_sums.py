@@ -60,6 +60,8 @@ def theta_of(crowd, norm):
     rng = np.random.default_rng(0)
     scales = {"w": 1.0, "b": 0.01} | (NORM if norm else {})
     one = {name: {key: np.float32(rng.normal(0, scale, 20)) for key, scale in scales.items()} for name in crowd}
+    for arrays in one.values():  # a variance is never negative
+        arrays |= {key: np.abs(arrays[key]) for key in arrays if key.endswith("running_var")}
     return {name: arrays | ({"norm.num_batches_tracked": np.array(3)} if norm else {}) for name, arrays in one.items()}
 
 

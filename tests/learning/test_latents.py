@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from flwr_replay.errors import WireError
+from flwr_replay.errors import DamagedError, WireError
 from flwr_replay.learning.latents import LatentStore, on_device, pack, prefetched, shift_each, unpack
 from flwr_replay.payloads.fedreplay import Latents
 
@@ -143,6 +143,14 @@ def test_a_share_has_every_batchs_rows_in_the_same_order(tmp_path, share):
     ):
         assert torch.equal(own_e, e_B[share])
         assert torch.equal(own_y, y_B[share])
+
+
+def test_another_runs_upload_is_refused(tmp_path):
+    rows = np.zeros((2, 3), np.float32)
+    LatentStore(tmp_path, "other").add("a", chunk(rows, 0, 2))
+    assert LatentStore(tmp_path, "other").complete == ["a"]
+    with pytest.raises(DamagedError, match="they are of the run other.: remove the folder"):
+        LatentStore(tmp_path, "mine")
 
 
 # --- reading ahead ----------------------------------------------------------------------------------------------------

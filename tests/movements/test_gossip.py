@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
-from flwr_replay.errors import ConfigError
+from flwr_replay.errors import ConfigError, DamagedError
 from flwr_replay.runs.execute import settings_of
 from flwr_replay.server.mailbox import Delivery, Mailbox, Parcel
 from flwr_replay.strategies.avgpush import AvgPush
@@ -160,8 +160,8 @@ def test_a_mailbox_is_read_back_as_it_was(tmp_path):
     box.waiting["b"] = Delivery(4, 1.0, 0.5, [Parcel(number, "a", 0.25, 1.5)])
     box.coming_back["a"] = [Parcel(number, "a", 0.5, 1.5)]
     box.committed["c"] = 3
-    box.keep(tmp_path)
-    again = Mailbox.restored(box.state(), tmp_path)
+    box.keep(tmp_path, "r")
+    again = Mailbox.restored(box.state(), tmp_path, "r")
     assert (again.waiting, again.coming_back, again.committed, again.posted) == (
         box.waiting,
         box.coming_back,
@@ -169,6 +169,8 @@ def test_a_mailbox_is_read_back_as_it_was(tmp_path):
         1,
     )
     assert same(opened(again.models[number]), load_file(tmp_path / "000001.safetensors"))
+    with pytest.raises(DamagedError, match="must be of the run another; it names r"):
+        Mailbox.restored(box.state(), tmp_path, "another")
 
 
 def test_a_parcel_that_went_back_and_is_acknowledged_late_goes_to_nobody_again():

@@ -1,8 +1,12 @@
 """The best round's model: what is left of it at a run's end, also where a file was damaged or removed."""
 
+import shutil
+from hashlib import sha256
+
 import numpy as np
 
 from flwr_replay.files.tensors import read_tensors
+from flwr_replay.report.run_files import BOUND, CONFIG, RUN_ID, SUMS
 from flwr_replay.runs.best import BestModel
 
 ONE, TWO = ({"w": np.full(2, value, np.float32)} for value in (1, 2))
@@ -12,12 +16,33 @@ def names(best):
     return [path.name for path in best.files().values()]
 
 
+def begun(folder):
+    """Return a run directory with its options and its id, which is its name."""
+    folder.mkdir()
+    files = {CONFIG: f"{BOUND}nodes: 1\n", RUN_ID: f"{folder.name}\n"}
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    sums = [f"{sha256(text.encode()).hexdigest()}  {name}" for name, text in files.items()]
+    (folder / SUMS).write_text("\n".join(sums))
+    return folder
+
+
 def test_at_the_end_the_best_alone_is_left(tmp_path):
     best = BestModel(tmp_path)
     best.write(1, ONE)
     best.write(2, TWO)
     assert best.end(2, None) == tmp_path / "best" / "000002.safetensors"
     assert names(best) == ["000002.safetensors"]
+
+
+def test_another_runs_model_is_never_the_best(tmp_path):
+    best, other, logged = BestModel(begun(tmp_path / "mine")), BestModel(begun(tmp_path / "other")), []
+    best.write(1, ONE)
+    other.write(2, TWO)
+    shutil.copy(other.file(), best.folder)
+    best.rewind(2, logged.append)
+    assert names(best) == ["000001.safetensors"]
+    assert "must be of the run mine" in logged[0]
 
 
 def test_an_earlier_model_never_passes_for_the_best_that_is_lost(tmp_path):

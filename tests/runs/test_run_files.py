@@ -13,11 +13,12 @@ from flwr_replay.api import Run
 from flwr_replay.config.compose import compose, overrides_of
 from flwr_replay.errors import FlwrReplayError, RunError
 from flwr_replay.files.atomic import write_json
+from flwr_replay.files.tensors import OF_RUN
 from flwr_replay.finished.export import card
 from flwr_replay.finished.trained import load_model
 from flwr_replay.lab.evidence import Evidence
 from flwr_replay.report.any_page import write_page
-from flwr_replay.report.run_files import OF_RUN, mark_of, read_result
+from flwr_replay.report.run_files import mark_of, read_result
 from flwr_replay.report.summary import summary
 from flwr_replay.runs.listing import listed, same_bits, watch
 from flwr_replay.runs.options import resolve
