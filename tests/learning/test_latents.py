@@ -149,7 +149,7 @@ def test_another_runs_upload_is_refused(tmp_path):
     rows = np.zeros((2, 3), np.float32)
     LatentStore(tmp_path, "other").add("a", chunk(rows, 0, 2))
     assert LatentStore(tmp_path, "other").complete == ["a"]
-    with pytest.raises(DamagedError, match="they are of the run other.: remove the folder"):
+    with pytest.raises(DamagedError, match="they are of the run other"):
         LatentStore(tmp_path, "mine")
 
 
