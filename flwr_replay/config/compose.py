@@ -44,6 +44,7 @@ from flwr_replay.config.sections import (
     TrainingConfig,
 )
 from flwr_replay.config.strict_yaml import read_yaml
+from flwr_replay.config.value import short, value_of
 from flwr_replay.errors import ConfigError, nearest
 
 __all__ = [
@@ -66,10 +67,8 @@ COMMAND_LINE = ("runs_dir", "resume")  # given as --runs-dir and --resume
 COUNTS = ("nodes", "rounds", "seed")  # Flower's run config needs a number for them; 0: as in conf/config.yaml
 LONGEST = 20_000  # characters of all options; the time of Hydra's parser grows with their square, here seconds
 WHOLE = 10**18
-WORDS = ("training.augment",)  # options that take words with commas between
 _default: dict[str, dict[str, str]] = {}  # by a preset's file: the groups' choices where none is made, as far as known
 CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
-SHOWN = 80  # characters of a wrong value in an error line
 SECTIONS: dict[str, type] = {
     "task": TaskConfig,
     "partition": PartitionConfig,
@@ -169,7 +168,7 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
     given = {_full_key(key, values): (key, value) for key, value in pairs if key not in (*GROUPS, *later)}
     for full, (key, value) in given.items():
         section, _, option = full.rpartition(".")
-        (values[section] if section else values)[option] = _comma_words(full, value) or _value(key, value)
+        (values[section] if section else values)[option] = value_of(key, full, value)
     for key, value in by_strategy.get(values["strategy"]["name"], {}).items():
         section, option = key.split(".")
         if key not in given and option in values[section]:  # a model without norm layers has no such option
@@ -239,43 +238,10 @@ def _plain(value: Any) -> Any:
 def _pairs(override: str) -> list[tuple[str, str]]:
     key, equals, value = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"an option is written key=value; got {_short(override)}")
+        raise ConfigError(f"an option is written key=value; got {short(override)}")
     if key in OWN and is_part(value):
         return [(key, "own"), (f"{key}.{OWN[key]}", quoted(value))]
     return [(key.replace("-", "_"), value)]
-
-
-def _comma_words(full: str, text: str) -> str:
-    """Return a text of words with commas between, where an option takes some; for Hydra that would be a sweep."""
-    return text if full in WORDS and re.fullmatch(r"\w+(,\w+)+", text) else ""
-
-
-def _value(key: str, text: str) -> Any:
-    """Parse an option's value."""
-    option = key.replace("_", "-")
-    if (parsed := _parsed(text)) is None:
-        raise ConfigError(
-            f"the value of {option} must be a number, true, false, a word, or a list [a,b]; got {_short(text)}: quote "
-            f"any other text, \"{option}='…'\""
-        )
-    (value,) = parsed
-    if "${" in str(value):  # an interpolation, which would never be resolved
-        raise ConfigError(f"an option must be a plain value without ${{...}}; got one in {option!r}: write the value")
-    return deepcopy(value)
-
-
-@lru_cache(maxsize=1024)  # a run that is resumed sets every option, and most of them to the same few values
-def _parsed(text: str) -> tuple[Any] | None:
-    """Parse a value with Hydra's grammar, without functions, sweeps and interpolations; None: it has none."""
-    from hydra._internal.grammar.functions import Functions
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        override = OverridesParser(functions=Functions()).parse_override(f"value={text}")
-        return None if override.is_sweep_override() else (override.value(),)
-    except (HydraException, ValueError, RecursionError):
-        return None
 
 
 def _full_key(key: str, base: Mapping[str, Any]) -> str:
@@ -374,21 +340,16 @@ def _hints(cls: type) -> dict[str, Any]:
 def _typed(option: str, value: Any, hint: Any) -> Any:
     if get_origin(hint) is tuple:
         if not isinstance(value, list):
-            raise ConfigError(f"{option} must be a list; got {_short(value)}")
+            raise ConfigError(f"{option} must be a list; got {short(value)}")
         return tuple(_typed(option, item, get_args(hint)[0]) for item in value)
     if type(value) is int and not -WHOLE < value < WHOLE:
-        raise ConfigError(f"{option} must be a number of fewer than 19 digits; got {_short(value)}")
+        raise ConfigError(f"{option} must be a number of fewer than 19 digits; got {short(value)}")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     if hint in (bool, int, float, str) and type(value) is not hint:
-        raise ConfigError(f"{option} must be of type {hint.__name__}; got {_short(value)}")
+        raise ConfigError(f"{option} must be of type {hint.__name__}; got {short(value)}")
     if hint is str and CONTROL.search(value):  # it would break lists and lines of logs
-        raise ConfigError(f"{option} must be on one line, without control characters; got {_short(value)}")
+        raise ConfigError(f"{option} must be on one line, without control characters; got {short(value)}")
     return value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from math import isinf
 from pathlib import Path
 from typing import Any
 
 from flwr_replay.errors import ConfigError
 
-__all__ = ["digits", "node_config", "quoted", "toml_text"]
+__all__ = ["digits", "node_config", "quoted", "toml_text", "vanishes"]
 
 
 def quoted(value: Any) -> str:
@@ -41,6 +43,16 @@ def digits(text: str) -> str:
     if "_" in text or not text.isascii():
         raise ValueError(f"a number has the digits 0 to 9; got {text!r}")
     return text
+
+
+def vanishes(number: str) -> bool:
+    """Return whether a decimal number is so large or small that a float would be infinite, or 0.
+
+    >>> [vanishes(number) for number in ("1e-400", "-1e400", "0e-400", "1e-300")]
+    [True, True, False, False]
+    """
+    value = float(number)
+    return isinf(value) or (value == 0 and bool(re.match(r"[^eE]*[1-9]", number)))
 
 
 def toml_text(text: str) -> str:

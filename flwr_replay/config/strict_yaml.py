@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from flwr_replay.config.quoting import vanishes
 from flwr_replay.errors import ConfigError
 
 __all__ = ["Lined", "read_yaml"]
@@ -21,6 +22,7 @@ WHOLE = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 NUMBER = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 OLD: Any = yaml.SafeLoader("")  # what YAML 1.1 takes a text for
 TEXT = "tag:yaml.org,2002:str"
+BREAK = re.compile("[\x85\u2028\u2029]")  # ends a line for YAML 1.1, and no line that an editor shows
 UNCLEAR = re.compile(r"[-+]?0[0-9o].*", re.S)  # and whatever YAML 1.1 takes for something else than a text
 
 
@@ -46,10 +48,17 @@ def read_yaml(path: Path, what: str) -> Lined:
     ------
     ConfigError
         If it is missing or no such YAML; for a key given twice, an anchor, an alias or a tag; for a value on which
-        YAML 1.1 and 1.2 disagree, and for .inf and .nan.
+        YAML 1.1 and 1.2 disagree, a line's end of 1.1 only, .inf, .nan, and numbers that a float takes for these or 0.
     """
     try:
-        node = _Plain(path.read_text(encoding="utf-8")).get_single_node()
+        text = path.read_text(encoding="utf-8")
+        if found_break := BREAK.search(text):
+            line = text.count("\n", 0, found_break.start()) + 1
+            raise ConfigError(
+                f"{what} must be readable YAML; got {path}, line {line}: U+{ord(found_break[0]):04X} ends a line for "
+                "some readers only: remove it"
+            )
+        node = _Plain(text).get_single_node()
         found = Lined() if node is None else _built(node)
     except FileNotFoundError:
         raise ConfigError(f"{what} must be there where one is named; there is no {path}") from None
@@ -100,6 +109,8 @@ def _scalar(node: yaml.ScalarNode) -> Any:
     if WHOLE.fullmatch(text):
         return int(text)
     if NUMBER.fullmatch(text):
+        if vanishes(text):
+            raise _faulty(f"{text[:40]} is too large or too small for a number: write another", node)
         return float(text)
     if UNCLEAR.fullmatch(text) or OLD.resolve(yaml.ScalarNode, text, (True, False)) != TEXT:
         raise _faulty(f"{text[:40]} is read in more than one way: write true, false, a decimal number or '…'", node)

@@ -50,17 +50,22 @@ class Classes:
     def numbers(self, labels: NDArray[Any], source: str) -> NDArray[Any]:
         """Return the classes of an array of labels, shape (N,).
 
-        Where classes are named by words, numbers are positions already, and are returned as they are; booleans are
-        not, if the words are true and false.
+        Where classes are named by words, numbers are positions already, and are returned as they are. Booleans are
+        not: the words must be true and false.
 
         Raises
         ------
         DataError
-            For the first label that is no class.
+            For the first label that is no class, and for booleans where classes are called otherwise.
         """
         spoken = {name.casefold(): name for name in self.names}
         if labels.dtype.kind == "b" and spoken.keys() == {"false", "true"}:
             labels = np.where(labels, spoken["true"], spoken["false"])
+        elif labels.dtype.kind == "b" and not any(map(WHOLE.fullmatch, self.names)):
+            raise DataError(
+                f"boolean labels are for classes true and false; got {shortened(', '.join(self.names))} ({source}): "
+                "give the numbers of the classes"
+            )
         numeric = labels.dtype.kind in "biuf"
         if numeric and not any(map(WHOLE.fullmatch, self.names)):
             return labels

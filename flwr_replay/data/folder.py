@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_replay.config.sections import TaskConfig, spelled
+from flwr_replay.config.sections import WHOLE, TaskConfig, spelled
 from flwr_replay.data.decoded import DecodedImages
 from flwr_replay.data.manifest import SPLITS, Row, manifest_rows, raws_of, some, words_of
 from flwr_replay.data.picture import fitted, is_picture, picture
@@ -155,12 +155,19 @@ def _folder_rows(root: Path) -> list[Row]:
     for split in ("train", "test"):
         if splits and split not in splits:
             other = next(iter(splits.values())).name
-            raise DataError(f"{root} has a folder {other}/ and must have {split}/ too: put its class folders there")
+            raise DataError(
+                f"{root} has a folder {other}/ and must have {split}/ too: put its class folders there; if "
+                f"{other}/ is a class itself, list the images in a manifest.csv"
+            )
     for folder in folders if splits else ():
         if folder not in splits.values():
             unread[f"images in {folder.name}/ beside the splits"] = len(images_below(folder, Counter()))
     rows = [row for split in SPLITS if split in splits for row in _class_rows(splits[split], split, unread)]
     rows = rows or _class_rows(root, None, unread)
+    written: dict[str, str] = {}
+    for row in rows:
+        if WHOLE.fullmatch(row.label) and (other := written.setdefault(spelled(row.label), row.label)) != row.label:
+            raise DataError(f"a class has one folder; {other}/ and {row.label}/ in {root} are one number: join them")
     tell_unread(root, unread)
     return rows
 
@@ -209,6 +216,7 @@ def _class_rows(root: Path, split: str | None, unread: Counter[str]) -> list[Row
             )
         rows += [Row(file, folder.name, f"folder {folder}", None, split) for file in files]
         unread += others
+        unread[f"empty folders called {folder.name}/"] += not files and not others
     if not rows:
         raise DataError(f"{root} must hold a manifest.csv, or a folder of images for each class; got neither")
     return rows

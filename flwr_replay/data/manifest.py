@@ -33,6 +33,7 @@ TESTED = 0.2  # share of the patients to test on, if no split is given
 # What tables write for no value, as pandas reads them; None is a class, such as no tumour.
 MISSING = {"", "nan", "-nan", "na", "n/a", "n.a.", "<na>", "#n/a", "#na", "#n/a n/a", "null", "nat", "?"}
 MISSING |= {"#ref!", "#value!", "#div/0!", "#name?", "#null!", "#num!"}  # a spreadsheet's errors
+COPY = re.compile(r"([\s_-]+\(?copy\)?(\s*\d+)?)?(\s*\(\d+\))?$", re.I)  # at the end of a copied folder's name
 VALIDATED = 0.1  # with split=validation, share of the patients to train on that are held out, if no split is given
 
 
@@ -205,17 +206,26 @@ def _refuse_missing(rows: Sequence[Row], names: Sequence[str] = ()) -> None:
 
 
 def _refuse_alike(found: Mapping[str, str], what: str) -> None:
-    """Refuse names that differ by case, spaces, hyphens or invisible characters only; each is given with its place."""
+    """Refuse names that differ by case, spaces, hyphens or invisible characters only; each is given with its place.
+
+    Labels must differ by more than what systems add to a copied folder's name, too: `cat copy`, `cat (1)`.
+    """
     first: dict[str, str] = {}
-    for name, where in found.items():
-        text = "".join(letter for letter in unicodedata.normalize("NFKC", name) if unicodedata.category(letter) != "Cf")
-        plain = re.sub(r"(?<=\w)[\s_-]+(?=\w)", "", spelled(text).casefold())
-        if (other := first.setdefault(plain, name)) != name:
+    pairs = [(first.setdefault(_bare(name), name), name, "spelling") for name in found]
+    if what == "labels":
+        pairs += [(first.get(_bare(COPY.sub("", name)), name), name, "a copy's mark") for name in found]
+    for other, name, rule in pairs:
+        if other != name:
             also = ", or set task.class-names to all of them" if what == "labels" else ""
             raise DataError(
-                f"{what} must differ by more than spelling; got {shortened(other)} ({found[other]}) and "
-                f"{shortened(name)} ({where}): write them alike{also}"
+                f"{what} must differ by more than {rule}; got {shortened(other)} ({found[other]}) and "
+                f"{shortened(name)} ({found[name]}): write them alike{also}"
             )
+
+
+def _bare(name: str) -> str:
+    text = "".join(letter for letter in unicodedata.normalize("NFKC", name) if unicodedata.category(letter) != "Cf")
+    return re.sub(r"(?<=\w)[\s_-]+(?=\w)", "", spelled(text).casefold())
 
 
 def _splits(rows: list[Row], sites: NDArray[np.str_] | None, validates: bool) -> NDArray[np.str_]:

@@ -68,8 +68,8 @@ def predictions(model: TrainedModel, rows: list[Row], base: Path) -> str:
     -------
     str
         Classification: `image,predicted` and a probability for each class. Regression: `image,predicted`, in the
-        label's unit. Where all rows have a label: `label`, too, and for classes `right` (1 or 0); a class is written as
-        its name.
+        label's unit. Where a row has a label: `label`, too, and for classes `right` (1 or 0), empty for rows without
+        one; a class is written as its name.
 
     Raises
     ------
@@ -89,8 +89,8 @@ def predictions(model: TrainedModel, rows: list[Row], base: Path) -> str:
             f"task={task.load or task.name} learns from images that {PREPARES[task.format]}, and image files are not "
             "so prepared: give its images to flwr_replay.load_model in Python"
         )
-    known = all(row.label for row in rows)
-    numbers = [classes.number(row.label, row.where) for row in rows] if known and model.classes else []
+    known = any(row.label for row in rows)
+    numbers = [classes.number(row.label, row.where) if row.label else None for row in rows] if model.classes else []
     columns = ["label", *(["right"] if model.classes else [])] if known else []
     lines: list[list[object]] = [["image", "predicted", *columns, *(f"p({name})" for name in model.classes)]]
     block = at_once(torch.empty(1, task.channels, task.size, task.size), 256)
@@ -103,8 +103,9 @@ def predictions(model: TrainedModel, rows: list[Row], base: Path) -> str:
             name = row.file.relative_to(base) if row.file.is_relative_to(base) else row.file
             if model.classes:
                 best = max(range(len(output)), key=output.__getitem__)
-                told: list[object] = [classes.names[numbers[n]], int(numbers[n] == best)] if known else []
-                lines.append([name, model.classes[best], *told, *(f"{share:.6g}" for share in output)])
+                number = numbers[n]
+                told: list[object] = ["", ""] if number is None else [classes.names[number], int(number == best)]
+                lines.append([name, model.classes[best], *told[: len(columns)], *(f"{share:.6g}" for share in output)])
             else:
                 lines.append([name, f"{output:.6g}", *([row.label] if known else [])])
     return csv_text(lines)
@@ -112,5 +113,7 @@ def predictions(model: TrainedModel, rows: list[Row], base: Path) -> str:
 
 def right_in(text: str) -> str:
     """Say how many predictions are right, if `predictions` knew the labels: `, 7 of 9 right`."""
-    told = [int(row["right"]) for row in csv.DictReader(io.StringIO(text)) if "right" in row]
-    return f", {sum(told):,} of {len(told):,} right" if told else ""
+    rows = list(csv.DictReader(io.StringIO(text)))
+    told = [int(row["right"]) for row in rows if row.get("right")]
+    without = f", {len(rows) - len(told):,} without a label" if len(told) < len(rows) else ""
+    return f", {sum(told):,} of {len(told):,} right{without}" if told else ""

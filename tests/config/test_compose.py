@@ -1,5 +1,6 @@
 """From what a user typed to a configuration: near matches, short keys, and the way back."""
 
+import re
 import shlex
 from dataclasses import replace
 
@@ -182,6 +183,20 @@ def test_a_later_override_wins_and_a_choice_may_come_last():
     assert compose(["rounds=3", "rounds=4"]).rounds == 4
     assert compose(["order=shuffled", "strategy=cwt"]).strategy.order == "shuffled"
     assert compose(["strategy=local", "strategy=cwt"]).strategy.name == "cwt"
+
+
+@pytest.mark.parametrize(
+    "text", ["rounds=1_0", "lr=0_1.5", "lr=1e-1_0", "class-names=[1_0,2]", "run-name=2024_01", "lr=1e-400", "lr=1e400"]
+)
+def test_a_number_is_the_one_that_is_written(text):
+    key, _, value = text.partition("=")
+    with pytest.raises(ConfigError, match=f"value of {key} must be a number, .*; got '{re.escape(value)}': quote any"):
+        compose([text])
+
+
+def test_words_may_look_much_like_numbers():
+    for name in ("1_a", "a_1", "v1.2_3", "'1_0'", '"1e400"', r"'it\'s 1_0'", "_1", "1_"):
+        assert compose([f"run-name={name}"]).run_name == name.strip("'\"").replace("\\", "")
 
 
 def test_names_of_classes_are_texts_even_where_they_look_like_numbers():

@@ -23,7 +23,12 @@ def read(tmp_path):
         ("a: [model]\nb: 1\na: [model, rows]", 3, "the key 'a' stands in line 1 already"),
         ("a: 1\n'a': 2", 2, "stands in line 1 already"),
         ("a: 1\n? a\n: 2", 2, "stands in line 1 already"),
-        ("a: 1\x85a: 2", 2, "stands in line 1 already"),  # a line's end in YAML 1.1
+        *((f"b: 1\na: none{end}c: 2", 2, "ends a line for some readers only") for end in "\x85\u2028\u2029"),
+        ("'a\u2028b': 1", 1, r"U\+2028 ends a line"),
+        *(
+            (f"a: {text}", 1, f"{text} is too large or too small")
+            for text in ("1e-400", "-0.1e-999", "1e400", "-2E309")
+        ),
         ("b:\n  c: {d: 1, d: 2}", 2, "the key 'd' stands in line 2 already"),
         ("b: [{d: 1, d: 2}]", 1, "the key 'd' stands in line 1 already"),
         ("a: &x [model]\nb: *x", 1, "anchors"),
@@ -59,7 +64,7 @@ def test_whatever_else_is_no_mapping_is_one_line(read, text):
 
 def test_the_values_are_those_of_yaml_1_2(read):
     found = read(
-        "\ufeffa: 1e-5\r\nb: [-3, +4, .5, 1., 1.5E3, 0, 0.0]\r\n"
+        "\ufeffa: 1e-5\r\nb: [-3, +4, .5, 1., 1.5E3, 0, 0.0e-999]\r\n"
         "c: [true, False, null, ~, '010', \"yes\", no one]\r\nd:\r\n"
     )
     assert found == {

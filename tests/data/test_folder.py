@@ -72,7 +72,7 @@ def test_class_folders_below_splits(tmp_path: Path, make: Task) -> None:
     assert data.val is not None
     assert data.val.y.tolist() == [1]
     shutil.rmtree(tmp_path / "test")
-    refused(make(), "train/", "must have test/")
+    refused(make(), "train/", "must have test/", "list the images in a manifest.csv")
 
 
 def drawn(root: Path, *folders: str, suffix: str = ".png") -> None:
@@ -170,6 +170,7 @@ def test_what_is_not_read_is_said(tmp_path: Path, make: Task, caplog: pytest.Log
     ]
     (tmp_path / "c").mkdir()
     assert len(load(make(class_names=("a", "b"))).train)  # an institution may have none of a class
+    assert "1 empty folders called c/" in caplog.records[-1].getMessage()
     (tmp_path / "c" / "0.nii").write_text("no image")
     refused(make(), "c/ has files but no image (1 .nii)")
 
@@ -227,6 +228,25 @@ def test_labels_and_sites_that_are_nearly_the_same_are_asked_about(
     assert len(load(make(classes=3, class_names=(*pair, "ill"))).train)  # as the error says
     manifest(tmp_path, "image,label,site", [f"{n}.png,{n % 2},{[*pair, 'ill'][n % 3]}" for n in range(9)])
     refused(make(), "sites must differ by more than spelling")
+
+
+@pytest.mark.parametrize("copy", ["cat copy", "Cat - Copy (2)", "cat (1)", "cat (copy)", "cat-copy", "cat copy 2"])
+def test_a_copied_folder_is_asked_about(tmp_path: Path, copy: str) -> None:
+    drawn(tmp_path, "cat", "dog (1)", "dog (2)", "photocopy", "photo", "cats")
+    assert len(read_off(tmp_path).class_names) == 6
+    drawn(tmp_path, copy)
+    with pytest.raises(DataError, match=rf"differ by more than a copy's mark; got 'cat' .* and '{re.escape(copy)}' "):
+        read_off(tmp_path)
+
+
+@pytest.mark.parametrize("folders", [("1", "01", "2"), ("train/1", "train/2", "test/1.0")])
+@pytest.mark.parametrize("more", [(), ("task.class-names=[1,2]",)])
+def test_folders_that_are_one_number_are_asked_about(
+    tmp_path: Path, folders: tuple[str, ...], more: tuple[str, ...]
+) -> None:
+    drawn(tmp_path, *folders)
+    with pytest.raises(DataError, match=r"a class has one folder; .* are one number: join them"):
+        load(read_off(tmp_path, *more))
 
 
 @pytest.mark.parametrize("pair", [("1", "1.0"), ("01", "1")])

@@ -110,6 +110,7 @@ def test_other_labels_are_refused_in_one_line(read: Read, labels: Any, said: str
         (Y + 2, "[1,2]", "unknown class '3'"),
         (Y.astype(str), "[no,yes]", "unknown class '0'"),
         (np.array(["no", "Yes"])[Y], "[no,yes]", "did you mean yes"),
+        (Y.astype(bool), "[yes,no]", "boolean labels are for classes true and false; got 'yes, no' .task=handed:load"),
     ],
 )
 def test_a_label_is_no_position_among_names_that_could_be_it(read: Read, labels: Any, names: str, said: str) -> None:

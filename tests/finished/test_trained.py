@@ -96,6 +96,10 @@ def test_a_list_with_labels_says_which_are_right(ran, images, capsys):
     assert row["right"] == "1"
     app(["predict", str(ran[1]), str(folder / "names.csv"), "--out", str(folder / "out.csv")], standalone_mode=False)
     assert "1 predictions, 1 of 1 right: " in capsys.readouterr().out
+    (folder / "some.csv").write_text(f"image,label\ndeep/000.png,{rows[0]['predicted']}\ndeep/001.png,\n")
+    app(["predict", str(ran[1]), str(folder / "some.csv"), "--out", str(folder / "out.csv")], standalone_mode=False)
+    assert "2 predictions, 1 of 1 right, 1 without a label: " in capsys.readouterr().out
+    assert [row["right"] for row in csv.DictReader((folder / "out.csv").open())] == ["1", ""]
 
 
 @pytest.mark.parametrize(
