@@ -35,6 +35,7 @@ __all__ = [
     "ReplayConfig",
     "TaskConfig",
     "TrainingConfig",
+    "bare",
     "one_of",
     "require",
     "spelled",
@@ -120,6 +121,12 @@ def spelled(label: str) -> str:
         return text
     sign, digits = found.groups()
     return f"-{digits}" if sign == "-" and digits != "0" else digits
+
+
+def bare(name: str) -> str:
+    """Return what is left of a name without capitals, spaces, hyphens and invisible characters."""
+    text = "".join(letter for letter in unicodedata.normalize("NFKC", name) if unicodedata.category(letter) != "Cf")
+    return re.sub(r"(?<=\w)[\s_-]+(?=\w)", "", spelled(text).casefold())
 
 
 CHANGES = ("flip", "rot90", "rotate", "shift", "crop")

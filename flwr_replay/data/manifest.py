@@ -9,7 +9,6 @@ institution with its own rows gets the same bits as a simulation over all rows.
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import file_digest
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from flwr_replay.config.sections import WHOLE, TaskConfig, spelled
+from flwr_replay.config.sections import WHOLE, TaskConfig, bare, spelled
 from flwr_replay.data.classes import Classes
 from flwr_replay.data.decoded import DecodedImages, Source, decoded
 from flwr_replay.data.readers import SPLIT_SEED, Raw, csv_rows, shortened
@@ -206,14 +205,11 @@ def _refuse_missing(rows: Sequence[Row], names: Sequence[str] = ()) -> None:
 
 
 def _refuse_alike(found: Mapping[str, str], what: str) -> None:
-    """Refuse names that differ by case, spaces, hyphens or invisible characters only; each is given with its place.
-
-    Labels must differ by more than what systems add to a copied folder's name, too: `cat copy`, `cat (1)`.
-    """
+    """Refuse names that differ by case, spaces, hyphens or invisible characters only, labels by a copy's mark, too."""
     first: dict[str, str] = {}
-    pairs = [(first.setdefault(_bare(name), name), name, "spelling") for name in found]
+    pairs = [(first.setdefault(bare(name), name), name, "spelling") for name in found]
     if what == "labels":
-        pairs += [(first.get(_bare(COPY.sub("", name)), name), name, "a copy's mark") for name in found]
+        pairs += [(first.get(bare(COPY.sub("", name)), name), name, "a copy's mark") for name in found]
     for other, name, rule in pairs:
         if other != name:
             also = ", or set task.class-names to all of them" if what == "labels" else ""
@@ -221,11 +217,6 @@ def _refuse_alike(found: Mapping[str, str], what: str) -> None:
                 f"{what} must differ by more than {rule}; got {shortened(other)} ({found[other]}) and "
                 f"{shortened(name)} ({found[name]}): write them alike{also}"
             )
-
-
-def _bare(name: str) -> str:
-    text = "".join(letter for letter in unicodedata.normalize("NFKC", name) if unicodedata.category(letter) != "Cf")
-    return re.sub(r"(?<=\w)[\s_-]+(?=\w)", "", spelled(text).casefold())
 
 
 def _splits(rows: list[Row], sites: NDArray[np.str_] | None, validates: bool) -> NDArray[np.str_]:
