@@ -239,10 +239,10 @@ def test_what_needs_a_server_that_reads_is_refused(options, said):
         Job.of(compose([*options, SEALED]))
 
 
-def test_a_sealed_run_is_not_evaluated_at_the_server(folder):
+def test_a_sealed_run_is_not_evaluated_at_the_server():
     strategy = CWT(settings=Settings(nodes=4, roll_call=True, sealed=True))
     with pytest.raises(ConfigError, match="evaluate_fn needs weights that the server can read"):
-        strategy.refuse(run(folder, "strategy=cwt", "rounds=1").grid, lambda number, arrays: None)
+        strategy.evaluations.refuse(lambda number, arrays: None)
 
 
 def test_several_processes_have_the_same_bits(monkeypatch, tmp_path):

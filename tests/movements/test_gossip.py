@@ -140,7 +140,7 @@ def test_models_that_nobody_waits_for_do_not_fill_the_disk(tmp_path):
         box.waiting["b"] = Delivery(
             exchange, 1.0, 0.5, [Parcel(box.post(array_record({"w": np.ones(3)})), "a", 0.5, 1.0)]
         )
-        box.keep(tmp_path)
+        box.keep(tmp_path, "r")
     assert sorted(file.stem for file in tmp_path.iterdir()) == ["000005", "000006", "000007"]
 
 

@@ -45,7 +45,7 @@ def test_methods_on_several_partitions_are_compared_on_the_same_one(tmp_path, mo
         difference = report["strategies"][f"fedavg:partition={way}"]["difference"]["mean"]
         assert difference == pytest.approx(mean[f"fedavg:partition={way}"] - mean[f"local:partition={way}"])
         assert report["strategies"][f"local:partition={way}"]["difference"] is None
-        assert f"training labels with partition={way}, means over seeds" in text
+        assert f"training labels with partition={way}: KS" in text
     assert "a difference is to the method on the same data: local:partition=iid, local:partition=ks" in text
     alone, report = compare_strategies(["fedavg"], options, "", 1, tmp_path)
     assert report["against"] == "fedavg:partition=iid"

@@ -8,6 +8,7 @@ from replay_runs import FEW, SIZES, broken, run, simulated
 
 from flwr_replay.config.compose import compose, overrides_of
 from flwr_replay.engines.simulate import Simulation
+from flwr_replay.files.tensors import read_tensors
 from flwr_replay.forecast.forecast import forecast
 from flwr_replay.server import pieces
 from flwr_replay.wire.records import array_record, arrays_in, metrics_in
@@ -43,7 +44,7 @@ def check(one, many):
     kept = sorted(path.name for path in (one.folder / "replay").iterdir())
     assert kept == sorted(path.name for path in (many.folder / "replay").iterdir())
     for name in kept:
-        assert (one.folder / "replay" / name).read_bytes() == (many.folder / "replay" / name).read_bytes(), name
+        assert same(*(read_tensors(ran.folder / "replay" / name) for ran in (one, many))), name
     said = [lines(ran.folder / "generator.jsonl") for ran in (one, many)]
     assert said[0] == said[1]
     assert one.result["examples-seen"] == many.result["examples-seen"]

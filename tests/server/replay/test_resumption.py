@@ -6,6 +6,7 @@ from harness import same
 from replay_runs import FEW, TASK, broken, run
 
 from flwr_replay.config.compose import compose
+from flwr_replay.files.tensors import read_tensors
 from flwr_replay.runs.execute import settings_of
 from flwr_replay.strategies.cwt import CWT
 
@@ -28,7 +29,7 @@ def check(whole, resumed):
     kept = sorted(path.name for path in (whole.folder / "replay").iterdir())
     assert kept == sorted(path.name for path in (resumed.folder / "replay").iterdir())
     for name in kept:
-        assert (whole.folder / "replay" / name).read_bytes() == (resumed.folder / "replay" / name).read_bytes(), name
+        assert same(*(read_tensors(ran.folder / "replay" / name) for ran in (whole, resumed))), name
     reported = [ran.folder / "generator.jsonl" for ran in (whole, resumed)]
     assert reported[0].read_bytes() == reported[1].read_bytes()
     assert not resumed.result["failures"]
