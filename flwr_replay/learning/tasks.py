@@ -290,8 +290,8 @@ class Regression(Task):
 
     def accepts(self, labels: NDArray[Any]) -> bool:
         """Accept finite numbers that are not absurdly far from the mean label."""
-        near = np.abs((labels - self.mean) / self.scale) <= LARGEST  # NaN is not
-        return labels.ndim == 1 and labels.dtype == np.float32 and bool(near.all())
+        numbers = labels.ndim == 1 and labels.dtype == np.float32
+        return numbers and bool((np.abs((labels - self.mean) / self.scale) <= LARGEST).all())  # NaN is not
 
     def blank_labels(self, n: int, input_shape: tuple[int, ...]) -> NDArray[Any]:
         """Return n numbers."""
