@@ -132,16 +132,17 @@ def strategy_part(overrides: Sequence[str]) -> tuple[str, ...]:
     return (package.part,) if package else ()
 
 
-def compose_own(overrides: Sequence[str]) -> RunConfig:
+def compose_own(overrides: Sequence[str], typed: Sequence[str] = ()) -> RunConfig:
     """Compose the user's own words, and let this process import the parts that they name.
 
     Raises
     ------
     ConfigError
-        As `compose` does.
+        As `compose` does; and if one option stands twice, with two values, among those that are `typed`.
     """
     allow(strategy_part(overrides))
     config = compose(overrides)
+    _refuse_repeated(typed, overrides)
     allow(config.own_parts)
     return config
 
@@ -183,6 +184,18 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
     sections["strategy"] = _build(strategy_config, strategy, "strategy")
     config: RunConfig = _build(RunConfig, {**values, **sections}, "")
     return config
+
+
+def _refuse_repeated(typed: Sequence[str], overrides: Sequence[str]) -> None:
+    base = dict(_unset(tuple(_chosen([pair for override in overrides for pair in _pairs(override)]))))
+    base.pop(BY_STRATEGY, None)
+    first: dict[str, str] = {}
+    for option in typed:
+        key, _, value = option.partition("=")
+        key = key.replace("-", "_")
+        earlier = first.setdefault(key if key in GROUPS else _full_key(key, base), option)
+        if earlier.partition("=")[2] != value:
+            raise ConfigError(f"an option has one value; got {short(earlier)} and {short(option)}: remove one")
 
 
 @cache

@@ -95,7 +95,7 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
         require(key not in OWN, f"deploy init sets {key.replace('_', '-')} itself: leave it out")
     task = [] if any(option.partition("=")[0] == "task" for option in options) else ["task=folder"]
     given = [*task, *options, "partition=natural"]
-    config = compose_own([*given, f"nodes={len(clinics)}"])
+    config = compose_own([*given, f"nodes={len(clinics)}"], options)
     if config.own_parts:
         raise ConfigError(
             f"`deploy init` writes no start scripts for code of your own, {config.own_parts[0]}: a clinic must install "

@@ -103,7 +103,7 @@ def rehearse(
     policies = {name: _policy(policy, name) for name in set(names)} if policy else {}
     runs = [f"nodes={len(set(names))}", f"runs_dir={quoted(place / 'runs')}", "run_name=rehearsal"]
     overrides = ["task=folder", *task, *options, *runs]
-    config = compose_own(overrides)  # a wrong option is reported before anything is written
+    config = compose_own(overrides, options)  # a wrong option is reported before anything is written
     shared = {"record": "all"} if record else {}
     shared |= {"own-parts": " ".join(config.own_parts)} if config.own_parts else {}
     if place.exists():

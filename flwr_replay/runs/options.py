@@ -35,14 +35,19 @@ FREE_TO_CHANGE = (
 )
 
 
-def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[str], RunConfig]:
+def resolve(
+    options: Sequence[str], runs_dir: str, resume: str, common: Sequence[str] = ()
+) -> tuple[list[str], RunConfig]:
     """Turn a command line into overrides and the configuration that they give; a resumed run keeps its own options.
+
+    Options win over `common` ones, which are those of all methods in a comparison.
 
     Raises
     ------
     ConfigError
-        For a wrong option, or options that would change a resumed run.
+        For a wrong option, one with two values, or options that would change a resumed run.
     """
+    typed, options = options, [*common, *options]
     for option in options:
         if option.partition("=")[0].replace("-", "_") in COMMAND_LINE:
             raise ConfigError(f"runs-dir and resume are given as --runs-dir and --resume; got {option!r}")
@@ -60,7 +65,7 @@ def resolve(options: Sequence[str], runs_dir: str, resume: str) -> tuple[list[st
         overrides.append(f"resume={_quoted(Path(resume).expanduser().absolute())}")
     else:
         overrides = [*_read_off(options), *options, f"runs_dir={_quoted(Path(runs_dir).expanduser().absolute())}"]
-    config = compose_own(overrides)
+    config = compose_own(overrides, typed)
     own = asdict(config.strategy)
     files = {"task.data_dir": config.task.data_dir, "model.weights": config.model.weights}
     files |= {"partition.file": config.partition.file}

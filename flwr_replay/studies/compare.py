@@ -198,7 +198,7 @@ def _plan(
     resolved = []
     for method in methods:
         with _naming(method, methods):
-            resolved.append(resolve([f"strategy={method.strategy}", *shared, *method.options], str(folder), ""))
+            resolved.append(resolve(method.options, str(folder), "", [f"strategy={method.strategy}", *shared]))
     _refuse_equal(methods, [config for _, config in resolved])
     noise: dict[str, list[dict[str, Any]]] = {}
     cells = []

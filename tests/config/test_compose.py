@@ -186,6 +186,29 @@ def test_a_later_override_wins_and_a_choice_may_come_last():
 
 
 @pytest.mark.parametrize(
+    "pair",
+    [
+        ["rounds=1", "rounds=2"],
+        ["lr=0.1", "training.lr=0.2"],
+        ["batch_size=8", "training.batch-size=16"],
+        ["strategy.local-epochs=1", "strategy=fedavg", "local_epochs=2"],
+        ["task=digits", "task=mnist"],
+        ["model=a:b", "model=cnn"],
+    ],
+)
+def test_a_person_gives_an_option_one_value(pair, tmp_path):
+    with pytest.raises(ConfigError, match=f"an option has one value; got '{pair[0]}' and '{pair[-1]}': remove one"):
+        resolve(pair, str(tmp_path), "")
+
+
+def test_the_same_value_twice_and_other_options_of_the_same_name_are_taken(tmp_path):
+    words = ["rounds=2", "generator=vqvae2", "strategy=cwt", "replay=vqvae2", "width=4", "generator.width=8"]
+    _, config = resolve([*words, "rounds=2"], str(tmp_path), "")
+    assert (config.rounds, config.model.width, config.generator.width) == (2, 4, 8)
+    assert resolve(["rounds=3", "lr=0.5"], str(tmp_path), "", ["strategy=cwt", "rounds=2"])[1].rounds == 3
+
+
+@pytest.mark.parametrize(
     "text", ["rounds=1_0", "lr=0_1.5", "lr=1e-1_0", "class-names=[1_0,2]", "run-name=2024_01", "lr=1e-400", "lr=1e400"]
 )
 def test_a_number_is_the_one_that_is_written(text):
