@@ -141,7 +141,7 @@ def test_an_upload_that_grew_too_large_does_not_leave(ask):
         ("max-epsilon: true", "must be a number"),
         ("max-upload-mb: .nan", "line 1: .nan is read in more than one way"),
         ("max-upload-mb: 1:30", "line 1: 1:30 is read in more than one way"),
-        ("max-epsilon: 1e999", "must be a number, finite"),
+        ("max-epsilon: 1e999", "line 1: 1e999 is too large or too small for a number"),
         ("max-epsilon: " + "9" * 400, "must be a number, finite"),
         ("kinds: [model]\nkinds: [model, per-sample]", "line 2: the key 'kinds' stands in line 1 already"),
         ("kinds: [model]\nmax-delta: 2", "policy.yaml must be a probability"),

@@ -30,7 +30,9 @@ SMALL = ["model=mlp", "width=8", "rounds=2", "nodes=3", "partition.size=60", "ks
 
 def compare(runs: Path, names: str, *options: str, **more: Any) -> tuple[str, dict[str, Any]]:
     arguments = {"against": "", "jobs": 1, "runs_dir": runs, **more}
-    return compare_strategies(names.split(","), [*SMALL, *options], **arguments)
+    given = {option.partition("=")[0] for option in options}
+    small = [option for option in SMALL if option.partition("=")[0] not in given]
+    return compare_strategies(names.split(","), [*small, *options], **arguments)
 
 
 @pytest.fixture(scope="module")
