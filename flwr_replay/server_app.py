@@ -12,10 +12,10 @@ from flwr_replay.config.parts import users_code
 from flwr_replay.engines.simulate import refuse_resources
 from flwr_replay.errors import FlwrReplayError, RunError
 from flwr_replay.processes import wake_with_parent
-from flwr_replay.report.pages import spared
 from flwr_replay.report.progress import LogDisplay
 from flwr_replay.report.run_page import PAGE, write_run_page
 from flwr_replay.report.summary import summary
+from flwr_replay.report.templates import spared
 from flwr_replay.runs.execute import execute
 from flwr_replay.server.asking import deployed
 from flwr_replay.server.one_line import errors_in_one_line

@@ -9,7 +9,7 @@ from typing import Any
 
 from flwr_replay.files.atomic import read_bytes, write_atomic
 from flwr_replay.lab.sentences import DOES_NOT_SHOW
-from flwr_replay.report.pages import render
+from flwr_replay.report.templates import render
 
 __all__ = ["write_page"]
 

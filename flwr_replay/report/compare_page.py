@@ -13,9 +13,9 @@ from flwr_replay.report.comparison import cells_of
 from flwr_replay.report.histories import by_round, metric_rows
 from flwr_replay.report.judged import judging
 from flwr_replay.report.notes import notes, verdicts
-from flwr_replay.report.pages import render
 from flwr_replay.report.run_page import PAGE
 from flwr_replay.report.sweep import sweeps
+from flwr_replay.report.templates import render
 
 __all__ = ["write_compare_page"]
 

@@ -1,4 +1,4 @@
-"""A run's epsilon, written next to its metrics, so that nobody reads one without the other."""
+"""Beside a run's metrics, so that nobody reads one without the other: epsilon, and what replay lacks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from flwr_replay.privacy.accounting import rounded_up
 
-__all__ = ["Stated", "epsilon_suffix", "largest", "shown_epsilon"]
+__all__ = ["Stated", "epsilon_suffix", "largest", "missing_suffix", "shown_epsilon"]
 
 
 @dataclass(frozen=True)
@@ -72,3 +72,13 @@ def epsilon_suffix(result: Mapping[str, Any]) -> str:
     """Return a run's `, epsilon 7.97 at delta 1e-05 (dp=proxy)`; empty without differential privacy."""
     found = largest(result.get("privacy", {}).values())
     return f", {shown_epsilon([found])}" if found else ""
+
+
+def missing_suffix(result: Mapping[str, Any]) -> str:
+    """Return the suffix of a run's metric that says what replay lacks; empty if it lacks nothing.
+
+    >>> missing_suffix({"replay-lacks": {"b": "is not replayed", "c": "has received no replays"}})
+    ', replay is incomplete: b is not replayed, c has received no replays'
+    """
+    found = [f"{name} {what}" for name, what in result.get("replay-lacks", {}).items()]
+    return f", replay is incomplete: {', '.join(found)}" if found else ""

@@ -12,8 +12,8 @@ from typing import Any
 
 from flwr_replay.files.atomic import write_atomic
 from flwr_replay.files.lines import Lines, read_lines
-from flwr_replay.report.pages import spared
 from flwr_replay.report.plots import heat_map
+from flwr_replay.report.templates import spared
 
 __all__ = ["Forgetting", "drops", "last_visits"]
 

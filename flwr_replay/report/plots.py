@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from flwr_replay.files.atomic import write_atomic
 from flwr_replay.report.epsilon import shown_epsilon
 from flwr_replay.report.judged import judging
-from flwr_replay.report.pages import spared
+from flwr_replay.report.templates import spared
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

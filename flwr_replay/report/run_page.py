@@ -14,7 +14,6 @@ from flwr_replay.report.charts import Curves, bars, curves
 from flwr_replay.report.histories import metric_rows
 from flwr_replay.report.imbalance import beside, guessed, guessing_lines, pooled_counts, spread
 from flwr_replay.report.judged import VALIDATION, judged
-from flwr_replay.report.pages import render
 from flwr_replay.report.progress import shown_bytes, shown_time
 from flwr_replay.report.run_files import CONFIG, ledger_of, options_of, read_result
 from flwr_replay.report.summary import (
@@ -31,6 +30,7 @@ from flwr_replay.report.summary import (
     untrained_lines,
     warnings,
 )
+from flwr_replay.report.templates import render
 from flwr_replay.wire.masked import MASKED
 from flwr_replay.wire.sealed import SEALED
 

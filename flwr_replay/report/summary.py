@@ -11,10 +11,9 @@ from flwr_replay.data import class_counts
 from flwr_replay.files.disk import there
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.noise import shown_noise
-from flwr_replay.report.epsilon import epsilon_suffix
+from flwr_replay.report.epsilon import epsilon_suffix, missing_suffix
 from flwr_replay.report.imbalance import beside, guessing_lines, label_counts, pooled_counts, spread
 from flwr_replay.report.judged import judged
-from flwr_replay.report.missing import missing_suffix
 from flwr_replay.report.progress import shown_bytes
 from flwr_replay.report.run_files import CONFIG, CONFUSION, MEMBERS, json_of, options_of, rows_of
 from flwr_replay.report.uploads import RECONSTRUCT

@@ -301,9 +301,9 @@ def _written(comparison: Comparison, outcomes: Mapping[Path, dict[str, Any]]) ->
     from flwr_replay.report.comparison import summarise
     from flwr_replay.report.histories import by_epsilon, by_round
     from flwr_replay.report.notes import table
-    from flwr_replay.report.pages import spared
     from flwr_replay.report.plots import curves, points
     from flwr_replay.report.run_page import PAGE
+    from flwr_replay.report.templates import spared
 
     report, labels, folder = dict(comparison.about), comparison.labels, make_folder(comparison.folder, "--runs-dir")
     report["cells"] = [
