@@ -166,6 +166,7 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
     values = deepcopy(dict(_unset(tuple(_chosen(pairs)))))
     by_strategy = values.pop(BY_STRATEGY, {})
     later = {f"{group}.{option}" for group, option in OWN.items() if dict(pairs).get(group, "own") != "own"}
+    later -= {override.partition("=")[0] for override in overrides}
     given = {_full_key(key, values): (key, value) for key, value in pairs if key not in (*GROUPS, *later)}
     for full, (key, value) in given.items():
         section, _, option = full.rpartition(".")

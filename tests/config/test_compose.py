@@ -38,6 +38,7 @@ from flwr_replay.runs.options import resolve
         ("latent-dtype=float61", "strategy.latent-dtype must be one of float32, float16, int8; got 'float61'"),
         ("encoder=institutions", "did you mean institution"),
         ("name=cwt", "unknown option 'name'"),
+        ("task.load=mypkg:load", "unknown option 'task.load'"),
         ("size=3", "option 'size' is in several sections; write one of task.size, partition.size"),
         ("rounds=2.5", "rounds must be of type int; got 2.5"),
         ("rounds=true", "rounds must be of type int; got True"),
