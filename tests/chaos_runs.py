@@ -1,6 +1,5 @@
 """Runs that faults strike at any moment and that go on, each in a forked process that has everything imported."""
 
-import logging
 import os
 import re
 import select
@@ -8,9 +7,8 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -19,12 +17,11 @@ from pathlib import Path
 from random import Random
 
 import psutil
-import torch
 from chaos_faults import STEPS, STRUCK, Fault, Shared, slot, watch
+from forks import work
 
 from flwr_replay.check import JOB as SMALL
 from flwr_replay.check import NEEDED, OF_REPLAY, REPEATABLE
-from flwr_replay.cli.main import main
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.strategy import states
@@ -153,27 +150,13 @@ class Place:
     def _work(self, words: Sequence[str], fault: Fault) -> None:
         """Run the command line in this forked process, and end it."""
         code = 99
-        torch.set_num_threads(1)  # before any work: if this process had threads, a fork waits for them for ever
         try:
             file = os.open(self.folder / "said", os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
-            os.dup2(file, 1)
-            os.dup2(file, 2)
-            sys.stdout = sys.stderr = os.fdopen(file, "w", buffering=1)  # those of pytest write elsewhere
-            for handler in logging.getLogger("flwr").handlers:
-                handler.setStream(sys.stderr)
             os.environ["FLWR_REPLAY_HOME"] = str(self.folder)
-            sys.argv = ["flwr-replay", *words]
-            watch(self.shared, fault, self.folder)
-            main()
-        except SystemExit as ended:
-            code = ended.code if isinstance(ended.code, int) else 1
+            code = work(words, file, before=lambda: watch(self.shared, fault, self.folder))
             if not code:
                 self.modules.write_text("\n".join(sys.modules))
-        except BaseException:
-            traceback.print_exc()
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
             os._exit(code)
 
     @property
@@ -206,9 +189,10 @@ def moments(name: str) -> Random:
     return Random(f"{os.environ.get('FLWR_REPLAY_MOMENTS', '')} {name}")
 
 
-def some_jobs(what: str, number: int) -> list[str]:
-    """Return the names of some jobs for a test: the same for a commit in CI, others for the next one."""
-    return sorted(moments(what).sample([*jobs()], number))
+def some(what: str, names: Iterable[str], number: int) -> list[str]:
+    """Return some of the names for a test: the same for a commit in CI, others for the next one, or all."""
+    names = [*names]
+    return names if os.environ.get("FLWR_REPLAY_MOMENTS") == "all" else sorted(moments(what).sample(names, number))
 
 
 def whole(folder: Path, options: list[str]) -> tuple[Place, Ended]:

@@ -2,7 +2,7 @@
 
 import pytest
 from chaos_faults import TAKEN, Fault
-from chaos_runs import Place, check, jobs, some_jobs, whole
+from chaos_runs import Place, check, jobs, some, whole
 
 from flwr_replay.files.lines import read_lines
 
@@ -10,7 +10,7 @@ JOBS = jobs()
 TIMEOUT = "timeout=600"  # seconds; less than the jumps
 
 
-@pytest.mark.parametrize("name", some_jobs("clocks", 3))
+@pytest.mark.parametrize("name", some("clocks", JOBS, 2))
 def test_a_clock_that_jumps(name, tmp_path):
     options = [*JOBS[name], TIMEOUT]
     once, _ = whole(tmp_path / "once", options)

@@ -7,10 +7,11 @@ import signal
 
 import pytest
 from chaos_faults import OF_DISKS, TAKEN, Fault
-from chaos_runs import Place, check, check_stated, jobs, moments, secretly, some_jobs, struck, whole
+from chaos_runs import Place, check, check_stated, jobs, moments, secretly, some, struck, whole
 
 JOBS = jobs()
-MORE = ("cwt", "fedreplay", "local dp=classifier", "splitnn")  # struck more often; the others by hand: long.py
+MORE = ("cwt", "fedreplay", "local dp=classifier", "splitnn")  # struck more often
+SOME = sorted({*MORE, *some("kills", JOBS, 4)})  # of a commit; of all: FLWR_REPLAY_MOMENTS=all
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -19,7 +20,7 @@ def warm(tmp_path_factory):
     whole(tmp_path_factory.mktemp("warm") / "once", JOBS["local dp=classifier"])
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", SOME)
 def test_a_run_that_is_killed_ends_as_an_undisturbed_one(name, tmp_path):
     once, ended = whole(tmp_path / "once", JOBS[name])
     place, rng, steps = Place(tmp_path / "struck", JOBS[name]), moments(name), once.shared[TAKEN]
@@ -38,7 +39,7 @@ def test_a_run_that_is_killed_states_no_smaller_epsilon(name, tmp_path):
     check_stated(once, place, len(found))
 
 
-@pytest.mark.parametrize("name", some_jobs("disks", 4))
+@pytest.mark.parametrize("name", some("disks", JOBS, 3))
 def test_a_run_whose_disk_fails_ends_as_an_undisturbed_one(name, tmp_path):
     once, ended = whole(tmp_path / "once", JOBS[name])
     place = Place(tmp_path / "struck", JOBS[name])
