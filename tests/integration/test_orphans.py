@@ -2,63 +2,57 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import psutil
 import pytest
+from chaos_runs import some
+from forks import Command
 
 from flwr_replay.config.compose import overrides_of
 from flwr_replay.engines.simulate import run_inline
 from flwr_replay.processes import GRACE, MARK, members
 from flwr_replay.report.progress import Display
 
-COMMAND = [sys.executable, "-c", "from flwr_replay.cli.main import main; main()"]
 SMALL = ["model=mlp", "model.width=4", "nodes=2", "rounds=5000"]
 ON_RAY = ["run", "--engine", "ray", "strategy=fedavg", *SMALL, "threads=2"]  # on two cores: one actor
 KILLED = {  # a part of each one's command line; in a simulation the ServerApp runs in the process that drives Ray
     "the SuperLink": "flower-superlink",
     "the ServerApp and Ray's driver": "flwr-simulation",
     "Ray's actor": "ClientAppActor",
-    "the command": "flwr_replay.cli.main",
+    "the command": "",
 }
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+def started() -> Iterator[list[Command]]:
     """Commands that a test starts; none of theirs stays, whatever the test finds."""
-    found: list[subprocess.Popen[str]] = []
+    found: list[Command] = []
     yield found
     for command in found:
         command.kill()
         command.wait()
 
 
-def start(started: list[subprocess.Popen[str]], folder: Path, *words: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "FLWR_REPLAY_HOME": str(folder)}
-    command = [*COMMAND, *words, "--runs-dir", str(folder)]
-    pipe = subprocess.PIPE
-    run = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=pipe, text=True, cwd=folder)
-    started.append(run)
-    return run
+def start(started: list[Command], folder: Path, *words: str) -> Command:
+    words = (*words, "--runs-dir", str(folder))
+    started.append(Command(words, folder, apart=True, FLWR_REPLAY_HOME=str(folder)))
+    return started[-1]
 
 
-def wait_for(text: str, stream: IO[str] | None) -> str:
+def wait_for(text: str, run: Command) -> str:
     said = ""
-    for line in stream or []:
+    for line in run.said:
         said += line
         if text in line:
             return said
     raise AssertionError(said)
 
 
-def mark_of(run: subprocess.Popen[str]) -> str:
+def mark_of(run: Command) -> str:
     """Return the mark of a command's family, and see that Ray belongs to it."""
     for child in psutil.Process(run.pid).children():
         if mark := child.environ().get(MARK):
@@ -91,11 +85,11 @@ def check_resumed(folder: Path, may_fail: bool = False) -> None:
 def test_a_simulation_that_is_interrupted_leaves_no_process_and_can_go_on(started, tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))  # where the institutions' state lies, then too
     run = start(started, tmp_path, *ON_RAY, "run-name=x")
-    wait_for("round 2/5000", run.stderr)
+    wait_for("round 2/5000", run)
     mark = mark_of(run)
     family = psutil.Process(run.pid).children(recursive=True)
     run.send_signal(signal.SIGTERM)
-    _, said = run.communicate(timeout=60)
+    said = run.rest()
     assert f"interrupted; to continue: flwr-replay run --resume {tmp_path / 'x'}\n" in said
     assert run.returncode == 128 + signal.SIGTERM
     assert not psutil.wait_procs(family, timeout=10)[1]
@@ -103,16 +97,16 @@ def test_a_simulation_that_is_interrupted_leaves_no_process_and_can_go_on(starte
     check_resumed(tmp_path / "x")
 
 
-@pytest.mark.parametrize("killed", KILLED)
+@pytest.mark.parametrize("killed", some("killed", KILLED, 1))
 def test_whoever_is_killed_no_process_stays_and_the_run_goes_on(started, tmp_path, monkeypatch, killed):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     run = start(started, tmp_path, *ON_RAY, "run-name=x")
-    wait_for("round 2/5000", run.stderr)
+    wait_for("round 2/5000", run)
     mark = mark_of(run)
     family = psutil.Process(run.pid).children(recursive=True)
-    victims = [one for one in (psutil.Process(run.pid), *family) if KILLED[killed] in " ".join(one.cmdline())]
-    victims[0].kill()
-    _, said = run.communicate(timeout=240)
+    victims = [one for one in family if KILLED[killed] in " ".join(one.cmdline())]
+    (victims[0] if KILLED[killed] else run).kill()
+    said = run.rest()
     if killed == "the command":
         assert run.returncode == -signal.SIGKILL
     else:
@@ -129,7 +123,7 @@ def test_a_killed_command_leaves_none_of_its_workers_and_the_run_goes_on(started
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     words = ["run", "--engine", "inline", "--workers", "2", "strategy=fedavg", *SMALL]
     run = start(started, tmp_path, *words, "run-name=x")
-    wait_for("round 2/5000", run.stderr)
+    wait_for("round 2/5000", run)
     family = psutil.Process(run.pid).children(recursive=True)
     assert len(family) >= 2
     run.kill()
@@ -139,7 +133,7 @@ def test_a_killed_command_leaves_none_of_its_workers_and_the_run_goes_on(started
 
 def test_a_killed_comparison_leaves_no_worker(started, tmp_path):
     run = start(started, tmp_path, "compare", "cwt,fedavg", *SMALL, "seeds=1", "--jobs", "2")
-    wait_for("to start", run.stderr)
+    wait_for("to start", run)
     for _ in range(600):
         if len(list(tmp_path.glob("*/*/checkpoints/*.safetensors"))) >= 2:
             break

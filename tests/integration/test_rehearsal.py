@@ -4,19 +4,21 @@ import csv
 import os
 import runpy
 import signal
-import subprocess
-import sys
 import time
 
 import psutil
 import pytest
+from chaos_runs import some
 from deployed import HOSPITALS
+from forks import Command
 from PIL import Image
 
 from flwr_replay.cli.main import app
 from flwr_replay.errors import ConfigError, DataError, RunError
 from flwr_replay.files.atomic import read_json
 from flwr_replay.files.lines import read_lines
+
+ENDED = {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}  # exit codes
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +33,7 @@ def play(tmp_path_factory):
 
 def started(place, play, *options):
     words = ["rehearse", str(play), "strategy=cwt", "width=4", "device=cpu", "--out", str(place), *options]
-    heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # tests may run in the background
-    command = [sys.executable, "-c", f"{heeds}; from flwr_replay.cli.main import main; main()", *words]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    return Command(words, play, own_session=True)
 
 
 def left_over(place):
@@ -53,7 +52,7 @@ def test_a_rehearsal_runs_shows_and_stops(play, tmp_path):
     (policies / "clinic-a.yaml").write_text("strategies: [cwt]\nsealed: true\n")
     (policies / "clinic-b.yaml").write_text("kinds: [model, statistic]\n")
     process = started(place, play, "rounds=1", "sealed=true", "--tls", "--record", "--policy", str(policies))
-    said = process.communicate(timeout=600)[0]  # a whole deployment, on a busy machine
+    said = process.rest()
     assert process.returncode == 0, said
     result = read_json(place / "runs" / "rehearsal" / "result.json")
     assert set(result["final"]["institutions"]) == {"clinic-a", "clinic-b"}
@@ -76,16 +75,16 @@ def test_a_rehearsal_runs_shows_and_stops(play, tmp_path):
     assert left_over(place) == []
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
-def test_ctrl_c_or_a_kill_stops_all_of_it(play, tmp_path, sent, code):
+@pytest.mark.parametrize("sent", some("rehearsal", ENDED, 1))
+def test_ctrl_c_or_a_kill_stops_all_of_it(play, tmp_path, sent):
     place = tmp_path / "reh"
     process = started(place, play, "rounds=500")
-    for line in process.stdout:
+    for line in process.said:
         if "logstream" in line:
             (os.killpg if sent == signal.SIGINT else os.kill)(process.pid, sent)
             break
-    process.communicate(timeout=60)
-    assert process.returncode == code
+    process.rest()
+    assert process.returncode == ENDED[sent]
     for _ in range(30 * (sent == signal.SIGKILL)):  # the watchdog ends them then
         if not left_over(place):
             break
