@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -41,6 +42,15 @@ def forked(work, *arguments):
         finally:
             os._exit(1)
     return child
+
+
+def checkout(folder):
+    """Copy this checkout without its environment, in which `flwr run .` would look at every file; return the folder."""
+
+    def left_out(place, names):
+        return [name for name in names if name == "__pycache__" or (name[0] == "." and name != ".gitignore")]
+
+    return shutil.copytree(Path(__file__).parents[1], folder, ignore=left_out)
 
 
 def write_shards(folder, sizes):

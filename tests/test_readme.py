@@ -13,20 +13,24 @@ from pathlib import Path
 
 import pytest
 from flwr.common.config import flatten_dict, parse_config_args
+from harness import checkout
 from safetensors.numpy import load_file
 
 from flwr_replay.cli.main import main
 from flwr_replay.config.compose import compose, from_run_config, overrides_of
-from flwr_replay.engines.simulate import run_inline
+from flwr_replay.engines import simulate as simulations
+from flwr_replay.engines.simulate import run_inline, simulate
 from flwr_replay.files.atomic import read_json
 from flwr_replay.report.progress import Display
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 ELSEWHERE = ("pip install uv", "uv run --group dev pytest")  # the set-up itself, and what runs this test
-SMALLER = {"compare": ["rounds=1", "partition.size=60"]}  # all its cells, of fewer examples
+SMALLER = {"compare": ["rounds=1", "partition.size=60"]}  # of fewer examples
+FEWER = {"seeds=5": "seeds=2"}
 OWN = {
     "UV_NO_SYNC": "1",  # this environment has all that the app needs
+    "UV_PROJECT_ENVIRONMENT": sys.prefix,  # of the copy, too
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -63,23 +67,18 @@ def test_the_first_screen_has_the_two_commands():
     assert {*OURS, FIRST, *VARIANTS} == {*commands()}  # a test for each
 
 
-def test_the_first_command(environment, tmp_path):
-    """Through uv, as a newcomer types it."""
-    done = said(OURS[0], environment, "--runs-dir", str(tmp_path))
+def test_the_first_runs_model_names_digits_that_it_has_not_seen(environment, tmp_path, monkeypatch, capsys):
+    """The first steps in order, as they are written: the first through uv, as a newcomer types it."""
+    done = said(f"{STEPS[0]} --runs-dir {tmp_path / 'runs'}", environment)
     assert re.search(r"^fedreplay on digits: accuracy 0\.\d+", done, re.M), done
-
-
-def test_the_first_runs_model_names_digits_that_it_has_not_seen(tmp_path, monkeypatch, capsys):
-    """The first steps in order, as they are written, in an empty folder."""
-    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    for command in STEPS:
+    for command in STEPS[1:]:
         monkeypatch.setattr(sys, "argv", shlex.split(command)[2:])
         with pytest.raises(SystemExit) as end:
             main()
-        said = capsys.readouterr()
-        assert end.value.code == 0, said.err
-    rows = list(csv.DictReader(said.out.splitlines()))
+        found = capsys.readouterr()
+        assert end.value.code == 0, found.err
+    rows = list(csv.DictReader(found.out.splitlines()))
     assert len(rows) == 20
     right = [row["image"].partition("/")[0] == row["predicted"] for row in rows]  # the folder is the label
     assert sum(right) >= 15  # the run's accuracy on all 359 is 0.97
@@ -87,8 +86,14 @@ def test_the_first_runs_model_names_digits_that_it_has_not_seen(tmp_path, monkey
 
 @pytest.mark.parametrize("command", OURS[len(STEPS) :])
 def test_command(command, tmp_path, monkeypatch, capsys):
-    """In this process: the entry point itself is the first command's."""
-    words = shlex.split(command)[2:]
+    """In this process: the entry point itself is the first command's, and Ray that of `flwr run .`."""
+    words, on_ray = [FEWER.get(word, word) for word in shlex.split(command)[2:]], []
+
+    def not_on_ray(simulation, overrides):
+        on_ray.append(overrides)
+        return simulate(simulation, overrides, Display())
+
+    monkeypatch.setattr(simulations, "run_ray", not_on_ray)
     if words[1] in ("run", "compare"):
         words += [*SMALLER.get(words[1], []), "--runs-dir", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", words)
@@ -98,15 +103,13 @@ def test_command(command, tmp_path, monkeypatch, capsys):
         main()
     said = capsys.readouterr()
     assert end.value.code == 0, said.err
-    if "ray" in words:
-        (folder,) = tmp_path.glob("*-ray-*")
-        same_bits_in_process(folder, tmp_path)
+    assert len(on_ray) == ("ray" in words)
     if words[1] == "compare":
         assert "fedreplay" in said.out
 
 
 def test_flower_runs_the_first_commands_job(environment, tmp_path, monkeypatch):
-    done = said(FIRST, environment)
+    done = said(FIRST, environment, checkout(tmp_path / "checkout"))
     assert re.search(r"^\w+ on \w+: accuracy 0\.\d+", done, re.M), done
     (folder,) = (Path(environment["FLWR_REPLAY_HOME"]) / "runs").iterdir()
     assert json.loads((folder / "result.json").read_text())["strategy"] == "fedreplay"
@@ -114,9 +117,10 @@ def test_flower_runs_the_first_commands_job(environment, tmp_path, monkeypatch):
     same_bits_in_process(folder, tmp_path, "nodes=2")
 
 
-def said(command, environment, *further):
-    words = [*shlex.split(command), *further]
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+def said(command, environment, folder=ROOT):
+    done = subprocess.run(
+        shlex.split(command), cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
