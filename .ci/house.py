@@ -14,7 +14,7 @@ from pathlib import Path
 import grimp
 import networkx as nx
 
-MOST = 4500  # lines of a room
+MOST = 4000  # lines of a room
 
 
 def lines(site, room):

@@ -1,6 +1,7 @@
 """Tiny folders in the formats of clinical data sets, and how the tests read them."""
 
 import csv
+import shutil
 
 import nibabel
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from PIL import Image
 
 from flwr_replay.config.compose import compose
+from flwr_replay.convert import convert
 from flwr_replay.data import load
 from flwr_replay.errors import DataError
 
@@ -15,6 +17,15 @@ SHAPE = (32, 32, 14)  # left-right, front-back, axial; the first two slices show
 
 
 def read(task, folder, *overrides):
+    """Convert a folder, even a second time, and read it."""
+    for made in ("prepared", "slices"):
+        shutil.rmtree(folder / made, ignore_errors=True)
+    (folder / "manifest.csv").unlink(missing_ok=True)
+    convert(task, folder)
+    return loaded(task, folder, *overrides)
+
+
+def loaded(task, folder, *overrides):
     return load(compose([f"task={task}", f"task.data_dir='{folder}'", "split=test", *overrides]).task)
 
 
@@ -93,6 +104,7 @@ def retina(folder, patients):
         pixels = np.minimum(eye(48, 64, 20, n) + (n % 2) * 40 * (eye(48, 64, 20, n) > 0), 255).astype(np.uint8)
         Image.fromarray(pixels).save(folder / "train" / f"{n}_left.jpeg")
     write_csv(folder / "trainLabels.csv", "image,level", [(f"{n}_left", n % 2 * 3) for n in range(patients)])
+    convert("retina", folder)
     return folder
 
 
@@ -105,6 +117,7 @@ def boneage(folder, training, tests):
     write_csv(folder / f"{name}.csv", "id,boneage,male", [(1000 + n, ages[n], "True") for n in range(training)])
     rows = [(1000 + n, "M", ages[n]) for n in range(training, training + tests)]
     write_csv(folder / "Bone age ground truth.csv", "Case ID,Sex,Ground truth bone age (months)", rows)
+    convert("boneage", folder)
     return folder
 
 
@@ -113,4 +126,5 @@ def brats(folder, subjects):
     for n in range(subjects):
         for name in (f"Brats17_CBICA_A{chr(65 + n)}B_1", f"Brats17_TCIA_{100 + n}_1", f"Brats17_2013_{n}_1"):
             subject(folder, name, 100 + n)
+    convert("brats", folder)
     return folder

@@ -46,7 +46,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 data = typer.Typer(
-    help="Show a data set and how it is split among institutions; write images of it.", no_args_is_help=True
+    help="Show a data set and how it is dealt; write images of it; convert a clinical set.", no_args_is_help=True
 )
 app.add_typer(data, name="data")
 app.add_typer(privacy, name="privacy")
@@ -300,6 +300,17 @@ def images(
     task, folder = resolve(options or [], ".", "")[1].task, absolute(out)
     written = write_images(loaded(task).test, task, count, folder)
     print(f"{written} test images of {task.name}, a folder for each label: {folder}")
+
+
+@data.command("convert")
+def convert(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="retina | boneage | brats | isic | tuberculosis.")],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The folder of its unpacked download.")],
+) -> None:
+    """Write manifest.csv into the folder of a clinical set, once; then task=NAME task.data-dir=FOLDER reads it."""
+    from flwr_replay.convert import convert as write_manifest
+
+    print(write_manifest(name, absolute(folder)))
 
 
 @app.command()

@@ -146,7 +146,7 @@ class TaskConfig:
     download: bool = False  # allow downloading the data?
     channels: int  # of an image; a table's features
     size: int  # height and width of an image, pixels; a table's rows have 1
-    fit: str = "exact"  # a folder's images of another size: pad | crop | stretch them | exact: refuse them
+    fit: str = "exact"  # images of another size: pad | crop | stretch | crop-cubic | stretch-cubic | exact: refuse them
     classes: int = 1  # classification: C >= 2; otherwise 1
     mean: tuple[float, ...] = ()  # per channel of images in [0, 1]: models subtract it; empty: nothing
     std: tuple[float, ...] = ()  # per channel: models divide by it; use public numbers, those of the data reveal them
@@ -162,7 +162,7 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         one_of("task.kind", self.kind, ("classification", "regression", "segmentation"))
-        one_of("task.fit", self.fit, ("pad", "crop", "stretch", "exact"))
+        one_of("task.fit", self.fit, ("pad", "crop", "stretch", "crop-cubic", "stretch-cubic", "exact"))
         require(
             self.name != "own" or is_part(self.load), f"task=own needs its function: task={FUNCTION}; got {self.load!r}"
         )

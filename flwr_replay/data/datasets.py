@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from flwr_replay.config.parts import users_code
 from flwr_replay.config.sections import CLASSES, TaskConfig, one_of
 from flwr_replay.data.bags import read_bags
-from flwr_replay.data.clinical import read_boneage, read_brats, read_isic, read_retina, read_tuberculosis
 from flwr_replay.data.decoded import DecodedImages
 from flwr_replay.data.folder import read_folder
 from flwr_replay.data.manifest import VALIDATED, parted
@@ -39,27 +38,23 @@ READERS: dict[str, Callable[[TaskConfig], dict[str, Raw]]] = {
     "diabetes": read_diabetes,
     "heart_disease": read_heart_disease,
     "isbi2012": read_isbi2012,
-    "brats": read_brats,
     "own": read_own,
 }
 #: Readers of a file for each example, which an institution decodes once.
 DECODERS: dict[str, Callable[[TaskConfig, DecodedImages | None], dict[str, Raw]]] = {
     "folder": read_folder,
     "bags": read_bags,
-    "retina": read_retina,
-    "boneage": read_boneage,
-    "isic": read_isic,
-    "tuberculosis": read_tuberculosis,
+    "clinical": read_folder,
 }
 #: Readers that mix patients' data, and how; there is no DP with them.
 MIXES_PATIENTS = {
     "heart_disease": "fills gaps with medians of the training rows",
     "own": "reads by a function of your own, for all we know with statistics of all rows",
 }
-#: Readers that do more to an image than fit its size, and what: other files have not gone through that.
+#: Tasks whose images went through more than fitting their size, and what: other files have not gone through that.
 PREPARES = {
     "own": "your own function prepares",
-    "retina": "flwr_replay.data.clinical.retina.graham prepares",
+    "retina": "flwr_replay.convert.retina.graham prepares",
 }
 
 
@@ -184,7 +179,7 @@ def load(task: TaskConfig, kept: DecodedImages | None = None) -> Dataset:
         Its `format` chooses the reader. The data must have its `channels`, `size` and `classes`.
     kept : DecodedImages, or None
         Where an institution keeps decoded images. From there examples are memory maps, which cannot be written to. Sets
-        of a few files, such as idx, MedMNIST and BraTS, are read each time.
+        of a few files, such as idx and MedMNIST, are read each time.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Reader of a folder of images: classes as folders, or a `manifest.csv`.
+"""Reader of a folder of images: classes as folders, or a `manifest.csv`, such as that of a converted clinical set.
 
     <data-dir>/<class>/<image>                       or below <data-dir>/train/, test/, val/ or the like
     <data-dir>/manifest.csv                          columns image,label[,site][,split]; images relative to it
@@ -12,6 +12,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Container, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from flwr_replay.data.decoded import DecodedImages
 from flwr_replay.data.manifest import SPLITS, Row, manifest_rows, raws_of, some, words_of
 from flwr_replay.data.picture import fitted, is_picture, picture
 from flwr_replay.data.readers import Raw
+from flwr_replay.data.subjects import by_subjects
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.files.disk import files_below
 from flwr_replay.memory import remembered
@@ -51,9 +53,12 @@ def read_folder(task: TaskConfig, kept: DecodedImages | None = None) -> dict[str
     if task.channels not in MODES:
         raise ConfigError(f"images of a folder have task.channels=1 (grey) or 3 (colour); got {task.channels}")
     root = Path(task.data_dir).expanduser().absolute()
-    manifest = root / "manifest.csv"
+    manifest, clinical = root / "manifest.csv", task.format == "clinical"
+    if clinical and not manifest.is_file():
+        raise DataError(f"{manifest} does not exist: run flwr-replay data convert {task.name} {root}")
     rows, source = folder_rows(root, task.site_column), str(manifest if manifest.is_file() else root)
-    return raws_of(rows, task, source, read_image, kept=kept)
+    divide = partial(by_subjects, rows, task, manifest) if clinical else None
+    return raws_of(rows, task, source, read_image, kept=kept, divide=divide)
 
 
 def folder_rows(root: Path, site_column: str = "site") -> list[Row]:

@@ -20,7 +20,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from flwr_replay.config.sections import WHOLE, TaskConfig, bare, spelled
 from flwr_replay.data.classes import Classes
-from flwr_replay.data.decoded import DecodedImages, Source, decoded
+from flwr_replay.data.decoded import DecodedImages, Source, decoded, each
+from flwr_replay.data.picture import fitted, picture
 from flwr_replay.data.readers import SPLIT_SEED, Raw, csv_rows, shortened
 from flwr_replay.errors import DataError
 from flwr_replay.rng import derived_seed
@@ -115,6 +116,7 @@ def raws_of(
     dtype: DTypeLike = np.uint8,
     known: Sequence[str] = SPLITS,
     kept: DecodedImages | None = None,
+    divide: Callable[[], dict[str, NDArray[np.int64]]] | None = None,
 ) -> dict[str, Raw]:
     """Read all files, split by split.
 
@@ -123,7 +125,7 @@ def raws_of(
     rows : list of Row
         The rows of a manifest, or of class folders.
     task : TaskConfig
-        Labels are its `class_names`; without these, numbers.
+        Labels are its `class_names`; without these, numbers. Those of a segmentation are files, white where 1.
     source : str
         The origin of the rows, for error lines.
     read : Callable
@@ -134,6 +136,8 @@ def raws_of(
         The splits.
     kept : DecodedImages, or None
         Where what was read is kept.
+    divide : Callable, or None
+        Returns the indices of the rows in each split; None: by the column `split`, else by the hash.
 
     Raises
     ------
@@ -146,23 +150,31 @@ def raws_of(
     sites = None if rows[0].site is None else np.asarray([row.site for row in rows], dtype=np.str_)
     patients = _patients(rows)
 
-    def divide() -> dict[str, NDArray[np.int64]]:
-        # Keep the order of rows within a split, so that a site's examples are in the order of the site's own folder.
-        splits = _splits(rows, sites, task.validation)
-        _refuse_shared(rows, patients, splits)
-        return {split: np.flatnonzero(splits == split) for split in known}
+    def divided() -> dict[str, NDArray[np.int64]]:
+        if divide:
+            members = divide()
+        else:  # keep the rows' order within a split, so that a site's examples are in the order of its own folder
+            splits = _splits(rows, sites, task.validation)
+            members = {split: np.flatnonzero(splits == split) for split in known}
+        if patients is not None:
+            _refuse_shared(rows, patients, members)
+        return members
 
     files, about = [row.file for row in rows], [(row.site, row.split, row.patient) for row in rows]
-    found = decoded(Source(task, files, about, divide, lambda n: read(rows[n], task), dtype), kept)
+    found = decoded(Source(task, files, about, divided, lambda n: read(rows[n], task), dtype), kept)
     return {
         split: Raw(x, y[members], source, source, *(None if of is None else of[members] for of in (sites, patients)))
         for split, (members, x) in found.items()
     }
 
 
-def _labels(rows: list[Row], task: TaskConfig, source: str) -> NDArray[np.int64]:
-    """Turn labels into class numbers; a wrong one is reported with its row."""
+def _labels(rows: list[Row], task: TaskConfig, source: str) -> NDArray[Any]:
+    """Turn labels into class numbers, numbers or masks; a wrong one is reported with its row."""
     _refuse_missing(rows, task.class_names)
+    if task.kind == "segmentation":
+        return np.stack(each(lambda row: _mask(row, task, Path(source).parent), rows))
+    if task.kind == "regression":
+        return np.asarray([_number(row) for row in rows], np.float32)
     if not task.class_names and (words := words_of(rows)):
         # An institution numbers names as all others do, though it may lack a class or call one otherwise.
         raise DataError(
@@ -171,6 +183,19 @@ def _labels(rows: list[Row], task: TaskConfig, source: str) -> NDArray[np.int64]
         )
     classes = Classes(task)
     return np.asarray([classes.number(row.label, row.where) for row in rows], np.int64)
+
+
+def _number(row: Row) -> float:
+    try:
+        return float(row.label)
+    except ValueError:
+        raise DataError(f"labels must be numbers; got {shortened(row.label)} ({row.where}): correct it") from None
+
+
+def _mask(row: Row, task: TaskConfig, folder: Path) -> NDArray[np.uint8]:
+    """Read a mask, and fit it as its image is."""
+    grey = fitted(picture(folder / row.label, "L", row.where), task.size, task.fit, mask=True)
+    return (np.asarray(grey) > 127).astype(np.uint8)
 
 
 def words_of(rows: Sequence[Row]) -> list[str]:
@@ -248,14 +273,14 @@ def _patients(rows: list[Row]) -> NDArray[np.str_] | None:
     return np.asarray([f"{row.site or ''}/{row.patient or row.where}" for row in rows], np.str_)
 
 
-def _refuse_shared(rows: list[Row], patients: NDArray[np.str_] | None, splits: NDArray[np.str_]) -> None:
+def _refuse_shared(rows: list[Row], patients: NDArray[np.str_], members: Mapping[str, NDArray[np.int64]]) -> None:
     """Refuse a patient whose examples are in two splits: testing on somebody known by training is no test."""
     splits_of: dict[str, str] = {}
-    for row, patient, split in zip(rows, () if patients is None else patients, splits, strict=False):
-        if (other := splits_of.setdefault(patient, split)) != split:
+    for number, split in sorted((number, split) for split, chosen in members.items() for number in chosen.tolist()):
+        if (other := splits_of.setdefault(patients[number], split)) != split:
             raise DataError(
-                f"all examples of a patient must be in one split; {shortened(row.patient)} is in {other} and in "
-                f"{split} ({row.where}): correct the column split"
+                f"all examples of a patient must be in one split; {shortened(rows[number].patient)} is in {other} and "
+                f"in {split} ({rows[number].where}): correct the column split"
             )
 
 

@@ -74,7 +74,7 @@ def picture(path: Path, mode: str, where: str = "") -> Image.Image:
         raise DataError(f"{named} must be an image; it cannot be read: {reason}") from None
 
 
-def fitted(image: Image.Image, size: int, fit: str) -> Image.Image:
+def fitted(image: Image.Image, size: int, fit: str, mask: bool = False) -> Image.Image:
     """Return an image of size x size pixels; one that has this size stays as it is.
 
     Parameters
@@ -86,16 +86,20 @@ def fitted(image: Image.Image, size: int, fit: str) -> Image.Image:
     fit : str
         pad: the longer side becomes `size`, the rest is black, half of it on either side | crop: the shorter side
         becomes `size`, and the middle is kept | stretch: both sides become `size`. Pillow's bilinear filter, which
-        averages over all pixels when it shrinks.
+        averages over all pixels when it shrinks | crop-cubic, stretch-cubic: the same, by Pillow's bicubic filter.
+    mask : bool
+        Take each pixel from the nearest one, whatever the filter.
     """
     from PIL import Image, ImageOps
 
     if image.size == (size, size):
         return image
-    filtered = Image.Resampling.BILINEAR
-    if fit == "pad":
+    how, _, cubic = fit.partition("-")
+    smooth = Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR
+    filtered = Image.Resampling.NEAREST if mask else smooth
+    if how == "pad":
         return ImageOps.pad(image, (size, size), filtered)
-    if fit == "crop":
+    if how == "crop":
         return ImageOps.fit(image, (size, size), filtered)
     return image.resize((size, size), filtered)
 

@@ -165,7 +165,7 @@ def _inputs(model: TrainedModel) -> str:
     task = model.task
     form = f"(B, {task.channels}, {task.size}, {task.size})"
     shown = f"images {form}, float in [0, 1]" if model.in_unit_range else f"float {form}"
-    plain = model.in_unit_range and task.format not in PREPARES
+    plain = model.in_unit_range and task.name not in PREPARES
     return shown if plain else f"{shown}, made as task={task.load or task.name} made them for the training"
 
 

@@ -84,9 +84,9 @@ def predictions(model: TrainedModel, rows: list[Row], base: Path) -> str:
             f"predictions are for images, one class or number each; task={task.name} has another form: use "
             "flwr_replay.load_model in Python"
         )
-    if task.format in PREPARES:
+    if task.name in PREPARES:
         raise ConfigError(
-            f"task={task.load or task.name} learns from images that {PREPARES[task.format]}, and image files are not "
+            f"task={task.load or task.name} learns from images that {PREPARES[task.name]}, and image files are not "
             "so prepared: give its images to flwr_replay.load_model in Python"
         )
     known = any(row.label for row in rows)

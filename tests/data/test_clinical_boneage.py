@@ -36,7 +36,7 @@ def test_sizes_leave_the_rest_out_and_a_test_size_draws_from_the_training_images
     data = read("boneage", folder, *SIZE, "task.train_size=4", "task.val_size=2")
     assert (len(data.train), len(data.val), len(data.test)) == (4, 2, 2)
     (folder / TRUTH).unlink()
-    refused("boneage", folder, TRUTH, "does not exist", "task.test-size", overrides=SIZE)
+    refused("boneage", folder, "tests on the set's own test images", "lists none", "task.test-size", overrides=SIZE)
     data = read("boneage", folder, *SIZE, "task.test_size=3")
     assert (len(data.train), len(data.test)) == (5, 3)
     assert not set(levels(data.train)) & set(levels(data.test))

@@ -4,12 +4,11 @@ import sys
 
 import numpy as np
 import pytest
-from clinical import SHAPE, path_of, read, refused, save, subject, truncate, write_csv
+from clinical import SHAPE, loaded, path_of, read, refused, save, subject, truncate, write_csv
 from PIL import Image
 
-from flwr_replay.config.compose import compose
-from flwr_replay.data import load
-from flwr_replay.errors import ConfigError
+from flwr_replay.convert import brats, convert
+from flwr_replay.errors import ConfigError, DataError
 
 SIZE = ("task.size=28",)  # of slices that are resized to 32 pixels
 NAMES = [
@@ -17,6 +16,14 @@ NAMES = [
     *(f"Brats17_TCIA_{n}_1" for n in range(105, 110)),
     *(f"Brats17_2013_{n}_1" for n in range(2, 7)),
 ]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, request):
+    """Slices become 32 pixels, of which 28 are kept."""
+    if "real" not in request.node.name:
+        monkeypatch.setattr(brats, "RESIZED", 32)
+        monkeypatch.setattr(brats, "CROPPED", 28)
 
 
 @pytest.fixture
@@ -132,4 +139,20 @@ def test_what_is_wrong_is_named(folder):
 def test_without_nibabel_the_extra_is_named(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "nibabel", None)
     with pytest.raises(ConfigError, match=r"pip install 'flwr-replay\[brats\]'"):
-        load(compose(["task=brats", f"task.data_dir='{folder}'"]).task)
+        convert("brats", folder)
+    assert not (folder / "manifest.csv").exists()
+
+
+def test_another_size_is_fitted_and_masks_stay_masks(folder):
+    refused("brats", folder, "28 x 28 pixels", "task.size", overrides=("task.size=14", "task.fit=exact"))
+    data = read("brats", folder, "task.size=14")
+    assert data.train.x.shape[1:] == (3, 14, 14)
+    assert set(np.unique(data.train.y)) == {0, 1}
+
+
+def test_a_mask_that_is_missing_is_named(folder):
+    read("brats", folder, *SIZE)
+    mask = folder / "slices" / NAMES[0] / "6-mask.png"
+    mask.unlink()
+    with pytest.raises(DataError, match=r"6-mask.png .* does not exist"):
+        loaded("brats", folder, *SIZE)

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from clinical import eye, photograph, read, refused, truncate, write_csv
+from clinical import eye, loaded, photograph, read, refused, truncate, write_csv
 from PIL import Image
 
-from flwr_replay.data.clinical.retina import graham
+from flwr_replay.convert.retina import graham
+from flwr_replay.errors import DataError
 
 SIZE = ("task.size=16",)
 BALANCED = ("task.balanced=true", "task.train_size=4", "task.test_size=2")
@@ -57,12 +58,13 @@ def test_balanced_sizes_and_the_published_test_part(folder):
 def test_only_chosen_images_are_read(folder):
     chosen = read("retina", folder, *SIZE, "task.train_size=1", "task.test_size=1")
     needed = {x.tobytes() for split in (chosen.train, chosen.test) for x in split.x}
-    for path in folder.rglob("*.jpeg"):
-        if graham(np.asarray(Image.open(path)), 16).tobytes() not in needed:
+    for path in (folder / "prepared").rglob("*.png"):
+        if graham(np.asarray(Image.open(folder / "train" / f"{path.stem}_left.jpeg")), 16).tobytes() not in needed:
             path.unlink()
-    again = read("retina", folder, *SIZE, "task.train_size=1", "task.test_size=1")
+    again = loaded("retina", folder, *SIZE, "task.train_size=1", "task.test_size=1")
     np.testing.assert_array_equal(again.train.x, chosen.train.x)
-    refused("retina", folder, "train/", "_left.jpeg", "does not exist", overrides=SIZE)
+    with pytest.raises(DataError, match=r"prepared/train/.\.png .* does not exist"):
+        loaded("retina", folder, *SIZE)
 
 
 def test_what_is_wrong_is_named(folder):

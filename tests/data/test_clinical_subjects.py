@@ -4,13 +4,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from clinical import boneage, loaded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flwr_replay.cli.main import app
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.compose import compose
 from flwr_replay.config.sections import TaskConfig
-from flwr_replay.data.clinical.subjects import divide
+from flwr_replay.convert import convert
+from flwr_replay.data import load
+from flwr_replay.data.subjects import divide
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.rng import derived_seed
 
@@ -129,14 +133,61 @@ def test_sizes_are_options_of_these_tasks_only():
 
 
 @pytest.mark.parametrize("name", CLINICAL)
-def test_no_folder(name, tmp_path):
-    from flwr_replay.data import load
-
+def test_no_folder_and_no_manifest(name, tmp_path):
     with pytest.raises(ConfigError, match=r"set task\.data-dir"):
         load(compose([f"task={name}"]).task)
-    with pytest.raises(DataError, match="nowhere: there is none"):
-        load(compose([f"task={name}", f"task.data_dir='{tmp_path / 'nowhere'}'"]).task)
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(DataError, match=f"does not exist: run flwr-replay data convert {name} {folder}$"):
+            loaded(name, folder)
+    with pytest.raises(DataError, match="nowhere is none"):
+        convert(name, tmp_path / "nowhere")
     with pytest.raises(DataError, match=str(tmp_path)):
-        load(compose([f"task={name}", f"task.data_dir='{tmp_path}'"]).task)
+        convert(name, tmp_path)
     with pytest.raises(ConfigError, match="got 2"):
-        load(compose([f"task={name}", f"task.data_dir='{tmp_path}'", "task.channels=2"]).task)
+        loaded(name, tmp_path, "task.channels=2")
+
+
+@pytest.fixture
+def hands(tmp_path):
+    return boneage(tmp_path, 10, 2)
+
+
+def test_a_manifest_that_is_there_stays(hands):
+    manifest = hands / "manifest.csv"
+    written = manifest.read_text()
+    with pytest.raises(DataError, match=r"manifest.csv is there already: remove it"):
+        convert("boneage", hands)
+    assert manifest.read_text() == written
+    with pytest.raises(ConfigError, match="NAME must be one of retina, boneage"):
+        convert("mnist", hands)
+
+
+def test_the_command_writes_what_the_task_reads(hands, capsys):
+    (hands / "manifest.csv").unlink()
+    app(["data", "convert", "boneage", str(hands)], standalone_mode=False)
+    assert capsys.readouterr().out.strip() == str(hands / "manifest.csv")
+    assert (
+        (hands / "manifest.csv").read_text().startswith("image,label,patient,split\nboneage-training-dataset/1000.png,")
+    )
+    assert len(loaded("boneage", hands, "task.size=8").test) == 2
+
+
+def test_labels_and_subjects_that_somebody_spoilt(hands):
+    """As spreadsheets leave them: no label, a word, no patient, one patient in both splits."""
+    manifest = hands / "manifest.csv"
+    whole = manifest.read_text()
+    first = whole.splitlines()[1]
+    image, label, patient, _ = first.split(",")
+    for spoilt, said in (
+        (f"{image},nan,{patient},train", "every example must have a label"),
+        (f"{image},six years,{patient},train", "labels must be numbers"),
+        (f"{image},inf,{patient},train", "be finite numbers"),
+        (f"{image},{label},1010,train", "all examples of a patient must be in one split"),
+        (f"gone.png,{label},{patient},train", "gone.png .* does not exist"),
+        (f"{image},{label},{patient},holdout", "split must be one of"),
+    ):
+        manifest.write_text(whole.replace(first, spoilt))
+        with pytest.raises(DataError, match=said):
+            loaded("boneage", hands, "task.size=8")
+    manifest.write_text(whole.replace(first, f"{image},{label},,train"))
+    assert len(loaded("boneage", hands, "task.size=8").train) == 10

@@ -5,6 +5,7 @@ import shutil
 import pytest
 from clinical import draw, levels, read, refused, truncate
 
+from flwr_replay.convert import convert
 from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import ConfigError
 from flwr_replay.report.progress import Display
@@ -90,6 +91,7 @@ def test_what_is_wrong_is_named(folder):
 
 def test_a_run_from_the_folder_to_a_result(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    convert("tuberculosis", folder)
     options = [
         "strategy=fedavg",
         "task=tuberculosis",

@@ -23,7 +23,6 @@ from flwr_replay.errors import ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]
 Task = Callable[..., TaskConfig]
-CLINICAL = ("retina", "boneage", "brats", "isic", "tuberculosis")
 
 
 def images(n: int, *shape: int, seed: int = 0) -> NDArray[np.uint8]:
@@ -367,7 +366,7 @@ def test_choices_are_named_as_their_files_and_hold_known_options() -> None:
     for path in (ROOT / "conf" / "task").glob("*.yaml"):
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         assert set(values) <= set(TaskConfig.__dataclass_fields__), path
-        assert ({"train_size", "val_size", "test_size"} <= set(values)) == (values["format"] in CLINICAL), path
+        assert ({"train_size", "val_size", "test_size"} <= set(values)) == (values["format"] == "clinical"), path
         assert ("balanced" in values) == (path.stem in ("retina", "isic", "tuberculosis")), path
         values |= {"load": "package.module:function"} if path.stem == "own" else {}
         assert TaskConfig(**{**values, "class_names": tuple(values.get("class_names", ()))}).name == path.stem

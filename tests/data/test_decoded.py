@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from flwr_replay.config.compose import compose
+from flwr_replay.convert import convert
 from flwr_replay.data import decoded as module
 from flwr_replay.data import load
 from flwr_replay.data.decoded import DecodedImages
@@ -264,6 +265,7 @@ def test_clinical_sets_are_decoded_once_too(tmp_path, reads):
     for n in range(20):
         pixels = np.random.default_rng(n).integers(0, 256, (20, 16), np.uint8)
         Image.fromarray(pixels).save(place / f"MCUCXR_{n:04d}_{n % 2}.png")
+    convert("tuberculosis", tmp_path)
     wanted = compose(["task=tuberculosis", f"task.data_dir='{tmp_path}'", "task.size=8"]).task
     kept = cache(tmp_path)
     plain, first = load(wanted), load(wanted, kept)

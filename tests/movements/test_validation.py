@@ -11,8 +11,8 @@ from peers import NAMES, hospitals, run
 from flwr_replay import run as simulate
 from flwr_replay.config.compose import compose
 from flwr_replay.data import load
-from flwr_replay.data.clinical.subjects import divide
 from flwr_replay.data.dealt import dealt, loaded, pooled
+from flwr_replay.data.subjects import divide
 from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import DataError, RunError
 from flwr_replay.finished.export import card

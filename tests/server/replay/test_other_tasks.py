@@ -9,6 +9,7 @@ from replay_runs import simulated
 from safetensors.numpy import load_file
 
 from flwr_replay.config.compose import compose, overrides_of
+from flwr_replay.convert import convert
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.sampler import Source, sampler_of
 
@@ -38,6 +39,7 @@ def hands(tmp_path):
         draw(tmp_path / "boneage-training-dataset" / f"{age}.png", age)
     for n in range(8):
         draw(tmp_path / "boneage-test-dataset" / f"{n}.png", 100 + n)
+    convert("boneage", tmp_path)
     return [
         "task=boneage",
         f"task.data-dir='{tmp_path}'",

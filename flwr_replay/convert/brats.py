@@ -1,8 +1,8 @@
-"""Reader of BraTS 2017 (Menze et al. 2014): the whole tumour on T2-FLAIR, as Qu et al. 2022, section 4.3.
+"""BraTS 2017 (Menze et al. 2014): the whole tumour on T2-FLAIR, as Qu et al. 2022, section 4.3.
 
-    <data-dir>/HGG/Brats17_CBICA_AAB_1/Brats17_CBICA_AAB_1_flair.nii.gz
-    <data-dir>/HGG/Brats17_CBICA_AAB_1/Brats17_CBICA_AAB_1_seg.nii.gz       0 none, 1, 2 and 4 parts of the tumour
-    <data-dir>/institutions.csv                                             optional: subject,institution
+    FOLDER/HGG/Brats17_CBICA_AAB_1/Brats17_CBICA_AAB_1_flair.nii.gz
+    FOLDER/HGG/Brats17_CBICA_AAB_1/Brats17_CBICA_AAB_1_seg.nii.gz       0 none, 1, 2 and 4 parts of the tumour
+    FOLDER/institutions.csv                                             optional: subject,institution
 
 A subject's name contains its institution: 2013, CBICA, TCIA. BraTS 2018 may be used in place of 2017. It has the same
 subjects under more specific names (Brats18_TCIA01_231_1 …), with nine institutions for high-grade gliomas. The paper's
@@ -13,7 +13,8 @@ A volume's axial slices are taken three at a time, without overlap. An example h
 middle one's mask as label. Triples whose middle slice shows no brain are left out; those without tumour are kept. The
 paper does not say how intensities were scaled. Here 0 stays 0, and the 99.5th percentile of a volume's brain is 255.
 
-An institution with its own part has a folder HGG with its own subjects.
+Slices are resized to 256 pixels, cropped to 224 and written to `FOLDER/slices/`. An institution with its own part has a
+folder HGG with its own subjects.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_replay.config.sections import TaskConfig, require
-from flwr_replay.data.clinical.subjects import divide, keyed_rows, root_of
+from flwr_replay.convert.download import keyed_rows, whole
 from flwr_replay.data.decoded import each
-from flwr_replay.data.readers import Raw, again, line_of
+from flwr_replay.data.folder import LEFT_BEHIND
+from flwr_replay.data.manifest import Row
+from flwr_replay.data.readers import again, line_of
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.terminal import installing
 
-__all__ = ["read_brats"]
+__all__ = ["brats_rows"]
 
 SUBJECT = re.compile(r"Brats1[78]_([A-Za-z0-9]+)_\w+")
 SLICES = 3  # consecutive, as the channels of one example
@@ -45,41 +47,25 @@ TUMOUR = (1, 2, 4)
 BRIGHTEST = 99.5  # percentile of the voxels that are not 0
 
 
-def read_brats(task: TaskConfig) -> dict[str, Raw]:
-    """Read subjects, laid out as in the module's docstring; sizes count subjects, and no subject is in two splits.
-
-    A slice is resized to 256/224 of `task.size`; its central `task.size` pixels are kept.
-
-    Raises
-    ------
-    ConfigError
-        Without `task.data_dir` or the package nibabel, or with `task.channels` other than 3.
-    DataError
-        For a subject with another form of name or without its files, a file that is truncated or not a NIfTI volume, a
-        volume and a segmentation of different shapes, or a segmentation with other values.
-    """
-    require(task.channels == SLICES, f"task={task.name} has {SLICES} slices as channels; got {task.channels}")
+def brats_rows(root: Path) -> list[Row]:
+    """Write the slices of all subjects, and list them; a DataError names a wrong subject, volume or segmentation."""
     try:
         nibabel = importlib.import_module("nibabel")
     except ModuleNotFoundError:
-        raise ConfigError(f"task={task.name} needs the package nibabel: {installing('brats')}") from None
-    root = root_of(task, "HGG/")
-    folders = sorted(path for path in (root / "HGG").glob("*") if path.is_dir())
+        raise ConfigError(f"brats needs the package nibabel: {installing('brats')}") from None
+    folders = sorted(
+        path for path in (root / "HGG").glob("*") if path.is_dir() and not LEFT_BEHIND.fullmatch(path.name)
+    )
     if not folders:
-        raise DataError(f"task={task.name} needs subjects; got none in {root / 'HGG'}: set task.data-dir")
-    names = [folder.name for folder in folders]
-    sites = _sites(names, root)
-    splits = divide(names, sites, task, root / "HGG")
-    read = partial(_examples, size=task.size, nibabel=nibabel)
-    raws = {}
-    for split, rows in splits.items():
-        found = each(read, [folders[n] for n in rows])
-        x = np.concatenate([x for x, _ in found] or [np.empty((0, SLICES, task.size, task.size), np.uint8)])
-        y = np.concatenate([y for _, y in found] or [np.empty((0, task.size, task.size), np.uint8)])
-        slices = [len(x) for x, _ in found]
-        taken, patients = (np.repeat(np.asarray(of, np.str_)[rows], slices) for of in (sites, names))
-        raws[split] = Raw(x, y, str(root / "HGG"), str(root / "HGG"), taken, patients)
-    return raws
+        raise DataError(f"brats needs subjects; got none in {root / 'HGG'}: give the folder that holds HGG/")
+    sites = _sites([folder.name for folder in folders], root)
+    with whole(root / "slices") as place:
+        written = each(partial(_write, place, nibabel=nibabel), folders)
+    return [
+        Row(root / "slices" / f"{name}.png", f"slices/{name}-mask.png", str(folder), site, patient=folder.name)
+        for folder, site, names in zip(folders, sites, written, strict=True)
+        for name in names
+    ]
 
 
 def _sites(subjects: list[str], root: Path) -> list[str]:
@@ -98,9 +84,12 @@ def _sites(subjects: list[str], root: Path) -> list[str]:
     return sites
 
 
-def _examples(folder: Path, size: int, nibabel: ModuleType) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Read a subject: x (n, 3, size, size), y (n, size, size)."""
+def _write(place: Path, folder: Path, nibabel: ModuleType) -> list[str]:
+    """Write a subject's threes of slices, each with its mask, and return their names."""
+    from PIL import Image
+
     paths = [folder / f"{folder.name}_{kind}.nii.gz" for kind in ("flair", "seg")]
+    paths = [plain if (plain := path.with_suffix("")).is_file() else path for path in paths]
     flair, labels = (_volume(path, nibabel) for path in paths)
     if flair.shape != labels.shape:
         raise DataError(
@@ -113,14 +102,17 @@ def _examples(folder: Path, size: int, nibabel: ModuleType) -> tuple[NDArray[np.
         raise DataError(f"{paths[0]} must show a brain; all its voxels are 0")
     brightest = np.percentile(flair[flair > 0], BRIGHTEST)
     grey = np.clip(np.rint(flair * (255 / brightest)), 0, 255).astype(np.uint8)
-    whole = np.isin(labels, TUMOUR).astype(np.uint8)
-    x, y = [], []
+    whole_tumour = np.isin(labels, TUMOUR).astype(np.uint8) * 255
+    (place / folder.name).mkdir()
+    names = []
     for first in range(0, grey.shape[2] - SLICES + 1, SLICES):
         middle = first + SLICES // 2
         if grey[:, :, middle].any():
-            x.append([_slice(grey[:, :, first + n], size, "BILINEAR") for n in range(SLICES)])
-            y.append(_slice(whole[:, :, middle], size, "NEAREST"))
-    return np.asarray(x, np.uint8).reshape(-1, SLICES, size, size), np.asarray(y, np.uint8).reshape(-1, size, size)
+            names.append(f"{folder.name}/{first}")
+            slices = [_slice(grey[:, :, first + n], "BILINEAR") for n in range(SLICES)]
+            Image.fromarray(np.stack(slices, axis=-1)).save(place / f"{names[-1]}.png")
+            Image.fromarray(_slice(whole_tumour[:, :, middle], "NEAREST")).save(place / f"{names[-1]}-mask.png")
+    return names
 
 
 def _volume(path: Path, nibabel: ModuleType) -> NDArray[Any]:
@@ -137,11 +129,10 @@ def _volume(path: Path, nibabel: ModuleType) -> NDArray[Any]:
     return volume
 
 
-def _slice(pixels: NDArray[np.uint8], size: int, filter_name: str) -> NDArray[np.uint8]:
+def _slice(pixels: NDArray[np.uint8], filter_name: str) -> NDArray[np.uint8]:
     """Resize an axial slice and keep its centre, with rows from front to back."""
     from PIL import Image
 
-    resized = round(size * RESIZED / CROPPED)
-    margin = (resized - size) // 2
-    image = Image.fromarray(pixels.T.copy()).resize((resized, resized), Image.Resampling[filter_name])
-    return np.asarray(image)[margin : margin + size, margin : margin + size]
+    margin = (RESIZED - CROPPED) // 2
+    image = Image.fromarray(pixels.T.copy()).resize((RESIZED, RESIZED), Image.Resampling[filter_name])
+    return np.asarray(image)[margin : margin + CROPPED, margin : margin + CROPPED]

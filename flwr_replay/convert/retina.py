@@ -1,39 +1,40 @@
-"""Reader of Kaggle's diabetic retinopathy photographs (2015, EyePACS), as Qu et al. 2022, section 4.1.
+"""Kaggle's diabetic retinopathy photographs (2015, EyePACS), as Qu et al. 2022, section 4.1.
 
-    <data-dir>/trainLabels.csv                   image,level
-    <data-dir>/train/10_left.jpeg …
-    <data-dir>/retinopathy_solution.csv          image,level,Usage: the test part's grades, published afterwards
-    <data-dir>/test/1_left.jpeg …
+    FOLDER/trainLabels.csv                   image,level
+    FOLDER/train/10_left.jpeg …
+    FOLDER/retinopathy_solution.csv          image,level,Usage: the test part's grades, published afterwards
+    FOLDER/test/1_left.jpeg …
 
 The train or the test part may be missing; both are pooled. The grade (level) is 0 none, 1 mild, 2 moderate, 3 severe or
 4 proliferative. Labels: 0 healthy (grade 0), 1 diseased (grades 2 to 4). Grade 1 is left out. Right eyes are left out,
 so there is one image for each patient. The paper calls healthy "positive"; here the AUC is that of diseased.
 
-An institution with its own part has a `trainLabels.csv` with its own rows, and a folder `train/` with its own images.
+Images are preprocessed as by Graham (2015) and written to `FOLDER/prepared/`, with 540 x 540 pixels. An institution
+with its own part has a `trainLabels.csv` with its own rows, and a folder `train/` with its own images.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_replay.config.sections import TaskConfig, require
-from flwr_replay.data.clinical.subjects import Case, keyed_rows, root_of, splits_of
-from flwr_replay.data.decoded import DecodedImages
+from flwr_replay.convert.download import keyed_rows, located, whole
+from flwr_replay.data.decoded import each
+from flwr_replay.data.manifest import Row
 from flwr_replay.data.picture import picture
-from flwr_replay.data.readers import Raw
 from flwr_replay.errors import DataError
 
-__all__ = ["graham", "read_retina"]
+__all__ = ["graham", "retina_rows"]
 
 PARTS = {"trainLabels.csv": "train", "retinopathy_solution.csv": "test"}
 IMAGE = re.compile(r"(.+)_(left|right)")
 LEFT_OUT = "1"
-LABELS = {"0": 0, LEFT_OUT: None, "2": 1, "3": 1, "4": 1}
+LABELS = {"0": "0", LEFT_OUT: None, "2": "1", "3": "1", "4": "1"}
 
 # Graham 2015, competition report: the constants of his preprocessing.
 RADIUS = 300  # pixels of the rescaled eye
@@ -44,29 +45,18 @@ DARK = 10  # a column of the middle row shows the eye if brighter than a tenth o
 SMALLEST = 8  # an eye is at least an eighth as wide as the image's shorter side
 
 
-def read_retina(task: TaskConfig, kept: DecodedImages | None = None) -> dict[str, Raw]:
-    """Read left eyes, laid out as in the module's docstring, and preprocess them as Graham 2015.
-
-    Raises
-    ------
-    ConfigError
-        Without `task.data_dir`, or with `task.channels` other than 3.
-    DataError
-        For a missing or unreadable file, an unknown image name or grade, an image without an eye, or fewer images
-        than `task` asks for; the error names it.
-    """
-    require(task.channels == 3, f"task={task.name} has colour images, task.channels=3; got {task.channels}")
-    root = root_of(task, "trainLabels.csv and train/")
-    cases = [
-        case for table, folder in PARTS.items() if (root / table).is_file() for case in _cases(root / table, folder)
-    ]
-    if not cases:
-        raise DataError(f"task={task.name} needs trainLabels.csv with left eyes; got none in {root}: set task.data-dir")
-    return splits_of(cases, partial(_read, size=task.size), task, root, kept)
+def retina_rows(root: Path) -> list[Row]:
+    """List left eyes, preprocessed as Graham 2015; a DataError names a wrong row, or an image without an eye."""
+    rows = [row for table, folder in PARTS.items() if (root / table).is_file() for row in _rows(root / table, folder)]
+    if not rows:
+        raise DataError(f"retina needs trainLabels.csv with left eyes; got none in {root}: give the folder that has it")
+    with whole(root / "prepared") as place:
+        each(partial(_prepare, place), located(rows))
+    return [replace(row, file=root / "prepared" / f"{row.patient}.png") for row in rows]
 
 
-def _cases(table: Path, folder: str) -> list[Case]:
-    cases = []
+def _rows(table: Path, folder: str) -> list[Row]:
+    rows = []
     for name, row in keyed_rows(table, "image", ["level"]).items():
         parts = IMAGE.fullmatch(name)
         if parts is None:
@@ -75,16 +65,20 @@ def _cases(table: Path, folder: str) -> list[Case]:
             raise DataError(f"level must be 0 to 4; got {row['level']!r} for {name} in {table}: correct it")
         label = LABELS[row["level"]]
         if parts[2] == "left" and label is not None:
-            cases.append(Case(table.with_name(folder) / f"{name}.jpeg", label, f"{folder}/{parts[1]}"))
-    return cases
+            image = table.with_name(folder) / f"{name}.jpeg"
+            rows.append(Row(image, label, str(table), patient=f"{folder}/{parts[1]}"))
+    return rows
 
 
-def _read(path: Path, size: int) -> NDArray[np.uint8]:
-    pixels = np.asarray(picture(path, "RGB"))
-    prepared = graham(pixels, size)
-    if prepared is None:
-        raise DataError(f"{path} must show an eye; its middle row is dark: leave its row out of the table")
-    return prepared
+def _prepare(place: Path, row: Row) -> None:
+    from PIL import Image
+
+    pixels = graham(np.asarray(picture(row.file, "RGB")), round(2 * KEPT * RADIUS))
+    if pixels is None:
+        raise DataError(f"{row.file} must show an eye; its middle row is dark: leave its row out of the table")
+    path = place / f"{row.patient}.png"
+    path.parent.mkdir(exist_ok=True)
+    Image.fromarray(pixels.transpose(1, 2, 0)).save(path)
 
 
 def graham(pixels_HWC: NDArray[np.uint8], size: int) -> NDArray[np.uint8] | None:
