@@ -43,7 +43,7 @@ from flwr_replay.config.sections import (
     TaskConfig,
     TrainingConfig,
 )
-from flwr_replay.config.strict_yaml import read_yaml
+from flwr_replay.config.strict_yaml import LOADER, read_yaml
 from flwr_replay.config.value import short, value_of
 from flwr_replay.errors import ConfigError, nearest
 
@@ -56,6 +56,7 @@ __all__ = [
     "model_named",
     "overrides_in",
     "overrides_of",
+    "plain",
     "strategy_part",
     "to_yaml",
 ]
@@ -63,6 +64,7 @@ __all__ = [
 GROUPS = ("strategy", "task", "partition", "model", "replay", "generator", "prior", "preset")
 BY_STRATEGY = "by_strategy"  # a preset's options for one strategy, by strategy and full name
 DEFAULT = "default"  # a preset's file for every task without a file of its own
+APART = ("strategy", "replay", "prior")  # no preset of ours touches them, nor do they touch other groups
 COMMAND_LINE = ("runs_dir", "resume")  # given as --runs-dir and --resume
 COUNTS = ("nodes", "rounds", "seed")  # Flower's run config needs a number for them; 0: as in conf/config.yaml
 LONGEST = 20_000  # characters of all options; the time of Hydra's parser grows with their square, here seconds
@@ -209,7 +211,7 @@ def model_named(name: str) -> ModelConfig:
         If no model has this name.
     """
     check_choice("model", name)
-    config: ModelConfig = _build(ModelConfig, _hydra([f"model={name}"])["model"], "model")
+    config: ModelConfig = _build(ModelConfig, _hydra((f"model={name}",))["model"], "model")
     return config
 
 
@@ -217,9 +219,13 @@ def to_yaml(config: RunConfig) -> str:
     """Write a resolved configuration as YAML; composing from it again gives the same `RunConfig`."""
     import yaml
 
-    return yaml.safe_dump(
-        _plain({**asdict(config), "strategy": {"name": config.strategy.name, **asdict(config.strategy)}})
-    )
+    return yaml.safe_dump(plain(config))
+
+
+def plain(config: RunConfig) -> dict[str, Any]:
+    """Return a resolved configuration by section, as its YAML is read."""
+    values = {**asdict(config), "strategy": {"name": config.strategy.name, **asdict(config.strategy)}}
+    return {key: _plain(value) for key, value in values.items()}
 
 
 def overrides_of(path: Path) -> list[str]:
@@ -227,7 +233,7 @@ def overrides_of(path: Path) -> list[str]:
     import yaml
 
     values: dict[str, Any] = {}
-    for key, value in yaml.safe_load(path.read_text(encoding="utf-8")).items():
+    for key, value in yaml.load(path.read_text(encoding="utf-8"), LOADER).items():
         section, _, option = key.rpartition(".")  # keys of options.json are flat
         (values.setdefault(section, {}) if section else values)[option] = value
     base = _unset(tuple(_chosen([(group, values[group]["name"]) for group in GROUPS if group in values])))
@@ -297,10 +303,15 @@ def _has(cls: type, key: str, group: str) -> bool:
     return own != "name" and own in {option.name for option in fields(cls)}
 
 
-@lru_cache(maxsize=256)  # a study composes hundreds of times, and each takes Hydra 0.1 s
+@lru_cache(maxsize=256)
 def _unset(chosen: tuple[str, ...]) -> Mapping[str, Any]:
     """Return the options, read-only, with these groups chosen and no option set."""
-    values = _hydra(list(chosen))
+    choices_of = dict(override.split("=", 1) for override in chosen)
+    files = {group: conf_path(group, choice) for group, choice in choices_of.items() if group in APART}
+    ours = all(conf_dir_of(group, choice.partition("/")[0]) == conf_dir() for group, choice in choices_of.items())
+    values = {**_hydra(tuple(one for one in chosen if not ours or one.partition("=")[0] not in files))}
+    if ours:
+        values |= {group: dict(read_yaml(file, f"the options of {group}")) for group, file in files.items()}
     if not package_of(values["strategy"]["name"]):  # the files of another package's may choose for other groups, too
         left = [
             group for group in values.keys() & set(GROUPS) if not any(one.startswith(f"{group}=") for one in chosen)
@@ -309,7 +320,8 @@ def _unset(chosen: tuple[str, ...]) -> Mapping[str, Any]:
     return MappingProxyType(values)
 
 
-def _hydra(overrides: list[str]) -> dict[str, Any]:
+@lru_cache(maxsize=64)  # a study composes hundreds of times, and each takes Hydra 0.1 s
+def _hydra(overrides: tuple[str, ...]) -> dict[str, Any]:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException

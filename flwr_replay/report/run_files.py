@@ -18,6 +18,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from flwr_replay.config.strict_yaml import LOADER
 from flwr_replay.errors import DamagedError
 from flwr_replay.files.atomic import NAME, Form, fits, read_bytes, read_json, read_text, tally, write_json
 from flwr_replay.files.disk import entries, there
@@ -179,12 +182,10 @@ def options_of(folder: Path) -> dict[str, Any]:
     DamagedError
         If they are missing, or not as the run wrote them.
     """
-    import yaml
-
     mark_of(folder)
     file, why = folder / CONFIG, "another form"
     try:
-        values = yaml.safe_load(read_text(file))
+        values = yaml.load(read_text(file), LOADER)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         values, why = None, " ".join(str(error).split())[:200]
     if not fits(values, FORMS[CONFIG]):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.config.binding import FREE, flat
-from flwr_replay.config.compose import to_yaml
+from flwr_replay.config.compose import plain, to_yaml
 from flwr_replay.config.quoting import quoted, toml_text
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import FlwrReplayError, RunError
@@ -199,10 +199,8 @@ def check_unchanged(folder: Path) -> None:
 
 def _same_options(config: RunConfig, folder: Path) -> None:
     """Refuse to resume a run with other options; rounds, folders, device and waiting times may differ."""
-    import yaml
-
     saved = saved_options(folder)
-    now = flat(yaml.safe_load(to_yaml(config)))
+    now = flat(plain(config))
     differing = sorted(key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key) and key not in FREE)
     if differing:
         key = differing[0]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.config.binding import OWN_FILES, flat
-from flwr_replay.config.compose import to_yaml
+from flwr_replay.config.compose import plain
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.files.disk import there
@@ -244,10 +244,8 @@ class Tracking:
 
 def _options(config: RunConfig) -> dict[str, Any]:
     """Return the options without paths, which are the machine's own."""
-    import yaml
-
     own = {*PLACES, *(f"strategy.{name}" for name in config.strategy.files)}
-    return {key: value for key, value in flat(yaml.safe_load(to_yaml(config))).items() if key not in own}
+    return {key: value for key, value in flat(plain(config)).items() if key not in own}
 
 
 def _values(entry: Entry, epsilon: Mapping[str, float]) -> dict[str, float]:

@@ -28,9 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from flwr_replay.config.compose import compose, to_yaml
+from flwr_replay.config.compose import compose, plain, to_yaml
 from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.run import RunConfig
 from flwr_replay.engines.simulate import Simulation
@@ -263,7 +261,7 @@ def _refuse_other(folder: Path, config: RunConfig) -> None:
     """Refuse a cell that was begun with other options; options that only one version has are not compared."""
     if not there(folder / "config.yaml"):
         return
-    ours = yaml.safe_load(to_yaml(config))
+    ours = plain(config)
     theirs = run_files.options_of(folder)
     for key in theirs.keys() & ours.keys() - {"runs_dir", "run_name", "resume", "timeout", "wait"}:
         pairs = (theirs[key], ours[key]) if isinstance(ours[key], dict) else ({"": theirs[key]}, {"": ours[key]})

@@ -54,7 +54,7 @@ def distribution(folder, name, point):
 def path(monkeypatch, tmp_path):
     """Return what puts folders on the path, as if their distributions were installed; nobody has allowed any."""
     caches = [brought.brought, catalogue.own_options, halves.load_strategy, halves.load_client]
-    caches += [composing._compose, composing._unset]
+    caches += [composing._compose, composing._unset, composing._hydra]
 
     def clear():
         for one in caches:

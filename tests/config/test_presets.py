@@ -1,8 +1,13 @@
 """What a preset says is what its paper says; the user's own options win."""
 
+from itertools import cycle
+
 import pytest
 
+from flwr_replay.config import compose as composing
+from flwr_replay.config.catalogue import choices, conf_dir
 from flwr_replay.config.compose import compose
+from flwr_replay.config.strict_yaml import read_yaml
 
 KALRA = ["avgpush", "fedavg", "local", "central"]
 
@@ -107,3 +112,15 @@ def test_feders_preset_is_section_iv_b(task, sizes, batch, augment):
     )
     assert (gan.latents, gan.mapping, gan.mapping_rate, gan.ada_images) == (512, 8, 0.01, 500_000)
     assert paper(task, "cwt").training == training
+
+
+def test_a_choice_that_no_preset_touches_is_its_file_as_hydra_reads_it():
+    """Each is in two of these; `_hydra` composes all groups at once."""
+    presets = [f"preset={path.parent.name}/{path.stem}" for path in sorted(conf_dir().glob("preset/*/default.yaml"))]
+    for strategy, replay, prior, preset in zip(
+        choices("strategy"), cycle(choices("replay")), cycle(choices("prior")), cycle(presets), strict=False
+    ):
+        chosen = (preset, f"prior={prior}", f"replay={replay}", f"strategy={strategy}")
+        assert dict(composing._unset(chosen)) == composing._hydra(chosen)
+    touched = {key for file in conf_dir().glob("preset/*/*.yaml") for key in read_yaml(file, "a preset")}
+    assert not touched & {*composing.APART}
