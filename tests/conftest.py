@@ -1,4 +1,4 @@
-"""Order, threads and memory of the tests: the longest files begin first, so that all workers end together.
+"""Order, threads, memory and samples of the tests: the longest files begin first, so that all workers end together.
 
 Their folders lie in memory where there is room: a run writes many small files and waits for each to be on the disk,
 milliseconds in which its core rests. What a real disk does is tested on mounted ones (tests/chaos/test_real_disks.py).
@@ -6,6 +6,7 @@ milliseconds in which its core rests. What a real disk does is tested on mounted
 
 import gc
 import os
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,10 @@ class Examples:
 
 
 def pytest_configure(config):
+    config.addinivalue_line(
+        "markers",
+        "sampled(n, *names): of the cases with the same values of these parameters run n, for each commit in CI others",
+    )
     config.pluginmanager.register(Examples())  # a hook in this file would be asked about tests/ only
 
 
@@ -76,8 +81,32 @@ def pytest_collectstart():
     gc.disable()  # while a worker imports; the process that deals out the tests never gets here
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+    left = surplus(items, os.environ.get("FLWR_REPLAY_MOMENTS", ""))
+    items[:] = [item for item in items if item not in left]
+    config.hook.pytest_deselected(items=[*left])
+    getattr(config, "workeroutput", {})["left"] = len(left)
+
+
+def surplus(items, commit):
+    """Return the cases that are left out: of each kind all but the first few in an order that the commit draws."""
+    kinds = {}
+    for item in items:
+        if commit != "all" and (mark := item.get_closest_marker("sampled")):
+            most, *names = mark.args
+            kind = (item.path, item.originalname, most, *(repr(item.callspec.params[name]) for name in names))
+            kinds.setdefault(kind, []).append(item)
+    for cases in kinds.values():
+        cases.sort(key=lambda item: sha256(f"{commit} {item.nodeid}".encode()).digest())
+    return {item for (_, _, most, *_), cases in kinds.items() for item in cases[most:]}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Count what each worker left out once, as pytest does where there are no workers."""
+    stats = node.config.pluginmanager.get_plugin("terminalreporter").stats
+    stats["deselected"] = [node] * getattr(node, "workeroutput", {}).get("left", 0)
 
 
 def pytest_collection_finish():

@@ -107,6 +107,7 @@ def check(path, reported):
     assert not reported or (path.name in reported and "\n" not in reported), reported
 
 
+@pytest.mark.sampled(1, "job", "way")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("job", "name"), AT_THE_SERVER)
 def test_damage_at_the_server(resume, job, name, way):
@@ -118,6 +119,7 @@ def test_damage_at_the_server(resume, job, name, way):
     check(*resume(job, damaged))
 
 
+@pytest.mark.sampled(1, "way")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", AT_AN_INSTITUTION)
 def test_damage_at_an_institution(resume, name, way):
