@@ -8,7 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 __all__ = ["render", "spared"]
 
@@ -285,7 +290,12 @@ def render(template: str, **values: object) -> str:
     **values
         What the template shows.
     """
+    return _environment().get_template(template).render(**values)
+
+
+@cache
+def _environment() -> Environment:
+    """Return what compiles each template once."""
     from jinja2 import DictLoader, Environment, StrictUndefined
 
-    environment = Environment(loader=DictLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
-    return environment.get_template(template).render(**values)
+    return Environment(loader=DictLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
