@@ -63,3 +63,9 @@ def dataset(examples: Callable[..., Examples]) -> Callable[..., Dataset]:
         return Dataset("made", examples(labels(n)), examples(labels(max(n // 2, 1))), held)
 
     return make
+
+
+@pytest.fixture
+def make(tmp_path: Path, task: Callable[..., TaskConfig]) -> Callable[..., TaskConfig]:
+    """Folder tasks with grey 8 x 8 images of two classes."""
+    return lambda **options: task("folder", **{"data_dir": str(tmp_path), "channels": 1, "size": 8, **options})
