@@ -277,15 +277,10 @@ class Regression(Task):
         {'mae': 2.5, 'rmse': 2.646, 'loss': 0.0}
         """
         n = sum(evaluation.num_examples for evaluation in evaluations)
-        for one in evaluations:
-            if (
-                one.absolute_error is None
-                or one.squared_error is None
-                or min(one.absolute_error, one.squared_error) < 0
-            ):
-                raise WireError("an evaluation of a regression must hold absolute-error and squared-error, not below 0")
-        absolute = sum(evaluation.absolute_error or 0.0 for evaluation in evaluations)
-        squared = sum(evaluation.squared_error or 0.0 for evaluation in evaluations)
+        errors = [(one.absolute_error, one.squared_error) for one in evaluations]
+        if any(a is None or s is None or min(a, s) < 0 for a, s in errors):
+            raise WireError("an evaluation of a regression must hold absolute-error and squared-error, not below 0")
+        absolute, squared = (sum(error or 0.0 for error in kind) for kind in zip(*errors, strict=True))
         return {"mae": absolute / n, "rmse": (squared / n) ** 0.5}
 
     def accepts(self, labels: NDArray[Any]) -> bool:
