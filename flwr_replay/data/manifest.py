@@ -161,7 +161,8 @@ def raws_of(
         return members
 
     files, about = [row.file for row in rows], [(row.site, row.split, row.patient) for row in rows]
-    found = decoded(Source(task, files, about, divided, lambda n: read(rows[n], task), dtype), kept)
+    by_label = [row.label for row in rows] if divide else []  # as a division of one's own may be
+    found = decoded(Source(task, files, [*about, *by_label], divided, lambda n: read(rows[n], task), dtype), kept)
     return {
         split: Raw(x, y[members], source, source, *(None if of is None else of[members] for of in (sites, patients)))
         for split, (members, x) in found.items()

@@ -276,3 +276,9 @@ def test_clinical_sets_are_decoded_once_too(tmp_path, reads):
     same(plain, again)
     changed(place / "MCUCXR_0003_1.png", "written")
     same(load(wanted, kept), load(wanted))
+    manifest = tmp_path / "manifest.csv"
+    text = manifest.read_text()
+    for n in (0, 2, 4):  # who tests depends on the label
+        text = text.replace(f"MCUCXR_{n:04d}_0.png,0", f"MCUCXR_{n:04d}_0.png,1")
+    manifest.write_text(text)
+    same(load(wanted, kept), load(wanted))
