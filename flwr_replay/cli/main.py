@@ -303,11 +303,11 @@ def images(
 
 
 @data.command("convert")
-def convert(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="retina | boneage | brats | isic | tuberculosis.")],
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The folder of its unpacked download.")],
-) -> None:
-    """Write manifest.csv into the folder of a clinical set, once; then task=NAME task.data-dir=FOLDER reads it."""
+def convert(name: str, folder: str) -> None:
+    """List a clinical set's unpacked download in FOLDER/manifest.csv, once; task=NAME task.data-dir=FOLDER reads it.
+
+    NAME is retina, boneage, brats, isic or tuberculosis.
+    """
     from flwr_replay.convert import convert as write_manifest
 
     print(write_manifest(name, absolute(folder)))
