@@ -18,8 +18,9 @@ from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 from flwr_replay.privacy.dpsgd import noisy_step
 
-DIGITS = ["task=digits", "nodes=2", "model=mlp", "model.width=16", "partition=iid", "rounds=2", "batch-size=64"]
-FEDAVG = ["strategy=fedavg", *DIGITS, "dp=classifier", "target-epsilon=4"]
+TASK = ["task=digits", "nodes=2", "partition=iid", "batch-size=64"]
+DIGITS = [*TASK, "model=mlp", "model.width=16", "rounds=2"]
+FEDAVG = ["strategy=fedavg", *DIGITS, "dp=classifier", "sigma=0.805"]
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_a_refuted_claim_has_exit_code_1_and_says_why(audit, monkeypatch):
         return noisy_step(*args, sigma=sigma / 2, **rest)
 
     monkeypatch.setattr(budget, "noisy_step", quieter)
-    code, out, _ = audit("strategy=fedavg", *DIGITS, "dp=classifier", "target-epsilon=8", "--canaries", "300")
+    code, out, _ = audit("strategy=fedavg", *DIGITS, "dp=classifier", "sigma=0.6", "--canaries", "300")
     assert code == 1
     assert "REFUTED" in out
     assert "Found: less noise, for what one example adds, than charged." in out
@@ -102,14 +103,21 @@ def test_steps_that_no_example_joined_show_nothing(audit, monkeypatch):
 
 
 METHODS = {
-    "a proxy": ["strategy=proxyfl", "dp=proxy"],
-    "a part, by opacus": ["strategy=fedreplay", "model=cnn", "model.width=4", "model.norm=group", "dp=encoder"],
+    "a proxy": ["strategy=proxyfl", "model=mlp", "model.width=16", "dp=proxy"],
+    "a part, by opacus": [
+        "strategy=fedreplay",
+        "model=cnn",
+        "model.width=4",
+        "model.norm=group",
+        "dp=encoder",
+        "encoder-epochs=2",
+    ],
 }
 
 
 @pytest.mark.parametrize("words", METHODS.values(), ids=METHODS)
 def test_in_honest_steps_of_other_methods_nothing_is_found(audit, words):
-    code, out, _ = audit(*DIGITS, *words, "target-epsilon=8", "rounds=1", "--canaries", "40", "--json")
+    code, out, _ = audit(*TASK, *words, "sigma=0.6", "rounds=1", "--canaries", "40", "--json")
     assert code == 0
     report = json.loads(out)["steps"]
     assert report["found"] == []
@@ -117,8 +125,8 @@ def test_in_honest_steps_of_other_methods_nothing_is_found(audit, words):
 
 
 def test_mislabelled_images_are_found_without_dp_and_nothing_is_claimed(audit):
-    learns = ["rounds=4", "local-epochs=40", "lr=0.1", "model.width=64"]
-    code, out, _ = audit("strategy=fedavg", *DIGITS, *learns, "--kind", "images", "--canaries", "200", "--json")
+    learns = ["model=mlp", "model.width=64", "rounds=4", "local-epochs=40", "lr=0.1"]
+    code, out, _ = audit("strategy=fedavg", *TASK, *learns, "--kind", "images", "--canaries", "200", "--json")
     report = json.loads(out)
     assert code == 0
     assert report["claim"]["epsilon"] is None

@@ -150,13 +150,13 @@ def test_what_is_written_over_an_older_version_s_file_is_shut(tmp_path):
     [
         ["strategy=fedavgshare", "strategy.optimizer_state=keep"],
         ["strategy=fedreplay", "encoder-epochs=1", "forgetting=true"],
-        ["strategy=fedavg", "privacy.dp=classifier", "privacy.target_epsilon=50"],
+        ["strategy=fedavg", "privacy.dp=classifier", "privacy.sigma=2"],
         [*GENERATOR, "strategy=cwt", "replay=vqvae2", "generator.epochs=1", "task.size=8"],
     ],
 )
 def test_run_and_state_directories_are_their_owners_only(tmp_path, monkeypatch, open_umask, options):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
-    _, folder = run_inline([*SMALL, *options, f"runs_dir={tmp_path}/runs"], Display())
+    _, folder = run_inline([*SMALL, *options, "partition.size=60", f"runs_dir={tmp_path}/runs"], Display())
     assert list(folder.rglob("*.safetensors"))
     assert list((tmp_path / "home" / "state").rglob("ledger.jsonl"))
     assert open_to_others(tmp_path / "runs") + open_to_others(tmp_path / "home") == []

@@ -194,7 +194,7 @@ def test_private_models_are_used_at_their_institution(job, tmp_path, monkeypatch
 
 
 def test_the_card_of_a_private_run_tells_its_noise(tmp_path, monkeypatch):
-    private = ["dp=classifier", "target-epsilon=8", "delta=1e-3", "model=mlp"]
+    private = ["dp=classifier", "sigma=2.3456", "delta=1e-3", "model=mlp"]
     result, folder = run_at(tmp_path, monkeypatch, "task=digits", "strategy=fedavg", *private)
     [one] = result["noise"]["institution-1"]
     assert f"; classifier: sigma {one['sigma']:.3g}, clip C 1, sampling rate" in card(folder, load_model(folder), "")
@@ -331,8 +331,8 @@ def test_a_segmentation_is_exported_with_its_card(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     for n in range(30):
         for kind in ("image", "label"):
-            Image.fromarray(rng.integers(0, 2, (512, 512), np.uint8) * 255).save(tmp_path / f"{kind}_{n:02d}.png")
-    small = [f"task.data_dir={tmp_path}", "preset=quick", "strategy=fedavg", "partition.size=8"]
+            Image.fromarray(rng.integers(0, 2, (64, 64), np.uint8) * 255).save(tmp_path / f"{kind}_{n:02d}.png")
+    small = [f"task.data_dir={tmp_path}", "strategy=fedavg", "partition.size=4", "task.size=32", "model.width=4"]
     _, folder = run_at(tmp_path, monkeypatch, "task=isbi2012", *small)
     model = load_model(folder)
     size, text = model.task.size, card(folder, model, "")

@@ -31,7 +31,7 @@ STYLE += ["generator.steps=6", "generator.batch_size=16", "generator.privacy_los
 PLAIN = ["generator.deviation=false", "generator.r1_every=0", "generator.ada_images=0"]
 FEDER = [*TASK, *STYLE, "strategy=feder", "buffer=12"]
 ALL = "generator.classes=[all]"
-END_TO_END = [*FEDER, *PLAIN, "mode=buffer-only", "dp=end-to-end", "target-epsilon=2", ALL]
+END_TO_END = [*FEDER, *PLAIN, "mode=buffer-only", "dp=end-to-end", "sigma=8", ALL]
 
 
 @pytest.fixture

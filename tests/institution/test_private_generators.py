@@ -356,8 +356,8 @@ def test_an_institution_that_asks_for_a_guarantee_refuses_tests_of_a_model_witho
     (tmp_path / "policy.yaml").write_text("{max-epsilon: 50, max-delta: 0.1}")
     nodes = [{**node, "policy": str(tmp_path / "policy.yaml")} for node in node_configs(folder, tmp_path, "ab")]
     with pytest.raises(FlwrReplayError, match=r"policy asks for epsilon <= 50; Evaluation\.\w+ has no differential"):
-        run(folder, [*RUNS["buffer-only, stylegan2"], "target-epsilon=20"], nodes)
-    ran = run(folder, [*RUNS["syncentral"], "target-epsilon=20"], nodes, ran=Ran)
+        run(folder, [*RUNS["buffer-only, stylegan2"], "sigma=4", "epsilon=20"], nodes)
+    ran = run(folder, [*RUNS["syncentral"], "sigma=4", "epsilon=20"], nodes, ran=Ran)
     assert not ran.result["failures"]
     assert 0 < ran.result["privacy"]["a"]["epsilon"] <= 20
 

@@ -24,7 +24,7 @@ TASK = [*SHARDS, "classes=3", "model=mlp", "model.width=6", "batch_size=16", "de
 GROUP = ["model=cnn", "model.width=4", "model.norm=group"]
 REPLAY = ["replay=pixelcnn", "codebook=gradient", "generator.width=4", "generator.codes=8", "generator.dim=4"]
 REPLAY += ["generator.epochs=1", "prior.width=4", "prior.layers=1", "prior.epochs=1"]
-END_TO_END = [*TASK, *GROUP, *REPLAY, "dp=end-to-end", "target-epsilon=1", "generator.batch_size=16"]
+END_TO_END = [*TASK, *GROUP, *REPLAY, "dp=end-to-end", "sigma=30", "generator.batch_size=16"]
 SMALL = ["prior.batch_size=16"]
 ALL = "generator.classes=[all]"
 PAIR = {"alpha": 0.5, "beta": 0.0, "private_seed": 1, "private_optimizer": "sgd", "private_lr": 0.1}
@@ -169,7 +169,7 @@ def test_state_of_another_setting_is_refused_though_the_run_has_lost_what_it_was
 
 
 def test_a_private_model_that_diverges_is_not_reported(folder):
-    server = HostileServer(folder, *TASK, "strategy=proxyfl", "dp=proxy", "beta=0", "target-epsilon=50")
+    server = HostileServer(folder, *TASK, "strategy=proxyfl", "dp=proxy", "beta=0", "sigma=2")
     for exchange, lr in ((1, 0.1), (2, 1e30), (3, 0.1)):
         visit = TrainProxy(
             run="nan",

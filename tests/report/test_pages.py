@@ -219,7 +219,7 @@ def test_rounds_in_metrics_are_rounds_and_exchanges_stand_beside_them(tmp_path, 
 def test_a_comparison_and_a_study_have_pages(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     options = ["task=digits", "nodes=2", "rounds=1", "seeds=2", "model.width=4", "model.norm=group", "delta=1e-3"]
-    names = ["fedavg:dp=classifier:target-epsilon=9", "cwt"]
+    names = ["fedavg:dp=classifier:sigma=2", "cwt"]
     _, report = compare_strategies(names, options, "", 1, tmp_path)
     folder = tmp_path / report["folder"]
     page = Page(folder / "report.html")
@@ -227,7 +227,7 @@ def test_a_comparison_and_a_study_have_pages(tmp_path, monkeypatch, capsys):
     assert "Which of 2 methods has the best accuracy over 2 seeds" in page.text
     assert "minus cwt, 95 %" in page.text
     assert "at delta 0.001 (dp=classifier)" in page.text
-    assert "fedavg:dp=classifier:target-epsilon=9: at the smallest institution, classifier: sigma" in page.text
+    assert "fedavg:dp=classifier:sigma=2: at the smallest institution, classifier: sigma" in page.text
     assert "choose delta=" not in page.text
     text = Comparison(folder, report, "").shown("latex")
     assert "epsilon " in text

@@ -19,7 +19,7 @@ from flwr_replay.report.progress import Display
 from flwr_replay.runs.options import resolve
 
 SMALL = ["model=mlp", "model.width=4", "nodes=2", "device=cpu"]
-PRIVATE = ["privacy.dp=classifier", "privacy.noise=seeded", "privacy.target_epsilon=50"]
+PRIVATE = ["privacy.dp=classifier", "privacy.noise=seeded", "privacy.sigma=2"]
 JOBS = {
     "fedreplay": [*SMALL, "strategy=fedreplay", "encoder-epochs=1", "rounds=4", "forgetting=true", "latent-dtype=int8"],
     "cwt": [*SMALL, *GENERATOR, "strategy=cwt", "replay=vqvae2", "rounds=1", "generator.epochs=1", "task.size=8"],

@@ -23,7 +23,7 @@ def test_a_table_for_spreadsheets_tells_the_noise(tmp_path, monkeypatch, capsys)
         "seeds=1",
         "model=mlp",
     ]
-    app([*words, "target-epsilon=8", "delta=1e-3", "--format", "csv"], standalone_mode=False)
+    app([*words, "sigma=2", "delta=1e-3", "--format", "csv"], standalone_mode=False)
     rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
     for row in rows:
         assert float(row["sigma"]) > 0
