@@ -142,6 +142,13 @@ def everything(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Compare once; the tests' further comparisons lie beside it."""
+    folder = tmp_path_factory.mktemp("plain")
+    return folder, compare(folder, "local,fedavg", "seeds=1", "rounds=1")[1]
+
+
 @pytest.mark.parametrize(
     ("names", "options", "more"),
     [
@@ -154,18 +161,18 @@ def everything(folder: Path) -> dict[Path, bytes]:
     ],
 )
 def test_another_comparison_replaces_nothing_of_the_first(
-    names: str, options: list[str], more: dict[str, Any], tmp_path: Path
+    names: str, options: list[str], more: dict[str, Any], plain: tuple[Path, dict[str, Any]]
 ) -> None:
-    _, report = compare(tmp_path, "local,fedavg", "seeds=1", "rounds=1")
-    before = everything(tmp_path)
+    folder, report = plain
+    before = everything(folder)
     assert {"report.html", "compare.json", "compare.png", "curves.png"} <= {path.name for path in before}
-    _, other = compare(tmp_path, names, "rounds=1", *options, **more)
+    _, other = compare(folder, names, "rounds=1", *options, **more)
     assert other["folder"] != report["folder"]
-    after = everything(tmp_path)
+    after = everything(folder)
     assert {path: after[path] for path in before} == before
-    _, again = compare(tmp_path, "local,fedavg", "seeds=1", "rounds=1")
+    _, again = compare(folder, "local,fedavg", "seeds=1", "rounds=1")
     assert again == report
-    assert everything(tmp_path).keys() == after.keys()  # the same comparison has the same folder
+    assert everything(folder).keys() == after.keys()  # the same comparison has the same folder
 
 
 def test_processes_give_the_same_bits_as_this_one(tmp_path: Path, first: tuple[str, dict[str, Any]]) -> None:
