@@ -26,19 +26,14 @@ ROUNDS = min(MUTANTS, 25)
 NAMES = {2: "institution-1", 3: "institution-2", 4: "institution-3"}
 ONCE = ("roll-call", "train-generator", "encode-images", "train-prior")  # are asked once in a run
 JOB = ["task=digits", "partition=iid", "partition.size=20", "model=mlp", "model.width=4", "batch_size=10", "device=cpu"]
-SMALL = [
-    "replay.missing=say",
-    "generator.epochs=1",
-    "generator.width=4",
-    "prior.epochs=1",
-    "prior.width=4",
-    "prior.layers=1",
-    "model=cnn",
-]
+GENERATOR = ["generator.epochs=1", "generator.width=4", "prior.epochs=1", "prior.width=4", "prior.layers=1"]
+SMALL = ["replay.missing=say", *GENERATOR, "model=cnn"]
 OPTIONS = {
     "fedreplay": [["strategy.encoder_epochs=1", "chunk_mb=0.004"]],
     "splitnn": [[], ["share_labels=false"]],
     "cwt": [[], ["replay=vqvae2", *SMALL], ["replay=pixelcnn", *SMALL]],
+    "feder": [["buffer=12", *GENERATOR]],
+    "syncentral": [["buffer=12", *GENERATOR]],
 }
 NUMBERS = [0, -1, 1, 3, 10**6, 10**12, 2**62, 0.5, -0.0, 1e18, 1e200, 1e308, float("nan"), float("inf"), -float("inf")]
 TEXTS = ["", " ", "a\nb", "../../x", "institution-1", "\x1b[31m", "x" * 5000, "nan", "DivergedError"]
