@@ -126,6 +126,7 @@ def test_a_message_that_is_lost_is_sent_once_more(hospitals, whole, job, code, s
         assert steps[0] == steps[1]  # what was trained is not charged again
 
 
+@pytest.mark.sampled(1, "node")
 @pytest.mark.parametrize("job", ["vqvae2", "pixelcnn"])
 @pytest.mark.parametrize("node", ["the same node", "another node"])
 def test_an_institution_that_is_gone_is_waited_for(hospitals, whole, monkeypatch, job, node):

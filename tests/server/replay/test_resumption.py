@@ -35,6 +35,7 @@ def check(whole, resumed):
     assert not resumed.result["failures"]
 
 
+@pytest.mark.sampled(1, "kind")
 @pytest.mark.parametrize("kind", BREAKS)
 @pytest.mark.parametrize("visits", [1, 3])
 def test_after_some_of_the_generators_visits(folder, uninterrupted, kind, visits):
@@ -43,6 +44,7 @@ def test_after_some_of_the_generators_visits(folder, uninterrupted, kind, visits
     assert resumed.grid.who("train-generator") == list("abc"[visits:])
 
 
+@pytest.mark.sampled(1, "kind")
 @pytest.mark.parametrize(("kind", "at"), [(kind, at) for kind, breaks in BREAKS.items() for at in breaks])
 def test_with_an_answer_on_its_way(folder, uninterrupted, kind, at):
     check(uninterrupted[kind], broken(folder, *JOB, f"replay={kind}", breaking=[at]))
