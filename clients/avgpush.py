@@ -18,8 +18,6 @@ __all__ = ["AvgPushClient"]
 class AvgPushClient(PeerClient):
     """Trains a model of its own and releases it."""
 
-    dp_mechanisms = ("classifier",)
-
     def push(self, request: Push) -> Released:
         """Train for one pass and release θ."""
         data, (theta, w) = self.training_data(), self.begin(request)

@@ -12,5 +12,3 @@ __all__ = ["CentralClient"]
 
 class CentralClient(CWTClient):
     """Trains on the union of all institutions' data."""
-
-    dp_mechanisms = ("classifier",)

@@ -15,8 +15,6 @@ __all__ = ["CWTClient"]
 class CWTClient(InstitutionClient):
     """Trains the visiting model on the institution's data."""
 
-    dp_mechanisms = ("generator", "prior", "classifier")
-
     def train(self, request: Train) -> Trained:
         """Train θ for one visit and return it."""
         data, learner = self.training_data(request.pooled), self.learner(request)

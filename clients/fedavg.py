@@ -14,8 +14,6 @@ __all__ = ["FedAvgClient"]
 class FedAvgClient(InstitutionClient):
     """Trains the global model on the institution's data."""
 
-    dp_mechanisms = ("generator", "prior", "classifier")
-
     def train(self, request: Train) -> Trained:
         """Train for E passes and return the weights."""
         data, learner = self.training_data(), self.learner(request)

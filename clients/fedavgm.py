@@ -9,5 +9,3 @@ __all__ = ["FedAvgMClient"]
 
 class FedAvgMClient(FedAvgClient):
     """Trains the global model on the institution's data."""
-
-    dp_mechanisms = ("generator", "prior", "classifier")

@@ -28,8 +28,6 @@ OWN = "own-synthetic"  # mode=synthetic-only: what stands for the institution's 
 class FedERClient(InstitutionClient):
     """Trains the models that come by on its own examples and on buffers of others."""
 
-    dp_mechanisms = ("generator", "prior")
-
     def train_with_buffers(self, request: TrainWithBuffers) -> Trained:
         """Train a received model and return it."""
         self.check_mode(request, stays=False)

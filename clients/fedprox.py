@@ -16,8 +16,6 @@ __all__ = ["FedProxClient"]
 class FedProxClient(InstitutionClient):
     """Trains the global model on the institution's data, near the global weights."""
 
-    dp_mechanisms = ("generator", "prior")
-
     def train(self, request: Train) -> Trained:
         """Train for E passes and return the weights; the reported loss is L, without the proximal term."""
         data, learner = self.training_data(), self.learner(request)

@@ -39,8 +39,6 @@ __all__ = ["FedReplayClient"]
 class FedReplayClient(InstitutionClient):
     """Trains the encoder if asked to, and uploads latent variables."""
 
-    dp_mechanisms = ("encoder", "latents")
-
     def encode(self, request: Encode) -> Encoder:
         """Stage 1: train the whole backbone until the validation loss stops falling; return the encoder only."""
         if self.budget and self.budget.plan.local and not self.budget.plan.local.encoder_trained:

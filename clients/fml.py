@@ -15,8 +15,6 @@ __all__ = ["FMLClient"]
 class FMLClient(PairClient):
     """Trains a private model and the common proxy."""
 
-    dp_mechanisms = ("proxy",)
-
     def train_mutually(self, request: TrainMutually) -> TrainedMutually:
         """Train both models for one pass and return the proxy."""
         data, learner = self.training_data(), self.pair(request, request.arrays)

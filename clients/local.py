@@ -17,8 +17,6 @@ __all__ = ["LocalClient"]
 class LocalClient(InstitutionClient):
     """Trains a model that never leaves."""
 
-    dp_mechanisms = ("classifier",)
-
     def train_own(self, request: TrainOwn) -> TrainedOwn:
         """Train the institution's own model for one pass."""
         data, kept = self.training_data(), self.kept("model", request)

@@ -16,8 +16,6 @@ __all__ = ["ProxyFLClient"]
 class ProxyFLClient(PairClient, PeerClient):
     """Trains a private model and a proxy; only the proxy is released."""
 
-    dp_mechanisms = ("proxy",)
-
     def train_proxy(self, request: TrainProxy) -> ReleasedProxy:
         """Train both models for one pass and release the proxy."""
         data, (theta, w) = self.training_data(), self.begin(request)

@@ -13,5 +13,3 @@ __all__ = ["SynCentralClient"]
 
 class SynCentralClient(InstitutionClient):
     """Draws synthetic images for the server, and tests the server's model."""
-
-    dp_mechanisms = ("generator", "prior")

@@ -51,7 +51,6 @@ from flwr_replay.lab.own import Seen, own_scores
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.models.zoo import backbone
 from flwr_replay.privacy.account import CHARGES
-from flwr_replay.privacy.plan import mechanisms_of
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import read_run_id
 from flwr_replay.rng import derived_seed
@@ -71,14 +70,6 @@ JOB = ("task=digits", "partition=iid", "model=cnn", "model.width=4", "nodes=3", 
 MECHANISMS = ("encoder", "classifier", "proxy", "generator", "prior", "latents")
 OF_REPLAY = {"generator", "prior"}  # replay declares their passes
 CLASSIFIERS = ("released", "kept", "none")
-DECLARED: dict[str, type] = {
-    "dp_by_default": str,
-    "metrics_note": str,
-    "pooled": bool,
-    "draws_images": bool,
-    "own_batches": bool,
-    "private_models": tuple,
-}
 NEEDED = {"latents": ("latent_clip=1", "latent_epsilon=8", "label_epsilon=2")}  # options without a default
 REPEATABLE = ("model.norm=group", "privacy.noise=seeded")  # for methods that draw secret noise by default
 
@@ -215,7 +206,7 @@ def check_strategy(name: str, overrides: Sequence[str] = ()) -> None:
 
 
 def _check_runs(name: str, folder: Path, overrides: Sequence[str]) -> None:
-    noisy = load_strategy(name)[1].dp_by_default != "none"
+    noisy = load_strategy(name)[1].traits.dp_by_default != "none"
     job = [f"strategy={name}", *JOB, *(REPEATABLE if noisy else ()), *overrides, f"runs_dir={folder}"]
     recorded = [*job, "run_name=whole", "record=all"]  # the other runs record nothing, and end with the same bits
     whole, grid, result = _run(recorded)
@@ -283,12 +274,10 @@ def _check_forecast(overrides: list[str], folder: Path) -> None:
 
 
 def _check_declared(name: str) -> None:
-    strategy, config_type = load_strategy(name)
-    config, client = compose([f"strategy={name}"]).strategy, load_client(name)
-    assert strategy.name == config_type.name == name, f"both classes must have the name of their files, {name!r}"
-    for attribute, kind in DECLARED.items():
-        value = getattr(config, attribute)
-        assert isinstance(value, kind), f"{attribute} must be a {kind.__name__}; got {value!r}"
+    _ = load_strategy(name), load_client(name)  # both halves are found
+    config = compose([f"strategy={name}"]).strategy
+    assert config.name == name, f"the options must have the name of their files, {name!r}; got {config.name!r}"
+    assert isinstance(config.private_models, tuple), f"private_models must be a tuple; got {config.private_models!r}"
     assert config.unproven is None or isinstance(config.unproven, str), "unproven must be a sentence or None"
     assert config.classifiers in CLASSIFIERS, f"classifiers must be one of {CLASSIFIERS}; got {config.classifiers!r}"
     options, own = {field.name for field in fields(config)}, own_options(name)
@@ -299,13 +288,12 @@ def _check_declared(name: str) -> None:
     instructions = {field for request in REQUESTS.values() for field in request.declared()}
     _check_names("chosen_later", config.chosen_later, options)
     _check_names("instructed", config.instructed, instructions)
-    trained, passes = set(mechanisms_of(strategy)), config.dp_passes(1)
-    assert trained == set(mechanisms_of(client)), "strategy and client must have the same dp_mechanisms"
-    _check_names("dp_mechanisms", mechanisms_of(strategy), MECHANISMS)
+    trained, passes = config.traits.dp_mechanisms, config.dp_passes(1)
+    _check_names("dp_mechanisms", trained, MECHANISMS)
     _check_names("dp_passes", passes, MECHANISMS)
     whole = all(type(epochs) is int and epochs >= 0 for epochs in passes.values())
     assert whole, f"dp_passes must be whole numbers, none negative; got {dict(passes)}"
-    lacking = sorted(trained - {name for name, epochs in passes.items() if epochs} - OF_REPLAY)
+    lacking = sorted({*trained} - {name for name, epochs in passes.items() if epochs} - OF_REPLAY)
     assert not lacking, (
         f"dp_passes must have every mechanism that can be trained by DP-SGD; missing: {', '.join(lacking)}"
     )
@@ -321,7 +309,7 @@ def _check_names(declared: str, names: Iterable[str], known: Collection[str]) ->
 @cache
 def _check_mechanisms(name: str) -> None:
     """Train every mechanism under DP, once for a strategy."""
-    for mechanism in sorted({*mechanisms_of(load_strategy(name)[0])} - OF_REPLAY):
+    for mechanism in sorted({*load_strategy(name)[1].traits.dp_mechanisms} - OF_REPLAY):
         with tempfile.TemporaryDirectory(prefix="flwr-replay-check-") as folder:
             private = [f"dp={mechanism}", *NEEDED.get(mechanism, ())]
             job = [f"strategy={name}", *JOB, *REPEATABLE, "partition.size=100", *private, f"runs_dir={folder}"]

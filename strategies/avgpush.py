@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
+from flwr_replay.config.strategy import Traits
 from flwr_replay.movements.gossip import Gossip, GossipConfig
 from flwr_replay.payloads.avgpush import EvaluatePeer, Push
 from flwr_replay.payloads.relay import Released
@@ -34,8 +34,15 @@ __all__ = ["AvgPush", "AvgPushConfig"]
 class AvgPushConfig(GossipConfig):
     """Options of AvgPush."""
 
-    name: ClassVar[str] = "avgpush"
-    own_batches: ClassVar[bool] = True
+    name = "avgpush"
+    traits = Traits(
+        mixes=True,
+        relayed=True,
+        takes_fraction=True,
+        needs_roll_call=True,
+        own_batches=True,
+        dp_mechanisms=("classifier",),
+    )
 
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
         """One pass a round."""
@@ -45,12 +52,9 @@ class AvgPushConfig(GossipConfig):
 class AvgPush(Gossip):
     """Every institution trains its own model and mixes it with those of its senders."""
 
-    name = "avgpush"
     config_type = AvgPushConfig
     config: AvgPushConfig
     stages = ("push", "deliver", "evaluate-peer")
-    mixes = True
-    dp_mechanisms = ("classifier",)
     answer = Released
 
     def train_request(self, server_round: int, member: Member) -> Push:

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from flwr_replay.config.sections import one_of
-from flwr_replay.config.strategy import StrategyConfig
+from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.movements.serial import Serial
 from flwr_replay.payloads.common import MOST, Train
 from flwr_replay.server.members import Member
@@ -31,11 +31,12 @@ __all__ = ["Central", "CentralConfig"]
 class CentralConfig(StrategyConfig):
     """Options of Central."""
 
-    name: ClassVar[str] = "central"
-    own_batches: ClassVar[bool] = True
-    pooled: ClassVar[bool] = True  # one institution trains on the examples of all
-    metrics_note: ClassVar[str] = (
-        "central trains one model on all data pooled: the reference, which needs the data in one place"
+    name = "central"
+    traits = Traits(
+        own_batches=True,
+        pooled=True,
+        dp_mechanisms=("classifier",),
+        metrics_note="central trains one model on all data pooled: the reference, which needs the data in one place",
     )
     optimizer_state: str = "keep"  # keep: one uninterrupted training | reset: fresh momentum every round
 
@@ -50,10 +51,8 @@ class CentralConfig(StrategyConfig):
 class Central(Serial):
     """One institution trains on all data."""
 
-    name = "central"
     config_type = CentralConfig
     config: CentralConfig
-    dp_mechanisms = ("classifier",)
 
     def begin_run(self) -> None:
         """Fix a cycle of one visit: to the institution whose name is the first when the run begins."""

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from flwr_replay.config.sections import one_of
-from flwr_replay.config.strategy import StrategyConfig
+from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.movements.serial import Serial
 from flwr_replay.payloads.common import Train
 from flwr_replay.rng import derived_rng
@@ -33,9 +32,14 @@ __all__ = ["CWT", "CWTConfig"]
 class CWTConfig(StrategyConfig):
     """Options of CWT."""
 
-    name: ClassVar[str] = "cwt"
-    own_batches: ClassVar[bool] = True
-    relayed: ClassVar[bool] = True
+    name = "cwt"
+    traits = Traits(
+        relayed=True,
+        supports_replay=True,
+        takes_fraction=True,
+        own_batches=True,
+        dp_mechanisms=("generator", "prior", "classifier"),
+    )
     order: str = "fixed"  # fixed: by name | shuffled: a new order in every cycle
     optimizer_state: str = (
         "reset"  # reset: every visit begins with fresh momentum | keep: each institution keeps its own
@@ -53,12 +57,8 @@ class CWTConfig(StrategyConfig):
 class CWT(Serial):
     """One model visits the institutions in turn."""
 
-    name = "cwt"
     config_type = CWTConfig
     config: CWTConfig
-    takes_fraction = True
-    supports_replay = True
-    dp_mechanisms = ("generator", "prior", "classifier")
 
     def order(self, cycle: int, names: list[str]) -> list[str]:
         """Return this cycle's order of visits."""

@@ -18,10 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from flwr_replay.config.sections import PASSES, one_of, within
-from flwr_replay.config.strategy import StrategyConfig
+from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.movements.parallel import Parallel, weighted_mean
 from flwr_replay.payloads.common import Train, Trained
 from flwr_replay.wire.records import StateDict, Weights, opened
@@ -33,9 +32,15 @@ __all__ = ["FedAvg", "FedAvgConfig"]
 class FedAvgConfig(StrategyConfig):
     """Options of FedAvg."""
 
-    name: ClassVar[str] = "fedavg"
-    own_batches: ClassVar[bool] = True
-    summed: ClassVar[bool] = True
+    name = "fedavg"
+    traits = Traits(
+        mixes=True,
+        summed=True,
+        supports_replay=True,
+        takes_fraction=True,
+        own_batches=True,
+        dp_mechanisms=("generator", "prior", "classifier"),
+    )
     local_epochs: int = 1  # E, passes over an institution's data per round
     optimizer_state: str = (
         "reset"  # reset: every round begins with fresh momentum | keep: each institution keeps its own
@@ -53,12 +58,8 @@ class FedAvgConfig(StrategyConfig):
 class FedAvg(Parallel):
     """All train at once; the server averages."""
 
-    name = "fedavg"
     config_type = FedAvgConfig
     config: FedAvgConfig
-    mixes = True
-    supports_replay = True
-    dp_mechanisms = ("generator", "prior", "classifier")
 
     def train_request(self, server_round: int, arrays: Weights) -> Train:
         """Send θ to every institution."""

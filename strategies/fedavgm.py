@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -37,8 +37,8 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # names in 
 class FedAvgMConfig(FedAvgConfig):
     """Options of FedAvgM."""
 
-    name: ClassVar[str] = "fedavgm"
-    summed: ClassVar[bool] = True
+    name = "fedavgm"
+    traits = FedAvgConfig.traits
     server_momentum: float = 0.9  # β
 
     def __post_init__(self) -> None:
@@ -49,9 +49,6 @@ class FedAvgMConfig(FedAvgConfig):
 class FedAvgM(FedAvg):
     """FedAvg with momentum at the server."""
 
-    name = "fedavgm"
-    mixes = True
-    dp_mechanisms = ("generator", "prior", "classifier")
     config_type = FedAvgMConfig
     config: FedAvgMConfig
 

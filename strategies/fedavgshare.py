@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -29,6 +29,7 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from flwr_replay.config.sections import SHARE, within
+from flwr_replay.config.strategy import Traits
 from flwr_replay.errors import WireError
 from flwr_replay.files.disk import entries
 from flwr_replay.files.tensors import OF_RUN, read_own, write_tensors
@@ -46,7 +47,10 @@ __all__ = ["FedAvgShare", "FedAvgShareConfig"]
 class FedAvgShareConfig(FedAvgConfig):
     """Options of FedAvg+Share."""
 
-    name: ClassVar[str] = "fedavgshare"
+    name = "fedavgshare"
+    traits = Traits(
+        mixes=True, supports_replay=True, takes_fraction=True, needs_roll_call=True, own_batches=True
+    )  # no DP: raw examples leave
     share: float = 0.05  # of each institution's examples; paper: 0.05
 
     def __post_init__(self) -> None:
@@ -57,13 +61,9 @@ class FedAvgShareConfig(FedAvgConfig):
 class FedAvgShare(FedAvg):
     """FedAvg, after all institutions have shared some examples with each other."""
 
-    name = "fedavgshare"
     config_type = FedAvgShareConfig
     config: FedAvgShareConfig
-    mixes = True
-    dp_mechanisms = ()  # raw examples leave
     stages = ("give", "receive", "train-enlarged", "evaluate")
-    needs_roll_call = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -38,14 +38,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_replay.config.sections import PASSES, one_of, require, within
-from flwr_replay.config.strategy import StrategyConfig
+from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.movements.base import Exchange
@@ -74,10 +74,15 @@ MODES = ("standard", "buffer-only", "synthetic-only")
 class FedERConfig(StrategyConfig):
     """Options of FedER."""
 
-    name: ClassVar[str] = "feder"
-    draws_images: ClassVar[bool] = True
-    own_batches: ClassVar[bool] = True
-    relayed: ClassVar[bool] = True
+    name = "feder"
+    traits = Traits(
+        relayed=True,
+        takes_fraction=True,
+        needs_roll_call=True,
+        own_batches=True,
+        draws_images=True,
+        dp_mechanisms=("generator", "prior"),
+    )
 
     mode: str = "standard"  # standard | buffer-only: models stay | synthetic-only: no model sees a real image
     buffer: int = 512  # images in an institution's buffer; 0: none
@@ -129,11 +134,9 @@ class FedERConfig(StrategyConfig):
 class FedER(Relay):
     """Models go from institution to institution, with synthetic images of where they come from."""
 
-    name = "feder"
     config_type = FedERConfig
     config: FedERConfig
     begins_at_server = True
-    dp_mechanisms = ("generator", "prior")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -17,7 +17,6 @@ to its loss. The server cannot see whether it does; if not, this is FedAvg. The 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from flwr_replay.config.sections import NOT_NEGATIVE_FINITE, within
 from flwr_replay.payloads.common import Train
@@ -31,8 +30,10 @@ __all__ = ["FedProx", "FedProxConfig"]
 class FedProxConfig(FedAvgConfig):
     """Options of FedProx."""
 
-    name: ClassVar[str] = "fedprox"
-    summed: ClassVar[bool] = True
+    name = "fedprox"
+    traits = replace(
+        FedAvgConfig.traits, dp_mechanisms=("generator", "prior")
+    )  # not classifier: DP-SGD has no proximal term
     mu: float = 0.001  # weight of the proximal term; paper: 0.001
 
     def __post_init__(self) -> None:
@@ -43,11 +44,8 @@ class FedProxConfig(FedAvgConfig):
 class FedProx(FedAvg):
     """FedAvg with a proximal term at the institutions, which a ClientApp of your own must add itself."""
 
-    name = "fedprox"
     config_type = FedProxConfig
     config: FedProxConfig
-    mixes = True
-    dp_mechanisms = ("generator", "prior")  # not classifier: the proximal term would have to be added after the noise
 
     def begin_run(self) -> None:
         """Say once what a user's own ClientApp must do."""

@@ -31,7 +31,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ from flwr.serverapp.strategy import Result
 from torch import Tensor, nn
 
 from flwr_replay.config.sections import PASSES, THREADS, VIEWS, Range, one_of, require, within
-from flwr_replay.config.strategy import StrategyConfig
+from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.errors import ConfigError, DivergedError, RunError, WireError
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.learning.latents import LatentStore, bytes_by_cut, check_reach, rows_per_chunk
@@ -69,8 +69,9 @@ UNDER_WAY_MB = 128  # of uploads in memory at a time (at least one chunk), howev
 class FedReplayConfig(StrategyConfig):
     """Options of FedReplay; the paper's encoder is trained at an institution and cut at conv1."""
 
-    name: ClassVar[str] = "fedreplay"
-    files: ClassVar[tuple[str, ...]] = ("encoder_file",)
+    name = "fedreplay"
+    traits = Traits(dp_mechanisms=("encoder", "latents"))
+    files = ("encoder_file",)
     encoder: str = "institution"  # institution: trained at one of them | random | file: trained elsewhere
     encoder_institution: str = "largest"  # or a name
     encoder_file: str = ""  # encoder=file: a .safetensors file with the weights before the cut
@@ -113,10 +114,8 @@ class FedReplayConfig(StrategyConfig):
 class FedReplay(OneShot):
     """Latent variables are uploaded once; the server trains on their union."""
 
-    name = "fedreplay"
     config_type = FedReplayConfig
     config: FedReplayConfig
-    dp_mechanisms = ("encoder", "latents")
     stages = ("extract", "evaluate")
 
     encoder: StateDict | None = None

@@ -19,12 +19,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from flwr_replay.config.strategy import StrategyConfig
+from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.errors import ConfigError
 from flwr_replay.learning.training import make_optimizer
 from flwr_replay.movements.parallel import Parallel, weighted_mean
@@ -40,19 +40,17 @@ __all__ = ["FedSGD", "FedSGDConfig"]
 class FedSGDConfig(StrategyConfig):
     """FedSGD has no options of its own."""
 
-    name: ClassVar[str] = "fedsgd"
-    summed: ClassVar[bool] = True
+    name = "fedsgd"
+    traits = Traits(summed=True, supports_replay=True, takes_fraction=True)
 
 
 class FedSGD(Parallel):
     """Every institution computes one gradient; the server takes one step."""
 
-    name = "fedsgd"
     config_type = FedSGDConfig
     config: FedSGDConfig
     stages = ("differentiate", "evaluate")
     answer = Gradient
-    supports_replay = True
 
     kept: StateDict | None = None  # the optimizer's state from the checkpoint, if the run is resumed
 

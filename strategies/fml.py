@@ -23,8 +23,8 @@ paper has all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 from flwr.app import ArrayRecord
 
@@ -46,23 +46,20 @@ __all__ = ["FML", "FMLConfig"]
 class FMLConfig(MutualConfig):
     """Options of FML."""
 
-    name: ClassVar[str] = "fml"
+    name = "fml"
+    traits = replace(MutualConfig.traits, mixes=True, takes_fraction=True, needs_roll_call=True)
 
 
 class FML(Parallel):
     """Private models learn from a proxy that the server averages."""
 
-    name = "fml"
     config_type = FMLConfig
     config: FMLConfig
     stages = ("train-mutually", "evaluate-with-proxy")
-    dp_mechanisms = ("proxy",)
     private_key = "pair"
     evaluated = PairEvaluation
     answer = TrainedMutually
-    needs_roll_call = True
     one_form = True
-    mixes = True
     own_models = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from flwr_replay.config.sections import one_of
-from flwr_replay.config.strategy import StrategyConfig
+from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.relay import Relay
 from flwr_replay.payloads.local import EvaluateOwn, TrainedOwn, TrainOwn
@@ -34,10 +33,13 @@ __all__ = ["Local", "LocalConfig"]
 class LocalConfig(StrategyConfig):
     """Options of Local."""
 
-    name: ClassVar[str] = "local"
-    own_batches: ClassVar[bool] = True
-    metrics_note: ClassVar[str] = (
-        "local is each institution's own model, tested on that institution's test examples only"
+    name = "local"
+    traits = Traits(
+        takes_fraction=True,
+        needs_roll_call=True,
+        own_batches=True,
+        dp_mechanisms=("classifier",),
+        metrics_note="local is each institution's own model, tested on that institution's test examples only",
     )
     optimizer_state: str = "keep"  # keep: one uninterrupted training | reset: fresh momentum every round
 
@@ -52,11 +54,9 @@ class LocalConfig(StrategyConfig):
 class Local(Relay):
     """Every institution trains alone."""
 
-    name = "local"
     config_type = LocalConfig
     config: LocalConfig
     stages = ("train-own", "evaluate-own")
-    dp_mechanisms = ("classifier",)
     private_key = "model"
     moves = False
     answer = TrainedOwn

@@ -34,8 +34,8 @@ drawn for a round train, and P(t) is over them; the paper has all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.gossip import Gossip, GossipConfig
@@ -54,7 +54,8 @@ __all__ = ["ProxyFL", "ProxyFLConfig"]
 class ProxyFLConfig(MutualConfig, GossipConfig):
     """Options of ProxyFL."""
 
-    name: ClassVar[str] = "proxyfl"
+    name = "proxyfl"
+    traits = replace(MutualConfig.traits, mixes=True, relayed=True, takes_fraction=True, needs_roll_call=True)
 
     def __post_init__(self) -> None:
         MutualConfig.__post_init__(self)
@@ -64,12 +65,9 @@ class ProxyFLConfig(MutualConfig, GossipConfig):
 class ProxyFL(Gossip):
     """Private models learn from proxies that institutions exchange."""
 
-    name = "proxyfl"
     config_type = ProxyFLConfig
     config: ProxyFLConfig
     stages = ("train-proxy", "deliver", "evaluate-pair")
-    mixes = True
-    dp_mechanisms = ("proxy",)
     private_key = "pair"
     evaluated = PairEvaluation
     answer = ReleasedProxy

@@ -46,7 +46,7 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flwr_replay.config.sections import BATCH, one_of, within
-from flwr_replay.config.strategy import StrategyConfig
+from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.errors import ConfigError, DivergedError, WireError
 from flwr_replay.learning.latents import bytes_by_cut
 from flwr_replay.learning.training import iterations, late_steps, make_optimizer, mean_loss, step
@@ -89,7 +89,8 @@ __all__ = ["SplitNN", "SplitNNConfig"]
 class SplitNNConfig(StrategyConfig):
     """Options of SplitNN; Qu et al. cut after conv1."""
 
-    name: ClassVar[str] = "splitnn"
+    name = "splitnn"
+    traits = Traits(supports_replay=True, needs_roll_call=True)
     cut: str = ""  # the last stage of the institution's part; empty: the model's first stage, the paper's conv1
     share_labels: bool = True  # false: the head stays at the institution, and labels never leave
     micro_batches: int = 1  # batches that a message holds
@@ -103,11 +104,8 @@ class SplitNNConfig(StrategyConfig):
 class SplitNN(Serial):
     """One model, cut in two, visits the institutions in turn."""
 
-    name = "splitnn"
     config_type = SplitNNConfig
     config: SplitNNConfig
-    needs_roll_call = True
-    supports_replay = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_replay.config.sections import within
-from flwr_replay.config.strategy import StrategyConfig
+from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.tensors import read_own
 from flwr_replay.learning.augment import augment_of, changed
@@ -45,8 +45,8 @@ LARGEST = 100_000  # images in a buffer
 class SynCentralConfig(StrategyConfig):
     """Options of SynCentral."""
 
-    name: ClassVar[str] = "syncentral"
-    draws_images: ClassVar[bool] = True
+    name = "syncentral"
+    traits = Traits(needs_roll_call=True, draws_images=True, dp_mechanisms=("generator", "prior"))
     buffer: int = 256  # images that every institution draws; paper: 256
 
     def __post_init__(self) -> None:
@@ -66,11 +66,8 @@ class SynCentralConfig(StrategyConfig):
 class SynCentral(Movement):
     """The server trains on synthetic images of all institutions."""
 
-    name = "syncentral"
     config_type = SynCentralConfig
     config: SynCentralConfig
-    dp_mechanisms = ("generator", "prior")
-    needs_roll_call = True
     stages = (*STAGES[:2], "evaluate")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -24,12 +24,10 @@ from flwr_replay.check import JOB as SMALL
 from flwr_replay.check import NEEDED, OF_REPLAY, REPEATABLE
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.halves import load_strategy
-from flwr_replay.config.strategy import states
 from flwr_replay.engines.simulate import Simulation
 from flwr_replay.files.atomic import read_json
 from flwr_replay.files.lines import read_lines
 from flwr_replay.files.tensors import digest, read_tensors
-from flwr_replay.privacy.plan import mechanisms_of
 from flwr_replay.runs.options import resolve
 from flwr_replay.wire.ledger import ledger_lines
 
@@ -45,20 +43,20 @@ def jobs() -> dict[str, list[str]]:
     """Return the options of every strategy: plain, with replay, and under DP, where it has them."""
     found = {}
     for name in choices("strategy"):
-        strategy = load_strategy(name)[0]
-        noisy = REPEATABLE if load_strategy(name)[1].dp_by_default != "none" else ()
+        traits = load_strategy(name)[1].traits
+        noisy = REPEATABLE if traits.dp_by_default != "none" else ()
         plain = [f"strategy={name}", *SMALL, *GENERATOR, "partition.size=60", *noisy]
         found[name] = plain
-        if strategy.supports_replay:
+        if traits.supports_replay:
             found[f"{name} replay=vqvae2"] = [*plain, "replay=vqvae2"]
             found[f"{name} replay=buffer"] = [*plain, "replay=buffer", "replay.images=7"]
-        if states(strategy.config_type, "summed"):
+        if traits.summed:
             found[f"{name} masked"] = [*plain, "masked=true"]
-        if strategy.config_type.relayed:
+        if traits.relayed:
             found[f"{name} sealed"] = [*plain, "sealed=true"]
-        for mechanism in sorted({*mechanisms_of(strategy)} - OF_REPLAY):
+        for mechanism in sorted({*traits.dp_mechanisms} - OF_REPLAY):
             found[f"{name} dp={mechanism}"] = [*plain, *REPEATABLE, f"dp={mechanism}", *NEEDED.get(mechanism, ())]
-        if {*mechanisms_of(strategy)} >= OF_REPLAY and strategy.supports_replay:
+        if {*traits.dp_mechanisms} >= OF_REPLAY and traits.supports_replay:
             private = ["replay=vqvae2", "dp=generator", "codebook=gradient", *REPEATABLE]
             found[f"{name} replay=vqvae2 dp=generator"] = [*plain, *private]
     return found

@@ -19,7 +19,7 @@ from flwr_replay.config.sections import (
     require,
     within,
 )
-from flwr_replay.config.strategy import StrategyConfig
+from flwr_replay.config.strategy import StrategyConfig, Traits
 
 __all__ = [
     "BATCH",
@@ -35,6 +35,7 @@ __all__ = [
     "StrategyConfig",
     "TaskConfig",
     "TrainingConfig",
+    "Traits",
     "one_of",
     "require",
     "within",

@@ -181,7 +181,7 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
     strategy = values.pop("strategy")
     _, strategy_config = load_strategy(strategy.pop("name"))
     if values["privacy"]["dp"] == "auto":
-        values["privacy"]["dp"] = strategy_config.dp_by_default
+        values["privacy"]["dp"] = strategy_config.traits.dp_by_default
     classes = SECTIONS | {name: load(values[name]["name"]) for name, load in BY_NAME.items()}
     sections: dict[str, Any] = {name: _build(cls, values.pop(name), name) for name, cls in classes.items()}
     sections["strategy"] = _build(strategy_config, strategy, "strategy")

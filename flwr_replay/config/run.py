@@ -26,7 +26,7 @@ from flwr_replay.config.sections import (
     require,
     within,
 )
-from flwr_replay.config.strategy import StrategyConfig, states
+from flwr_replay.config.strategy import StrategyConfig
 
 __all__ = ["RECORD", "TRACKERS", "RunConfig"]
 
@@ -100,7 +100,7 @@ class RunConfig:
         self.strategy.check_task(self.task)
         if self.training.batch_sizes:
             require(
-                self.strategy.own_batches,
+                self.strategy.traits.own_batches,
                 "training.batch-sizes is for methods whose institutions train on batches of their own; got strategy="
                 f"{self.strategy.name}: leave it out",
             )
@@ -118,7 +118,7 @@ class RunConfig:
         """Refuse what needs a server that can read."""
         name = self.strategy.name
         require(
-            self.strategy.relayed,
+            self.strategy.traits.relayed,
             f"sealed=true is for methods whose server only hands on what institutions send; that of strategy={name} "
             "computes with it: leave sealed out, or choose another strategy",
         )
@@ -135,7 +135,7 @@ class RunConfig:
         """Refuse what needs more of an institution's weights than their part in a sum."""
         name = self.strategy.name
         require(
-            states(type(self.strategy), "summed"),
+            self.strategy.traits.summed,
             f"masked=true is for methods whose server averages weights and needs nothing else; that of strategy={name} "
             "does not: leave masked out, or choose a strategy of docs/masked.md",
         )
@@ -172,4 +172,4 @@ class RunConfig:
     @property
     def draws_images(self) -> bool:
         """Whether each institution trains an image generator, from which it draws synthetic images."""
-        return self.strategy.draws_images or self.replay.name == "buffer"
+        return self.strategy.traits.draws_images or self.replay.name == "buffer"

@@ -3,18 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from flwr_replay.errors import ConfigError
 
 if TYPE_CHECKING:
     from flwr_replay.config.sections import TaskConfig
 
-__all__ = ["StrategyConfig", "states"]
+__all__ = ["StrategyConfig", "Traits", "refuse_stray"]
 
 
-def states(half: type, trait: str) -> bool:
-    """Say whether a class states a trait itself: a subclass has another step, for which its parent cannot speak."""
-    return bool(vars(half).get(trait, False))
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What a method is, stated once; what it does not state is as here, and claims nothing."""
+
+    mixes: bool = False  # trained models are averaged or mixed, and can be tested before
+    summed: bool = False  # the server needs only the mean of what institutions send, which can be masked (masked=true)
+    relayed: bool = False  # the server only hands on what institutions send, which can be sealed (sealed=true)
+    supports_replay: bool = False  # institutions may train on replayed examples
+    takes_fraction: bool = False  # in a round a fraction of the institutions may train
+    needs_roll_call: bool = False  # every institution must run this package's client, for all stages
+    own_batches: bool = False  # institutions train on batches of a `Learner`, which have the institution's size
+    draws_images: bool = False  # each institution trains an image generator, from which it draws synthetic images
+    pooled: bool = False  # in a simulation, one institution trains on the examples of all
+    dp_mechanisms: tuple[str, ...] = ()  # what both halves can train by DP-SGD, or send with noise
+    dp_by_default: str = "none"  # the meaning of dp=auto if no preset sets dp
+    metrics_note: str = ""  # what a reader of a comparison must know of the metrics: whose model they are of
+
+    def __post_init__(self) -> None:
+        for trait in fields(self):
+            value, kind = getattr(self, trait.name), type(trait.default)
+            if not isinstance(value, kind):
+                raise ConfigError(f"{trait.name} must be a {kind.__name__}; got {value!r}: write it so in traits")
+
+    def inherited(self) -> Traits:
+        """Return those of a subclass that states none: it has other steps, for which its parent cannot speak."""
+        return replace(self, mixes=False, summed=False, dp_mechanisms=())
+
+
+def refuse_stray(half: type[Any]) -> None:
+    """Refuse traits that a class states by themselves."""
+    stray = {trait.name: vars(half)[trait.name] for trait in fields(Traits) if trait.name in vars(half)}
+    if stray:
+        block = ", ".join(f"{name}={value!r}" for name, value in stray.items())
+        raise ConfigError(
+            f"a method's traits stand in its options; {half.__name__} states {', '.join(stray)} by itself: write "
+            f"traits = Traits({block}) in {half.__name__.removesuffix('Config')}Config"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,40 +64,26 @@ class StrategyConfig:
     ----------
     name : str
         The strategy's name, as in `strategy=<name>`.
-    dp_by_default : str
-        The meaning of `dp=auto` if no preset sets `dp`.
-    pooled : bool
-        Whether, in a simulation, one institution trains on the examples of all.
+    traits : Traits
+        What the method is.
     files : tuple of str
         Options that name a user's files. Their paths are made absolute, so that a resumed run finds them.
     chosen_later : tuple of str
         Options whose value in a request may differ from the run's. An institution refuses any other difference.
     from_training : Mapping of str to str
         Options that, where they are empty, have the value of an option of training. Requests state that value.
-    metrics_note : str
-        What a reader of a comparison must know of the method's metrics: whose model they are of.
-    draws_images : bool
-        Whether each institution trains an image generator, from which it draws synthetic images.
-    own_batches : bool
-        Whether institutions train on batches of a `Learner`, which have the institution's size.
-    relayed : bool
-        Whether the server only hands on what institutions send, so that it can be sealed (sealed=true).
-    summed : bool
-        Whether the server needs only the mean of what institutions send, so that it can be masked (masked=true). Each
-        class must state it itself.
     """
 
     name: ClassVar[str]
-    dp_by_default: ClassVar[str] = "none"
-    pooled: ClassVar[bool] = False
+    traits: ClassVar[Traits] = Traits()
     files: ClassVar[tuple[str, ...]] = ()
     chosen_later: ClassVar[tuple[str, ...]] = ()
     from_training: ClassVar[Mapping[str, str]] = {}
-    metrics_note: ClassVar[str] = ""
-    draws_images: ClassVar[bool] = False
-    own_batches: ClassVar[bool] = False
-    relayed: ClassVar[bool] = False
-    summed: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        refuse_stray(cls)
+        if "traits" not in vars(cls):
+            cls.traits = cls.traits.inherited()
 
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
         """Return how many passes an institution makes over its examples, by mechanism: encoder, classifier, proxy.

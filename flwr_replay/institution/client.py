@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from flwr.app import ArrayRecord
@@ -94,10 +94,6 @@ class InstitutionClient(NumPyClient):
     synthesis : SynthesisPlan | None
         The generator that the institution trains, to draw synthetic images; None: it draws none.
     """
-
-    dp_mechanisms: ClassVar[
-        tuple[str, ...]
-    ] = ()  # what it trains by DP-SGD or sends with noise; a subclass says it anew
 
     def __init__(
         self,

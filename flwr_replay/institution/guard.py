@@ -44,7 +44,7 @@ from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.policy import Policy
 from flwr_replay.models.zoo import bytes_of
 from flwr_replay.payloads.common import Evaluation, Failure, Present, RollCall
-from flwr_replay.privacy.plan import PrivacyPlan, mechanisms_of
+from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.state.store import StateStore
 from flwr_replay.wire.payload import REQUESTS, Payload, Request, Row, request_of, rows
 from flwr_replay.wire.records import config_in, metrics_in
@@ -162,10 +162,10 @@ def check_answer(reply: Message, answer: type[Payload] | None, policy: Policy, c
 
 @lru_cache(maxsize=64)
 def _plan(config: RunConfig) -> PrivacyPlan | None:
-    """Return what a run trains by DP-SGD; refuse what this institution's half of the method does not train so."""
-    client = load_client(config.strategy.name)  # its import declares the method's payloads, too
+    """Return what a run trains by DP-SGD; refuse what the method as installed here does not train so."""
+    load_client(config.strategy.name)  # its import declares the method's payloads, too
     if plan := PrivacyPlan.of(config):
-        plan.check_method(config.strategy.name, mechanisms_of(client))
+        plan.check_method(config.strategy.name, config.strategy.traits.dp_mechanisms)
     return plan
 
 

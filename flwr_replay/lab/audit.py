@@ -40,7 +40,6 @@ from flwr_replay.lab.seen_steps import judged
 from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.bounds import SIGNIFICANCE, Guesses, guessed, lower_bound
-from flwr_replay.privacy.plan import mechanisms_of
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import read_run_id
 from flwr_replay.serve import serve
@@ -136,7 +135,7 @@ def check(simulation: Simulation, kind: str) -> None:
     one_of("--kind", kind, KINDS)
     config, plan = simulation.job.config, simulation.job.settings.privacy
     require(
-        not config.strategy.pooled,
+        not config.strategy.traits.pooled,
         f"canaries are one institution's examples; strategy={config.strategy.name} trains on those of all: choose "
         "another strategy, or local",
     )
@@ -178,7 +177,7 @@ def check(simulation: Simulation, kind: str) -> None:
 
 def _advice(simulation: Simulation) -> str:
     """Say which mechanisms the run's method can train by DP-SGD."""
-    known = [name for name in mechanisms_of(type(simulation.job.strategy(""))) if name != "latents"]
+    known = [name for name in simulation.job.config.strategy.traits.dp_mechanisms if name != "latents"]
     if not known:
         return f"strategy={simulation.job.config.strategy.name} can have none: choose another strategy"
     return f"choose dp={' or '.join(known)}, or --kind images or noise"

@@ -26,7 +26,7 @@ def checked(institution: str, evidence: Evidence, originals: Originals) -> str:
     OtherOriginals
         If they are not the institution's.
     """
-    if evidence.config.strategy.pooled:
+    if evidence.config.strategy.traits.pooled:
         raise OtherOriginals("the examples of all institutions were trained on together; the judge has those of one")
     if same_data(originals, evidence.digests(institution)):
         return DIGEST

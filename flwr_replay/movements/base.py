@@ -27,7 +27,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from numpy.typing import NDArray
 
-from flwr_replay.config.strategy import StrategyConfig
+from flwr_replay.config.strategy import StrategyConfig, Traits, refuse_stray
 from flwr_replay.errors import RefusedError, RunError
 from flwr_replay.learning.tasks import Task
 from flwr_replay.learning.training import learning_rate
@@ -79,22 +79,18 @@ class Movement(Strategy):
         If an argument is unknown or of another type.
     """
 
-    name: ClassVar[str]
     config_type: ClassVar[type[StrategyConfig]]
     config: StrategyConfig
     stages: tuple[str, ...] = ("train", "evaluate")  # all stages that a run requests
     evaluated: ClassVar[type[Evaluation]] = Evaluation  # the answer to an evaluation
-    min_nodes: ClassVar[int] = 1
-    needs_roll_call: ClassVar[bool] = False  # whether every institution must run this package's client, for all stages
     one_form: ClassVar[bool] = False  # whether all institutions' models must have the same names, shapes and dtypes
     own_models: ClassVar[bool] = False  # whether institutions test models of their own, which only training makes
-    mixes: ClassVar[bool] = False  # each states itself: trained models are averaged or mixed, and can be tested before
-    supports_replay: ClassVar[bool] = False  # whether institutions may train on replayed examples
-    dp_mechanisms: ClassVar[tuple[str, ...]] = ()  # what DP-SGD can train here; each subclass must state its own
-    takes_fraction: ClassVar[bool] = False  # whether in a round a fraction of the institutions may train
     begins_at_server: ClassVar[bool] = True  # whether the server draws the fresh weights
     global_model: ClassVar[bool] = True  # whether the server has a model that it could test
     private_key: ClassVar[str] = ""  # begins the names of the files with private models, where institutions keep such
+
+    def __init_subclass__(cls) -> None:
+        refuse_stray(cls)
 
     def __init__(
         self,
@@ -113,7 +109,7 @@ class Movement(Strategy):
         self.replay = self.new_replay()
         private = self.settings.privacy and "train" in self.stages
         observed = any(one.split != "test" for one in self.evaluations.observers)
-        own = self.needs_roll_call or self.replay or observed or private or self.settings.pinned
+        own = self.traits().needs_roll_call or self.replay or observed or private or self.settings.pinned
         self.roll.ours_only = bool(own)
 
     def new_replay(self) -> Replay | None:
@@ -122,6 +118,12 @@ class Movement(Strategy):
         if plan:
             return GenerativeReplay(self.exchange, self.roll, plan, self.checkpoint)
         return BufferReplay(self.exchange, synthesis) if synthesis and synthesis.replays else None
+
+    @classmethod
+    def traits(cls) -> Traits:
+        """Return what the method is, from its options; of a subclass without options of its own, what it inherits."""
+        stated = cls.config_type.traits
+        return stated if "config_type" in vars(cls) else stated.inherited()
 
     @classmethod
     def check(cls, config: Any, settings: Settings, names: Sequence[str] = ()) -> None:
@@ -345,7 +347,7 @@ class Movement(Strategy):
             arrays, run.done = self.resumed(snapshot, initial_arrays), snapshot.server_round
         say_what_differs(self, run)
         self.begin_run()
-        self.recorder.begin(self.name, run.num_rounds, self.exchanges_per_round(), run.done)
+        self.recorder.begin(self.config.name, run.num_rounds, self.exchanges_per_round(), run.done)
         if self.private_key:
             self.recorder.kept_private(self.settings.run, self.private_key)
         return arrays

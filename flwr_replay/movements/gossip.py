@@ -59,8 +59,7 @@ PATIENCE = 3  # rounds without an acknowledgement, after which parcels go back t
 class GossipConfig(StrategyConfig):
     """Options of all methods that exchange models over a graph."""
 
-    files: ClassVar[tuple[str, ...]] = ("topology_file",)
-    relayed: ClassVar[bool] = True
+    files = ("topology_file",)
 
     topology: str = "exponential"  # who sends to whom, see flwr_replay.movements.topology; file: topology-file
     topology_file: str = ""  # .npy, .json or .csv with one mixing matrix, or several that take turns

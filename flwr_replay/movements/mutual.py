@@ -17,7 +17,7 @@ from flwr_replay.config.sections import (
     require,
     within,
 )
-from flwr_replay.config.strategy import StrategyConfig
+from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.errors import ConfigError
 from flwr_replay.learning.tasks import Classification
 from flwr_replay.learning.training import unstepped
@@ -37,13 +37,14 @@ UNPROVEN = (
 class MutualConfig(StrategyConfig):
     """Options of the methods with a private model and a proxy; the proxy's own are those of `training`."""
 
-    dp_by_default: ClassVar[str] = "proxy"
-    chosen_later: ClassVar[tuple[str, ...]] = ("private_lr", "private_batch_size")  # empty: as training has them
-    from_training: ClassVar[Mapping[str, str]] = {"private_optimizer": "optimizer"}
-    metrics_note: ClassVar[str] = (
-        "with a private model and a proxy, metrics are the private models', which no epsilon covers; an epsilon in the "
-        "same column covers the proxies, whose metrics are named proxy-…"
+    traits = Traits(
+        dp_mechanisms=("proxy",),
+        dp_by_default="proxy",
+        metrics_note="with a private model and a proxy, metrics are the private models', which no epsilon covers; an "
+        "epsilon in the same column covers the proxies, whose metrics are named proxy-…",
     )
+    chosen_later = ("private_lr", "private_batch_size")  # empty: as training has them
+    from_training: ClassVar[Mapping[str, str]] = {"private_optimizer": "optimizer"}
 
     alpha: float = 0.5  # weight of the proxy's predictions in the private model's loss; paper: 0.5
     beta: float = 0.5  # weight of the private model's predictions in the proxy's loss; paper: 0.5; 0: epsilon is proven

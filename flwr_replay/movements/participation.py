@@ -56,7 +56,6 @@ def participants(names: Sequence[str], fraction: float, seed: int, number: int) 
 class AtOnce(Movement):
     """Base of the movements in which all institutions train at once, or those that are drawn for the round."""
 
-    takes_fraction = True
     missed: frozenset[str] = frozenset()  # who has been asked since the last answer, and failed
 
     def exchanges_per_round(self) -> int:

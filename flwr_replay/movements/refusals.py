@@ -8,12 +8,10 @@ from flwr_replay.config.brought import brought
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.sections import require
-from flwr_replay.config.strategy import states
 from flwr_replay.errors import ConfigError
 from flwr_replay.learning.training import refuse_single_batches
 from flwr_replay.movements.run import Run
 from flwr_replay.privacy.dpsgd import refuse_mixing
-from flwr_replay.privacy.plan import mechanisms_of
 from flwr_replay.server.settings import Settings
 
 __all__ = ["refuse_fraction", "refuse_options", "say_what_differs"]
@@ -27,19 +25,20 @@ def refuse_options(method: Any, settings: Settings) -> None:
     ConfigError, TrainingError
         If an option does not fit.
     """
-    if (settings.replay_plan or (settings.synthesis and settings.synthesis.replays)) and not method.supports_replay:
+    traits, name = method.traits(), method.config_type.name
+    if (settings.replay_plan or (settings.synthesis and settings.synthesis.replays)) and not traits.supports_replay:
         raise ConfigError(
-            f"replay is for serial and parallel methods; got strategy={method.name}: choose replay=none, or strategy="
+            f"replay is for serial and parallel methods; got strategy={name}: choose replay=none, or strategy="
             f"{methods_with('supports_replay')}"
         )
     require(
-        states(method, "mixes") or not settings.evaluate_before_mixing,
-        f"evaluate-before-mixing is for methods that average or mix models; got strategy={method.name}: leave it out",
+        traits.mixes or not settings.evaluate_before_mixing,
+        f"evaluate-before-mixing is for methods that average or mix models; got strategy={name}: leave it out",
     )
     refuse_fraction(method, settings)
     wanted = settings.privacy.mechanisms if settings.privacy else ()
     if settings.privacy:
-        settings.privacy.check_method(method.name, mechanisms_of(method))
+        settings.privacy.check_method(name, traits.dp_mechanisms)
     if settings.model is not None and {"classifier", "encoder", "proxy"} & set(wanted):
         refuse_mixing(settings.model(0))
     if settings.model is not None:
@@ -48,10 +47,10 @@ def refuse_options(method: Any, settings: Settings) -> None:
 
 def refuse_fraction(method: Any, settings: Settings) -> None:
     """Refuse a fraction where every institution must take part in every round."""
-    if settings.fraction < 1 and not method.takes_fraction:
+    if settings.fraction < 1 and not method.traits().takes_fraction:
         raise ConfigError(
             f"fraction is for methods that can train in a round with some of the institutions; got strategy="
-            f"{method.name}: leave it out, or choose strategy={methods_with('takes_fraction')}"
+            f"{method.config_type.name}: leave it out, or choose strategy={methods_with('takes_fraction')}"
         )
 
 
@@ -63,14 +62,14 @@ def say_what_differs(method: Any, run: Run) -> None:
             f"lr={lr!r} of train_config replaces training.lr={method.settings.training.lr:g} in all training at the "
             "institutions, generators for replay included: leave lr out of train_config if this is not meant"
         )
-    if "proxy" in method.dp_mechanisms and not (privacy and privacy.covers("proxy")):
+    if method.traits().dp_by_default == "proxy" and not (privacy and privacy.covers("proxy")):
         method.recorder.log(
             f"{type(method).__name__}: no privacy= that covers proxies: they are trained without noise, and have no "
             "epsilon"
         )
 
 
-def methods_with(declared: str) -> str:
-    """Return the names of this package's methods that declare something to be true, joined by commas."""
+def methods_with(trait: str) -> str:
+    """Return the names of this package's methods that have a trait, joined by commas."""
     ours = [name for name in choices("strategy") if name not in brought()]
-    return ", ".join(name for name in ours if getattr(load_strategy(name)[0], declared))
+    return ", ".join(name for name in ours if getattr(load_strategy(name)[1].traits, trait))

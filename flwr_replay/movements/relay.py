@@ -25,7 +25,6 @@ class Relay(AtOnce):
     own_models = True
     begins_at_server = False
     global_model = False
-    needs_roll_call = True
     moves: ClassVar[bool] = True  # whether models, or what is drawn from them, go from one institution to another
     answer: ClassVar[type[Payload]]
 

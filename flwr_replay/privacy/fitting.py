@@ -16,7 +16,7 @@ def mechanisms_wanted(config: RunConfig) -> tuple[str, ...]:
     if not (config.privacy.end_to_end and config.draws_images):
         return config.privacy.mechanisms
     require(
-        config.strategy.classifiers != "released" or not config.strategy.draws_images,
+        config.strategy.classifiers != "released" or not config.strategy.traits.draws_images,
         f"dp=end-to-end trains all that leaves by DP-SGD; strategy={config.strategy.name} lets classifiers leave that "
         "it cannot train so: choose mode=buffer-only, dp=generator, or another strategy",
     )
@@ -75,7 +75,7 @@ def _check_drawing(config: RunConfig, wanted: Container[str]) -> None:
         f"choose dp={named}",
     )
     require(
-        "classifier" not in wanted or bool(some) or config.strategy.draws_images,
+        "classifier" not in wanted or bool(some) or config.strategy.traits.draws_images,
         "a classifier that also learns from synthetic images of the same patients, made without noise, has no epsilon: "
         f"choose dp={named}+classifier, or replay=none",
     )

@@ -21,7 +21,7 @@ from flwr_replay.wire.masked import MASKED
 from flwr_replay.wire.payload import Payload, Row
 from flwr_replay.wire.sealed import SEALED
 
-__all__ = ["COUNTS", "NOTHING", "Passes", "PrivacyPlan", "mechanisms_of"]
+__all__ = ["COUNTS", "NOTHING", "Passes", "PrivacyPlan"]
 
 NO_PROOF = " as the paper counts it; not a proof"
 COUNTS = "label counts"  # released together with a prior, with noise of their own
@@ -105,7 +105,7 @@ class PrivacyPlan:
         generator, prior = config.generator, config.prior
         passes["generator"] = Passes("generator", generator.dp_passes, generator.batch_size, generator.dp_steps)
         passes["prior"] = Passes("prior", prior.epochs, prior.batch_size)
-        possible = [*(generator.draws_with if strategy.draws_images else ()), *declared]
+        possible = [*(generator.draws_with if strategy.traits.draws_images else ()), *declared]
         _refuse_untrained(strategy.name, [name for name in wanted if name not in passes], possible)
         require(
             "proxy" not in wanted or strategy.unproven is not None,
@@ -121,7 +121,7 @@ class PrivacyPlan:
             privacy,
             tuple(passes[name] for name in wanted),
             strategy.unproven or "",
-            strategy.pooled,
+            strategy.traits.pooled,
             counted="prior" in wanted and config.replay.name == "pixelcnn",
             tests_own=strategy.classifiers == "kept",
             replays_codes=config.replay.name in ("vqvae2", "pixelcnn"),
@@ -144,7 +144,7 @@ class PrivacyPlan:
         strategy : str
             Its name.
         mechanisms : Sequence[str]
-            Of one of its halves, from `mechanisms_of`.
+            Those that it trains so, of its traits.
         """
         _refuse_untrained(strategy, [name for name in self.mechanisms if name not in mechanisms], mechanisms)
 
@@ -354,15 +354,6 @@ def also(before: str, by_noise: str) -> str:
     if before not in (SEALED, MASKED):
         return by_noise
     return before if by_noise == "none" else f"{by_noise}, {before}"
-
-
-def mechanisms_of(half: type[Any]) -> tuple[str, ...]:
-    """Return the mechanisms that one half of a method, its strategy or its client, declares to train by DP-SGD.
-
-    Each class declares its own. A subclass has another loop, which is not under DP because its parent's is.
-    """
-    own: tuple[str, ...] = vars(half).get("dp_mechanisms", ())
-    return own
 
 
 def _refuse_untrained(strategy: str, wanted: Sequence[str], possible: Sequence[str]) -> None:

@@ -315,7 +315,7 @@ class RunDirectory(Recorder):
             "partition": config.partition.name,
             "model": config.model.name,
             "replay": config.replay.name,
-            "metrics-note": f"{note.rstrip('.')}. {said}" if (note := config.strategy.metrics_note) else said,
+            "metrics-note": f"{note.rstrip('.')}. {said}" if (note := config.strategy.traits.metrics_note) else said,
             "nodes": len(names),
             "untested": sorted(names - {*own}),
             "rounds": server_round // self.per_round,

@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 
 from flwr_replay.config.binding import digest_of
 from flwr_replay.config.sections import require
+from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import WireError
 from flwr_replay.files.atomic import NAME
 from flwr_replay.payloads.common import Failure, Present, RollCall
@@ -32,8 +33,7 @@ AGAIN = "; they may still answer an earlier run: if none is live, start their Su
 class Method(Protocol):
     """What a strategy's class says of who may take part."""
 
-    name: ClassVar[str]
-    min_nodes: ClassVar[int]
+    config_type: ClassVar[type[StrategyConfig]]
     one_form: ClassVar[bool]
 
 
@@ -55,7 +55,7 @@ class Roll:
     def __init__(self, exchange: Exchanger, method: type[Method], stages: Callable[[], Sequence[str]]) -> None:
         self.exchange, self.method, self.stages = exchange, method, stages
         self.settings, self.recorder, self.members = exchange.settings, exchange.recorder, exchange.members
-        self.nodes = max(method.min_nodes, self.settings.nodes)
+        self.nodes = max(1, self.settings.nodes)
         known = method.one_form and self.settings.model is not None
         self.form = form_of(to_arrays(self.settings.model(0))) if known else ""  # type: ignore[misc]
         self.bereft: set[int] = set()  # nodes that had gone without a word when the roll was called, until they answer
@@ -64,7 +64,7 @@ class Roll:
     def request(self, server_round: int = 0) -> RollCall:
         """Return the request to a node that joins or returns."""
         return RollCall(
-            strategy=self.method.name,
+            strategy=self.method.config_type.name,
             run=self.settings.run,
             stages=list(self.stages()),
             form=self.form,

@@ -365,4 +365,4 @@ def test_an_app_of_ones_own_is_refused_likewise():
         Settings(fraction=2)
     with pytest.raises(ConfigError, match="fraction is for methods"):
         SplitNN(settings=Settings(fraction=0.5))
-    assert FedAvg(settings=Settings(fraction=0.5)).takes_fraction
+    assert FedAvg(settings=Settings(fraction=0.5)).traits().takes_fraction

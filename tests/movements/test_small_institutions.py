@@ -51,7 +51,7 @@ def test_one_example_or_one_class_does_no_harm(tmp_path, strategy):
     grid = InlineGrid(app, {"overrides": shlex.join(overrides)}, node_configs(tmp_path, tmp_path / "state"))
     final = load_strategy(strategy)[0](config.strategy, settings, recorder).start(grid, fresh(config), 2)
     assert {failure["institution"] for failure in recorder.failures} == (
-        {"b"} if config.strategy.draws_images else set()
+        {"b"} if config.strategy.traits.draws_images else set()
     )
     assert set(recorder.own) == {"a", "b", "c"}
     assert all(np.isfinite(array).all() for array in opened(final.arrays).values())

@@ -7,7 +7,6 @@ from harness import SHARDS, write_shards
 from hostile_server import HostileServer, metrics, refusal, weights
 
 from flwr_replay.clients.feder import FedERClient
-from flwr_replay.config.catalogue import choices
 from flwr_replay.config.halves import load_client, load_strategy
 from flwr_replay.payloads.avgpush import Push
 from flwr_replay.payloads.common import Evaluate, Train, Trained
@@ -17,7 +16,6 @@ from flwr_replay.payloads.local import EvaluateOwn
 from flwr_replay.payloads.mutual import EvaluatePair, TrainProxy
 from flwr_replay.payloads.relay import Deliver
 from flwr_replay.payloads.replay import TrainedPrior, TrainPrior
-from flwr_replay.privacy.plan import mechanisms_of
 from flwr_replay.wire.fields import model
 
 TASK = [*SHARDS, "classes=3", "model=mlp", "model.width=6", "batch_size=16", "device=cpu"]
@@ -69,15 +67,13 @@ def test_a_model_that_is_not_trained_by_dp_sgd_is_not_even_trained_to_leave(fold
     assert not asked
 
 
-@pytest.mark.parametrize("strategy", choices("strategy"))
-def test_both_halves_declare_the_same_mechanisms(strategy):
-    assert mechanisms_of(load_strategy(strategy)[0]) == mechanisms_of(load_client(strategy))
-
-
 def test_a_subclass_inherits_no_protection():
     assert Trained.declared()["arrays"].dp == "classifier"
     assert Gradient.declared()["arrays"].dp == ""
-    assert mechanisms_of(type("Mine", (load_client("fedavg"),), {})) == ()
+    strategy, config = load_strategy("fedavg")
+    assert strategy.traits() == config.traits
+    assert type("Mine", (strategy,), {}).traits().dp_mechanisms == ()
+    assert type("MineConfig", (config,), {}).traits.dp_mechanisms == ()
 
 
 def test_an_answer_that_nobody_has_charged_for_does_not_leave(folder, monkeypatch):

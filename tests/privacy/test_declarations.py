@@ -30,7 +30,7 @@ Travels: weights.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flwr_replay.config import StrategyConfig
+from flwr_replay.config import StrategyConfig, Traits
 from flwr_replay.movements.parallel import Parallel, weighted_mean
 from flwr_replay.payloads.common import Train
 from flwr_replay.wire.records import opened
@@ -38,14 +38,13 @@ from flwr_replay.wire.records import opened
 
 @dataclass(frozen=True, kw_only=True)
 class {Name}Config{base}:
-    name: ClassVar[str] = "{name}"
+    name = "{name}"
+    traits = Traits(dp_mechanisms=("classifier",))
     sweeps: int = 3
 {declared}
 
 class {Name}(Parallel):
-    name = "{name}"
     config_type = {Name}Config
-    dp_mechanisms = ("classifier",)
 
     def train_request(self, server_round, arrays):
         run = self.settings.run
@@ -60,8 +59,6 @@ from flwr_replay.institution.client import InstitutionClient
 
 
 class {Name}Client(InstitutionClient):
-    dp_mechanisms = ("classifier",)
-
     def train(self, visit):
         data, learner = self.training_data(), self.learner(visit)
         for _ in range(visit.local_epochs):
@@ -165,7 +162,13 @@ DECLARATION = "    sweeps: int = 3\n"
     [
         ("half", ("rounds * self.sweeps", "rounds * 1.5"), "dp_passes must be whole numbers"),
         ("typo", ('{"classifier": rounds', '{"clasifier": rounds'), "dp_passes must have names among .*'clasifier'"),
-        ("untyped", (DECLARATION, DECLARATION + "    pooled = 'no'\n"), "pooled must be a bool; got 'no'"),
+        ("untyped", ("Traits(dp", "Traits(pooled='no', dp"), "pooled must be a bool; got 'no'"),
+        (
+            "apart",
+            (DECLARATION, DECLARATION + "    pooled = True\n"),
+            r"ApartConfig states pooled .*Traits\(pooled=True\)",
+        ),
+        ("late", ("    config_type", "    mixes = True\n    config_type"), r"Late states mixes .*Traits\(mixes=True\)"),
         ("keep", (DECLARATION, DECLARATION + "    classifiers = 'keep'\n"), "classifiers must be one of .*'keep'"),
         ("sure", (DECLARATION, DECLARATION + "    unproven = True\n"), "unproven must be a sentence or None"),
         ("filed", (DECLARATION, DECLARATION + "    files = ('nothing',)\n"), "files must have names among sweeps"),

@@ -169,10 +169,11 @@ def test_a_subclass_that_combines_otherwise_must_say_itself_what_its_parent_may(
         name: ClassVar[str] = "median"
 
     class Median(FedAvg):
-        name = "median"
         config_type = MedianConfig
 
     with pytest.raises(ConfigError, match="masked=true is for methods whose server averages weights and needs nothing"):
         replace(compose(["strategy=fedavg", *JOB, "masked=true"]), strategy=MedianConfig())
     with pytest.raises(ConfigError, match="evaluate-before-mixing is for methods that average or mix models"):
         Median.check(MedianConfig(), Settings(evaluate_before_mixing=True))
+    with pytest.raises(ConfigError, match="evaluate-before-mixing is for methods that average or mix models"):
+        type("Bare", (FedAvg,), {}).check(FedAvgConfig(), Settings(evaluate_before_mixing=True))

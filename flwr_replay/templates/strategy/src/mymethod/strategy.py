@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
+from flwr_replay.config.strategy import Traits
 from flwr_replay.errors import ConfigError
 from flwr_replay.movements.parallel import weighted_mean
 from flwr_replay.strategies.fedavg import FedAvg, FedAvgConfig
@@ -31,7 +31,8 @@ __all__ = ["MyMethod", "MyMethodConfig"]
 class MyMethodConfig(FedAvgConfig):
     """Options of MyMethod: FedAvg's, and the bound."""
 
-    name: ClassVar[str] = "mymethod"
+    name = "mymethod"
+    traits = Traits(takes_fraction=True, needs_roll_call=True, own_batches=True)  # no DP: the distance has no noise
     bound: float = 2.0
 
     def __post_init__(self) -> None:
@@ -43,14 +44,10 @@ class MyMethodConfig(FedAvgConfig):
 class MyMethod(FedAvg):
     """All train at once; the server draws back who moved too far, and averages."""
 
-    name = "mymethod"
     config_type = MyMethodConfig
     config: MyMethodConfig
     stages = ("train-mymethod", "evaluate")
     answer = TrainedMyMethod
-    needs_roll_call = True
-    supports_replay = False
-    dp_mechanisms = ()  # the distance has no noise
 
     def train_request(self, server_round: int, arrays: Weights) -> TrainMyMethod:
         """Send θ to every institution."""
