@@ -10,6 +10,7 @@ from PIL import Image
 
 from flwr_replay.check import check_strategy
 from flwr_replay.config.catalogue import choices
+from flwr_replay.config.halves import load_strategy
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = "partition.size=70"  # several batches of each institution
@@ -117,3 +118,19 @@ def test_one_name_in_five_places():
     assert {stem.removeprefix("test_") for stem in stems("tests/strategies", "test_*.py")} == names
     rows = re.findall(r"^\| \[`(\w+)`\]", (ROOT / "README.md").read_text(), re.M)
     assert set(rows) == names
+
+
+@pytest.mark.parametrize(
+    ("page", "before", "trait"),
+    [
+        ("masked", "only the mean: ", "summed"),
+        ("sealed", "only hands things on: ", "relayed"),
+        ("deploy", "only the mean of the hospitals' weights: ", "summed"),
+        ("deploy", "only hands them on: ", "relayed"),
+    ],
+)
+def test_a_page_names_the_methods_with_a_trait(page, before, trait):
+    text = " ".join((ROOT / "docs" / f"{page}.md").read_text().split())
+    named = re.search(before + r"([^.]*)", text)[1]
+    having = {name for name in choices("strategy") if getattr(load_strategy(name)[1].traits, trait)}
+    assert set(re.findall(r"`(\w+)`", named)) == having
