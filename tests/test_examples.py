@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -22,14 +20,13 @@ from flwr.common.config import flatten_dict
 
 from flwr_replay.config.compose import from_run_config
 from flwr_replay.engines.inline import InlineGrid
-from flwr_replay.engines.superlink import flower, streamed, superlink
+from flwr_replay.engines.superlink import streamed, superlink
 from flwr_replay.errors import ConfigError
 from flwr_replay.institution.policy import LIMITS, Policy, read_policy
 from flwr_replay.models import split
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
-APPS = ("cwt", "fedreplay", "numpy_client", "replay")  # those that end with one model
-OWN = (*APPS, "proxyfl", "dataloader")
+OWN = ("cwt", "fedreplay", "numpy_client", "replay", "proxyfl", "dataloader")
 MODULES = ("task", "client_app", "server_app")
 NODES = 4
 
@@ -80,12 +77,17 @@ def accuracy(task: Any, weights: dict[str, torch.Tensor]) -> float:
     return sum(task.test(model, task.load_data(k, NODES)[1])[1] for k in range(NODES)) / NODES
 
 
-@pytest.mark.parametrize("name", APPS)
-def test_runs_in_process_and_learns(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with example(name, monkeypatch, tmp_path) as app:
-        final = run_in_process(name, app)
-        assert list(final) == list(app["task"].net().state_dict())
-        assert accuracy(app["task"], final) > 0.6
+@pytest.mark.parametrize("names", [("cwt", "numpy_client"), ("fedreplay",), ("replay",)])
+def test_runs_in_process_and_learns(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A numpy client ends with the weights of a ClientApp."""
+    finals = []
+    for name in names:
+        with example(name, monkeypatch, tmp_path) as app:
+            finals.append(run_in_process(name, app))
+            assert list(finals[-1]) == list(app["task"].net().state_dict())
+            assert accuracy(app["task"], finals[-1]) > 0.6
+    for key, value in finals[0].items():
+        assert all(torch.equal(value, other[key]) for other in finals), key
 
 
 def test_proxyfl_runs_in_process_and_its_private_models_learn(
@@ -119,16 +121,8 @@ def test_flower_finds_all_that_an_example_lists(name: str) -> None:
     assert project["dependencies"] == []
 
 
-def test_a_numpy_client_ends_with_the_weights_of_a_client_app(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    finals = []
-    for name in ("cwt", "numpy_client"):
-        with example(name, monkeypatch, tmp_path) as app:
-            finals.append(run_in_process(name, app))
-    for key, value in finals[0].items():
-        assert torch.equal(value, finals[1][key]), key
-
-
-def test_runs_on_ray_and_a_refused_option_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_runs_on_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """How a refused option is shown: tests/integration/test_deployment.py."""
     name = "fedreplay"
     with example(name, monkeypatch, tmp_path) as app:
         (tmp_path / "link").mkdir()
@@ -138,13 +132,8 @@ def test_runs_on_ray_and_a_refused_option_is_one_line(monkeypatch: pytest.Monkey
             options += ["--run-config", "num-server-rounds=1"]
             said = "".join(streamed(link, EXAMPLES / name, *options))
             assert (tmp_path / "final_model.pt").exists(), said  # the server's working directory is the SuperLink's
-            refused = "".join(streamed(link, EXAMPLES / name, *options[:2], "--run-config", "learning-rate=-1.0"))
-            listed = [flower("flwr"), "list", "replay", "--format", "json"]
-            runs = json.loads(subprocess.run(listed, env=link.environment, capture_output=True, check=True).stdout)
         assert accuracy(app["task"], torch.load("final_model.pt", weights_only=True)) > 0.6
-    assert re.search(r"raised an exception: error: .*lr.*got -1", refused), refused
-    assert "Traceback" not in refused
-    assert sorted(run["status"] for run in runs["runs"]) == ["finished:completed", "finished:failed"]
+    assert "Traceback" not in said
 
 
 def test_a_model_that_is_no_sequence_is_refused() -> None:

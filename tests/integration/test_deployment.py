@@ -5,6 +5,7 @@ FedReplay and ProxyFL share the deployment and run at the same time, since a dep
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -21,13 +22,14 @@ import numpy as np
 import pytest
 from chaos_outer import having
 from chaos_runs import moments
-from deployed import CLINICS, COORDINATOR, REFUSES, until
+from deployed import CLINICS, COORDINATOR, HOSPITALS, REFUSES, until
 from harness import command
 from safetensors.numpy import load_file
 
 from flwr_replay.deploy.clinic import examine_clinic
 from flwr_replay.deploy.coordinator import examine_coordinator
 from flwr_replay.engines.simulate import FAILED, run_inline
+from flwr_replay.engines.superlink import flower
 from flwr_replay.files.atomic import in_use, read_json
 from flwr_replay.report.progress import LogDisplay
 from flwr_replay.report.run_files import read_run_id
@@ -200,6 +202,25 @@ def test_a_refusal_of_the_server_is_shown_by_flwr_run(deployment: Any, said: dic
     assert "run-name must be new; " in shown[0]
     assert "Traceback" not in shown[0]
     assert time.monotonic() - began < AT_ONCE, "\n".join(lines)
+
+
+def test_a_refused_option_of_an_own_app_is_one_line(deployment: Any, said: dict[str, str]) -> None:
+    own = {**deployment.environment, "FLWR_HOME": str(deployment.coordinator / "flower")}
+    words = [
+        flower("flwr"),
+        "run",
+        str(HOSPITALS.parent / "fedreplay"),
+        "superlink",
+        "--stream",
+        "--run-config",
+        "learning-rate=-1.0",
+    ]
+    refused = subprocess.run(words, env=own, capture_output=True, text=True, check=False)
+    assert re.search(r"error: .*lr.*got -1", refused.stdout + refused.stderr), refused
+    assert "Traceback" not in refused.stdout + refused.stderr
+    listed = subprocess.run([flower("flwr"), "list", "superlink", "--format", "json"], env=own, capture_output=True)
+    last = max(json.loads(listed.stdout)["runs"], key=lambda run: run["finished-at"])
+    assert last["status"] == "finished:failed"
 
 
 def test_two_runs_at_once_keep_apart_what_they_leave(deployment: Any, said: dict[str, str]) -> None:
