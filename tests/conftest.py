@@ -59,6 +59,14 @@ def own_parts():
         yield
 
 
+@pytest.fixture
+def forks(monkeypatch):
+    """See `forks.forking`."""
+    from forks import forking  # imports torch
+
+    forking(monkeypatch)
+
+
 class Examples:
     """Leaves out the package's modules without a doctest: every worker would import them for nothing."""
 

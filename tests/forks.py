@@ -1,12 +1,16 @@
-"""Commands in forks of this process, which has all imported: each has a folder, environment and output of its own."""
+"""Commands and workers in forks of this process, which has all imported."""
 
 import logging
+import multiprocessing
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
 import traceback
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkContext, ForkProcess
 
 import torch
 
@@ -100,3 +104,29 @@ class Command:
         rest = self.said.read()
         self.wait()
         return rest
+
+
+class Worker(ForkProcess):
+    """What `multiprocessing` would spawn: of pipes it has its own end only, so that each notices the other's end."""
+
+    def run(self):
+        own = {one.fileno() for one in self._args if isinstance(one, Connection)}
+        for descriptor in {*map(int, os.listdir("/proc/self/fd"))} - own:
+            try:
+                if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    os.close(descriptor)
+            except OSError:  # of the listing itself
+                continue
+        torch.set_num_threads(1)
+        super().run()
+
+
+class Forks(ForkContext):
+    """Stands in for the context `spawn`."""
+
+    Process = Worker
+
+
+def forking(patch):
+    """Have forked, instead of spawned, what `multiprocessing` starts: an interpreter imports torch for seconds."""
+    patch.setattr(multiprocessing, "get_context", lambda method: Forks())

@@ -83,7 +83,7 @@ def test_a_message_with_which_several_workers_die_is_an_error_of_its_node(monkey
     assert asked == [message] * min(deaths, TRIES)
 
 
-def test_a_worker_that_is_killed_while_it_starts_is_started_again(tmp_path, monkeypatch):
+def test_a_worker_that_is_killed_while_it_starts_is_started_again(tmp_path, monkeypatch, forks):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
 
     start, killed = _Process.start, []

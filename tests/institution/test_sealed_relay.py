@@ -245,7 +245,7 @@ def test_a_sealed_run_is_not_evaluated_at_the_server():
         strategy.evaluations.refuse(lambda number, arrays: None)
 
 
-def test_several_processes_have_the_same_bits(monkeypatch, tmp_path):
+def test_several_processes_have_the_same_bits(monkeypatch, tmp_path, forks):
     """They make the keys of a simulation at the same time."""
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     job = ["strategy=avgpush", "task=digits", "nodes=3", "rounds=1", "partition.size=60", SEALED]

@@ -37,7 +37,7 @@ def at(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("engine", ["workers", "ray"])
-def test_proxyfl_leaves_the_same_proxies_optimizers_and_private_models(at, engine):
+def test_proxyfl_leaves_the_same_proxies_optimizers_and_private_models(at, engine, forks):
     (inline, ours), (other, theirs) = at("inline"), at(engine)
     kinds = {name.rpartition("-")[0] for _, name in ours}
     assert kinds == {"pair", "released", "mixed"}

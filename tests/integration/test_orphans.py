@@ -9,7 +9,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from chaos_runs import some
 from forks import Command
 
 from flwr_replay.config.compose import overrides_of
@@ -97,7 +96,8 @@ def test_a_simulation_that_is_interrupted_leaves_no_process_and_can_go_on(starte
     check_resumed(tmp_path / "x")
 
 
-@pytest.mark.parametrize("killed", some("killed", KILLED, 1))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("killed", KILLED)
 def test_whoever_is_killed_no_process_stays_and_the_run_goes_on(started, tmp_path, monkeypatch, killed):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     run = start(started, tmp_path, *ON_RAY, "run-name=x")

@@ -8,7 +8,6 @@ import time
 
 import psutil
 import pytest
-from chaos_runs import some
 from deployed import HOSPITALS
 from forks import Command
 from PIL import Image
@@ -75,7 +74,8 @@ def test_a_rehearsal_runs_shows_and_stops(play, tmp_path):
     assert left_over(place) == []
 
 
-@pytest.mark.parametrize("sent", some("rehearsal", ENDED, 1))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("sent", ENDED)
 def test_ctrl_c_or_a_kill_stops_all_of_it(play, tmp_path, sent):
     place = tmp_path / "reh"
     process = started(place, play, "rounds=500")

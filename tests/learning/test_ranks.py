@@ -1,9 +1,6 @@
 """Several processes train as one would, end with the process that asked, and refuse what they cannot share."""
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import closing
 from copy import deepcopy
@@ -13,6 +10,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from forks import Command
 from torch import nn
 
 from flwr_replay.config.sections import TrainingConfig
@@ -27,9 +25,6 @@ from flwr_replay.wire.weights import load_optimizer_arrays, optimizer_arrays
 
 SIZES = {"a": 30, "b": 11}
 LOSS = Classification(3).loss
-# A job in the background ignores Ctrl-C, and so would what it starts.
-CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-COMMAND = [sys.executable, "-c", f"{CTRL_C}; from flwr_replay.cli.main import main; main()", "run"]
 
 
 @pytest.fixture
@@ -66,7 +61,7 @@ def agree(one, two):
         torch.testing.assert_close(two.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_two_processes_train_as_one_would(store, several):
+def test_two_processes_train_as_one_would(store, several, forks):
     others = 0
     for kind, b in (("sgd", 7), ("adam", 8), ("sgd", 100)):  # shares of two sizes; one batch of all 41
         training = TrainingConfig(optimizer=kind, lr=0.05, batch_size=b)
@@ -86,7 +81,7 @@ def test_two_processes_train_as_one_would(store, several):
     assert others  # the sums were others, so something was shared out
 
 
-def test_a_rank_that_ends_is_one_line_and_ends_the_others(store, several):
+def test_a_rank_that_ends_is_one_line_and_ends_the_others(store, several, forks):
     training, module = TrainingConfig(batch_size=8), network()
     optimizer = make_optimizer(module, training, 0.1)
     epoch(several, module, optimizer, training, store, 0)
@@ -99,28 +94,27 @@ def test_a_rank_that_ends_is_one_line_and_ends_the_others(store, several):
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
-def test_what_fails_in_a_rank_is_one_line(store, several):
+def test_what_fails_in_a_rank_is_one_line(store, several, forks):
     training, module = TrainingConfig(batch_size=8), nn.Sequential(nn.Flatten(), nn.Linear(5, 3))
     with pytest.raises(RunError, match=r"process [01]: RuntimeError: .*mat1 and mat2"):
         epoch(several, module, make_optimizer(module, training, 0.1), training, store, 0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
 def test_none_outlives_the_run(tmp_path, by):
     job = ["strategy=fedreplay", "encoder=random", "model.norm=group", "nodes=2", "rounds=5000", "server-processes=2"]
-    environment = {**os.environ, "FLWR_REPLAY_HOME": str(tmp_path)}
-    words = [*COMMAND, *job, "device=cpu", "--runs-dir", str(tmp_path), "run-name=long"]
-    with open(tmp_path / "said", "w") as said:
-        run = subprocess.Popen(words, env=environment, stdout=said, stderr=said, cwd=tmp_path)
+    words = ["run", *job, "device=cpu", "--runs-dir", str(tmp_path), "run-name=long"]
+    run = Command(words, tmp_path, FLWR_REPLAY_HOME=str(tmp_path))
     try:
         metrics = tmp_path / "long" / "metrics.jsonl"
         while not metrics.exists() or not metrics.stat().st_size:
-            assert run.poll() is None, (tmp_path / "said").read_text()
+            assert run.poll() is None, run.rest()
             time.sleep(0.1)
         found = psutil.Process(run.pid).children(recursive=True)
         assert sum("spawn_main" in " ".join(process.cmdline()) for process in found) == 2
         run.send_signal(by)
-        run.wait(timeout=60)
+        run.rest()
         assert not psutil.wait_procs(found, timeout=20)[1]
     finally:
         run.kill()

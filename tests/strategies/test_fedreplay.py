@@ -320,7 +320,7 @@ def test_a_run_that_broke_off_goes_on_with_the_same_bits(run):
             assert stored(resumed, name).tobytes() == stored(folder, name).tobytes()
 
 
-def test_several_processes_of_the_server_train_as_one_and_others_resume(run):
+def test_several_processes_of_the_server_train_as_one_and_others_resume(run, forks):
     options = ["model.norm=group", "encoder=random", "rounds=3", "evaluate-every=1", "batch-size=15"]  # 8 and 7
     one, _, _, result = run("one", *options)
     with pytest.raises(KeyboardInterrupt):
