@@ -150,14 +150,12 @@ def deployed(
     init(clinics, f"127.0.0.1:{port}", [*TASK[1:], *study], place)
     programs = root / "programs"
     programs.mkdir()
-    for name in ("flower-superexec", "flower-supernode"):
-        (programs / name).symlink_to(Path(__file__).with_name("warm.py"))
+    (programs / "flower-superexec").symlink_to(Path(__file__).with_name("warm.py"))
     environment = {
         **os.environ,
         "PATH": os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5",  # seconds
     }
     with family() as environment[MARK]:
         found = Deployment(place, root / "data", root, environment, port, clinics=taking_part)

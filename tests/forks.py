@@ -1,4 +1,7 @@
-"""Commands and workers in forks of this process, which has all imported."""
+"""Commands and workers in forks of this process, which has all imported.
+
+None may speak to Ray itself: where this process has done so, its threads are missing in a fork, which waits for ever.
+"""
 
 import logging
 import multiprocessing

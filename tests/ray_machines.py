@@ -46,6 +46,7 @@ class Machines:
     def _start(self, size, *words, **environment):
         mark = self.stack.enter_context(family())
         command = [*RAY, *words, f"--num-cpus={size}", f"--num-gpus={size}", *PORTS, "--disable-usage-stats"]
+        command += ["--include-log-monitor=false"]
         with open(self.folder / f"{mark}.log", "w") as log:
             environment = {**os.environ, **environment, MARK: mark, **TUNED}
             subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)

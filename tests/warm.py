@@ -1,9 +1,8 @@
 #!/usr/bin/env python
-"""Flower's SuperExec and SuperNode as a deployment of the tests runs them: nothing else waits, or is imported twice.
+"""Flower's SuperExec as a deployment of the tests runs it: its ClientApps and ServerApps are forks of it.
 
-Links of their names stand first on the deployment's PATH. The ClientApps and ServerApps of a SuperExec are forks of it.
-Each is a child of that process, has the command line of Flower's own, and works on one message. A SuperNode that has
-found no message looks again sooner. Flower's own programs: tests/integration/test_rehearsal.py.
+A link of its name stands first on the deployment's PATH. Each app is a child of this process, has the command line of
+Flower's own, and works on one message. Flower's own programs: tests/integration/test_rehearsal.py.
 """
 
 import ctypes
@@ -12,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from contextlib import suppress
 from functools import partial
@@ -23,7 +21,6 @@ from types import SimpleNamespace
 LIBC = ctypes.CDLL(None)
 SET_NAME = 15  # of prctl
 NEEDED = ("flwr_replay.client_app", "flwr_replay.server_app")
-SOONER = 6  # times
 
 
 def started(apps, words, stdout=None, stderr=None):
@@ -78,15 +75,6 @@ def superexec():
     return flower_superexec()
 
 
-def supernode():
-    """Be a SuperNode."""
-    from flwr.supernode import start_client_internal
-    from flwr.supernode.cli import flower_supernode
-
-    start_client_internal.time = SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / SOONER))
-    return flower_supernode()
-
-
 if __name__ == "__main__":
     sys.path[0] = str(Path(sys.executable).parent)  # as Flower's own program has it, in place of tests/
-    sys.exit({"flower-superexec": superexec, "flower-supernode": supernode}[Path(sys.argv[0]).name]())
+    sys.exit(superexec())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from harness import checkout
 from ray_machines import HEAD, SECOND, machines
 
 from flwr_replay.engines.cluster.on_cluster import run_on_cluster
@@ -21,9 +22,9 @@ from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import read_run_id
 from flwr_replay.runs.options import resolve
 
-ROOT = Path(__file__).resolve().parents[2]
 QUIET = {"FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", "FLWR_TELEMETRY_ENABLED": "0"}
 SMALL = ["task=digits", "partition=iid", "partition.size=60", "nodes=3", "batch_size=20", "threads=1"]
+FEW = [*(option for option in SMALL if option != "nodes=3"), "nodes=2"]
 FEDAVG = [*SMALL, "strategy=fedavg", "rounds=4", "client-cpus=1", "client-gpus=1"]
 PROXYFL = [*SMALL, "strategy=proxyfl", "rounds=3", "model=mlp", "width=8", "topology=complete", "device=cpu"]
 PROXYFL += ["proxy-optimizer=travels", "noise=seeded", "sigma=1", "delta=0.01"]  # secret noise is never the same
@@ -117,7 +118,7 @@ def test_a_machine_dies_and_the_others_go_on_to_the_bits_of_one_process(cluster,
 
 def test_killed_workers_are_replaced_and_asked_again(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
-    options, killed = [*SMALL, "strategy=fedavg", "rounds=3", "model=mlp", "width=4", "device=cpu"], []
+    options, killed = [*FEW, "strategy=fedavg", "rounds=2", "model=mlp", "width=4", "device=cpu"], []
 
     def kill():
         killed.extend(cluster.actors())
@@ -188,7 +189,15 @@ def test_flowers_own_simulation_joins_the_cluster(cluster, tmp_path, monkeypatch
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "replay"))
     own = {"RAY_ADDRESS": cluster.address, "FLWR_HOME": str(tmp_path / "flwr"), **QUIET}
     own["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    words = ["flwr", "run", str(ROOT), "--stream", "--federation-config", "num-supernodes=3", "--run-config"]
+    words = [
+        "flwr",
+        "run",
+        str(checkout(tmp_path / "checkout")),
+        "--stream",
+        "--federation-config",
+        "num-supernodes=3",
+        "--run-config",
+    ]
     wanted = {"strategy": "fedavg", "task": "digits", "nodes": 3, "rounds": 2}
     given = " ".join(f"{name}={json.dumps(value)}" for name, value in wanted.items())
     actors = set()

@@ -241,7 +241,7 @@ def test_two_runs_at_once_keep_apart_what_they_leave(deployment: Any, said: dict
 def test_whatever_is_killed_one_command_goes_on(deployment: Any, tmp_path: Path) -> None:
     """The last one, since it kills all that works for a run, at moments that are drawn.
 
-    First the ServerApp, then a SuperNode together with the SuperLink. ClientApps: `python tests/chaos/outer.py`.
+    First the ServerApp, then the SuperLink, for every other commit with a SuperNode. ClientApps: tests/chaos/outer.py.
     """
     name, options = "killed", ("strategy=cwt", "rounds=2", "evaluate_every=100", "lr=0.05")
     run, rng, pipe = deployment.runs / name, moments(name), subprocess.PIPE
@@ -269,8 +269,9 @@ def test_whatever_is_killed_one_command_goes_on(deployment: Any, tmp_path: Path)
         before = made()
         with goes_on(stdout=pipe, stderr=subprocess.STDOUT, text=True) as second:
             visited(3)
-            deployment.kill(away := rng.choice(CLINICS))
-            deployment.kill(COORDINATOR)
+            away = [rng.choice(CLINICS)] if rng.random() < 0.5 else []
+            for place in (*away, COORDINATOR):
+                deployment.kill(place)
             until(lambda: not deployment.of_a_run() and not in_use(run), ENDS, deployment.logs)
             before |= made()
             for streamed in (first, second):
@@ -282,7 +283,8 @@ def test_whatever_is_killed_one_command_goes_on(deployment: Any, tmp_path: Path)
     assert "see the line connection" in lines["NO  runs"], found
     assert lines["NO  run directories"] == f"not finished: {name}: {command} goes on where it was", found
     deployment.start(COORDINATOR)
-    deployment.start(away, again=True)
+    for clinic in away:
+        deployment.start(clinic, again=True)
     goes_on().wait(MOST)
     overrides = [*deployment.task, *options, "partition=natural", f"data_dir='{deployment.data}'"]
     _, undisturbed = run_inline([*overrides, f"nodes={len(CLINICS)}", f"runs_dir='{tmp_path}'"], LogDisplay())
