@@ -143,7 +143,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["speed", "quality"])
     parser.add_argument("options", nargs="*", help="as of flwr-replay run")
-    parser.add_argument("--priors", nargs="+", default=["prior=pixelcnn", "prior=masked"])
+    parser.add_argument("--priors", nargs="+", default=["prior=pixelcnn", "prior=maskgit"])
     parser.add_argument("--sizes", type=int, nargs="+", default=[32, 64, 128, 256])
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--steps", type=int, default=3)

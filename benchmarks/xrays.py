@@ -30,7 +30,7 @@ METHODS = {
     "cwt": ["strategy=cwt"],
     "fedreplay": ["strategy=fedreplay", "encoder_epochs=10"],
     "cwt-codes": ["strategy=cwt", "replay=vqvae2"],
-    "cwt-prior": ["strategy=cwt", "replay=pixelcnn", "prior=masked"],
+    "cwt-prior": ["strategy=cwt", "replay=pixelcnn", "prior=maskgit"],
     "central": ["strategy=central"],
     "local": ["strategy=local"],
 }

@@ -10,6 +10,7 @@ Of Hydra's grammar, an option's value may be a number, a text or a list; interpo
 
 from __future__ import annotations
 
+import logging
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -62,6 +63,7 @@ __all__ = [
 ]
 
 GROUPS = ("strategy", "task", "partition", "model", "replay", "generator", "prior", "preset")
+RENAMED = {("prior", "masked"): "maskgit"}  # choices that had other names; these go on until 0.2.0
 BY_STRATEGY = "by_strategy"  # a preset's options for one strategy, by strategy and full name
 DEFAULT = "default"  # a preset's file for every task without a file of its own
 APART = ("strategy", "replay", "prior")  # no preset of ours touches them, nor do they touch other groups
@@ -236,7 +238,9 @@ def overrides_of(path: Path) -> list[str]:
     for key, value in yaml.load(path.read_text(encoding="utf-8"), LOADER).items():
         section, _, option = key.rpartition(".")  # keys of options.json are flat
         (values.setdefault(section, {}) if section else values)[option] = value
-    base = _unset(tuple(_chosen([(group, values[group]["name"]) for group in GROUPS if group in values])))
+    base = _unset(
+        tuple(_chosen([(group, _today(group, values[group]["name"])) for group in GROUPS if group in values]))
+    )
     found: list[str] = []
     for key, value in values.items():
         if isinstance(value, dict):
@@ -261,7 +265,16 @@ def _pairs(override: str) -> list[tuple[str, str]]:
         raise ConfigError(f"an option is written key=value; got {short(override)}")
     if key in OWN and is_part(value):
         return [(key, "own"), (f"{key}.{OWN[key]}", quoted(value))]
-    return [(key.replace("-", "_"), value)]
+    return [(key.replace("-", "_"), _today(key, value))]
+
+
+@cache  # it is said once
+def _today(group: str, choice: str) -> str:
+    """Return a choice by the name that it has today."""
+    today = RENAMED.get((group, choice), choice)
+    if today != choice:
+        logging.getLogger("flwr").warning("%s=%s is called %s=%s now: write that", group, choice, group, today)
+    return today
 
 
 def _full_key(key: str, base: Mapping[str, Any]) -> str:

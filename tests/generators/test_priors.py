@@ -25,7 +25,7 @@ from flwr_replay.report.progress import LogDisplay
 
 PRIORS = choices("prior")
 CONF = Path(__file__).parents[2] / "conf" / "prior"
-TINY = {"pixelcnn": {"width": 8, "layers": 2}, "masked": {"width": 8, "layers": 2, "heads": 2}}
+TINY = {"pixelcnn": {"width": 8, "layers": 2}, "maskgit": {"width": 8, "layers": 2, "heads": 2}}
 CPU = torch.device("cpu")
 
 
@@ -121,9 +121,9 @@ def test_a_choice_sets_every_option(name):
         (["prior=pixelrnn"], "did you mean pixelcnn"),
         (["prior.layers=0"], "prior.layers must be at least 1"),
         (["prior.lr=-1.0"], "prior.lr must be positive"),
-        (["prior=masked", "prior.width=10"], "prior.width must be a multiple of prior.heads; got 10 and 4"),
-        (["prior=masked", "prior.temperature=-1"], "prior.temperature must be finite and not negative"),
-        (["prior.steps=9"], "prior.steps is an option of prior=masked; got prior=pixelcnn"),
+        (["prior=maskgit", "prior.width=10"], "prior.width must be a multiple of prior.heads; got 10 and 4"),
+        (["prior=maskgit", "prior.temperature=-1"], "prior.temperature must be finite and not negative"),
+        (["prior.steps=9"], "prior.steps is an option of prior=maskgit; got prior=pixelcnn"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(options, line):
@@ -146,7 +146,7 @@ def test_large_images_are_refused_on_a_cpu_with_the_time_that_they_take(name):
 
 def test_neither_command_nor_institution_begins_what_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
-    options = ["strategy=cwt", "replay=pixelcnn", "prior=masked", "prior.cpu-size=4", "device=cpu", "rounds=1"]
+    options = ["strategy=cwt", "replay=pixelcnn", "prior=maskgit", "prior.cpu-size=4", "device=cpu", "rounds=1"]
     refused = r"at most prior\.cpu-size=4 pixels; got task\.size=8"
     with pytest.raises(ConfigError, match=refused):
         start(options, Where(), str(tmp_path / "runs"), "", LogDisplay())

@@ -353,7 +353,7 @@ def test_a_generator_is_not_built_before_its_size_is_known_to_fit(folder, monkey
         assert "generator and prior of this run has" in refusal(server.send(request))
 
 
-@pytest.mark.parametrize("prior", ["pixelcnn", "masked"])
+@pytest.mark.parametrize("prior", ["pixelcnn", "maskgit"])
 def test_the_bytes_of_a_generator_and_a_prior_are_known_without_them(prior):
     config = compose(["task=mnist", "strategy=fedavg", "replay=pixelcnn", f"prior={prior}"])
     plan = ReplayPlan.of(config)

@@ -118,8 +118,8 @@ def test_a_part_of_a_network_is_scored_in_the_one_that_the_request_brought():
 
 @pytest.mark.parametrize(
     ("options", "passes"),
-    [(["prior.width=16"], 60), (["prior=masked", "prior.width=32", "prior.layers=2"], 250)],
-    ids=["pixelcnn", "masked"],
+    [(["prior.width=16"], 60), (["prior=maskgit", "prior.width=32", "prior.layers=2"], 250)],
+    ids=["pixelcnn", "maskgit"],
 )
 def test_a_prior_that_has_learned_codes_of_noise_gives_them_away(options, passes):
     config = compose([*DIGITS, "replay=pixelcnn", "generator.width=16", *options])

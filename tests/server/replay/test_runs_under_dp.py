@@ -38,7 +38,7 @@ SIZES = {"a": 48, "b": 40, "c": 24}
 SMALL = ["strategy=cwt", *FEW, "model.norm=group"]
 GENERATOR = [*SMALL, "replay=vqvae2", "codebook=gradient", "dp=generator"]
 END_TO_END = [*SMALL, "replay=pixelcnn", "codebook=gradient", "dp=end-to-end", "count-sigma=2"]
-MASKED = [*END_TO_END, "prior=masked", "prior.width=8", "prior.layers=1"]
+MASKED = [*END_TO_END, "prior=maskgit", "prior.width=8", "prior.layers=1"]
 CLASSIFIER = [*SMALL, "dp=classifier"]
 SEEDED = "noise=seeded"
 
@@ -61,7 +61,7 @@ def total(charges, n):
         (MASKED, ("train-prior", "b"), ["generator", "prior", "label counts"]),
         (END_TO_END, ("train", "b"), ["classifier"]),
     ],
-    ids=["generator", "prior", "masked", "classifier"],
+    ids=["generator", "prior", "maskgit", "classifier"],
 )
 def test_a_crash_repeats_the_charges_of_a_classifier_and_none_of_a_generators_visit(
     folder, once, options, at, repeated

@@ -1,4 +1,4 @@
-"""`prior=masked`: a transformer that sees the whole grid and draws many codes at a time.
+"""`prior=maskgit`: a transformer that sees the whole grid and draws many codes at a time.
 
 Source: Chang et al. 2022 (MaskGIT, arXiv 2202.04200), section 3, over the two levels of a VQ-VAE-2.
 Idea: the network guesses masked codes from those that are not masked. Every top code is a position, which carries the
@@ -35,15 +35,15 @@ from flwr_replay.config.sections import NOT_NEGATIVE_FINITE, WIDTH, PriorConfig,
 from flwr_replay.generators.base import ReplayGenerator, by_level
 from flwr_replay.generators.priors import CodePrior
 
-__all__ = ["MaskedConfig", "MaskedPrior", "code_prior"]
+__all__ = ["MaskGIT", "MaskGITConfig", "code_prior"]
 
 SLOTS = 5  # codes of a position: the top code, and four bottom codes row by row
 LOGITS = 2**24  # numbers drawn from at once: 64 MB
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskedConfig(PriorConfig):
-    """The masked transformer, its training, and how it draws."""
+class MaskGITConfig(PriorConfig):
+    """MaskGIT, its training, and how it draws."""
 
     cpu_seconds: ClassVar[tuple[float, float]] = (0.2, 1.4)  # benchmarks/priors.py
 
@@ -65,15 +65,15 @@ class MaskedConfig(PriorConfig):
         )
 
 
-def code_prior(config: MaskedConfig, generator: ReplayGenerator, classes: int) -> CodePrior:
+def code_prior(config: MaskGITConfig, generator: ReplayGenerator, classes: int) -> CodePrior:
     """Build the prior."""
-    return MaskedPrior(config, generator, classes)
+    return MaskGIT(config, generator, classes)
 
 
-class MaskedPrior(CodePrior):
+class MaskGIT(CodePrior):
     """p(masked codes | other codes, label); built by `build_prior`."""
 
-    def __init__(self, config: MaskedConfig, generator: ReplayGenerator, classes: int) -> None:
+    def __init__(self, config: MaskGITConfig, generator: ReplayGenerator, classes: int) -> None:
         (height, width), (low_height, low_width) = grids = generator.grids
         assert (low_height, low_width) == (2 * height, 2 * width), "the bottom grid has twice the top's sides"
         super().__init__(grids, classes, draws=2 + generator.codes_per_image)
@@ -81,7 +81,7 @@ class MaskedPrior(CodePrior):
         self.codes = nn.Embedding(SLOTS * (self.codebook_size + 1), config.width)  # of each slot, with a mask
         self.rows, self.columns = nn.Embedding(height, config.width), nn.Embedding(width, config.width)
         self.label = nn.Embedding(classes, config.width)
-        self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(AttentionBlock(config.width, config.heads) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.top, self.bottom = (nn.Linear(config.width, codes * self.codebook_size) for codes in (1, SLOTS - 1))
         for table in (self.codes, self.rows, self.columns, self.label):
@@ -167,7 +167,7 @@ class MaskedPrior(CodePrior):
         return torch.cat([grid_BSHW[:, 0].flatten(1), F.pixel_shuffle(grid_BSHW[:, 1:], 2).flatten(1)], dim=1)
 
 
-class Block(nn.Module):
+class AttentionBlock(nn.Module):
     """Attention of every position to all, then two layers of each; both behind a norm, and added."""
 
     def __init__(self, width: int, heads: int) -> None:

@@ -1,4 +1,4 @@
-"""The masked prior: the tokens' form, what is masked, that the whole grid is seen, drawing, learning."""
+"""The MaskGIT prior: the tokens' form, what is masked, that the whole grid is seen, drawing, learning."""
 
 from itertools import pairwise
 from math import cos, pi
@@ -8,16 +8,16 @@ import torch
 
 from flwr_replay.generators.autoencoder import VQVAE2Config, build_generator
 from flwr_replay.generators.base import by_level
-from flwr_replay.generators.masked import LOGITS, MaskedConfig
+from flwr_replay.generators.maskgit import LOGITS, MaskGITConfig
 from flwr_replay.generators.priors import build_prior
 from flwr_replay.learning.training import step, torch_rng
 
-TINY = {"name": "masked", "width": 8, "layers": 2, "heads": 2}
+TINY = {"name": "maskgit", "width": 8, "layers": 2, "heads": 2}
 
 
 def tiny(codes=4, size=16, classes=3, **options):
     images = build_generator(VQVAE2Config(name="vqvae2", codes=codes, dim=2, width=4), 1, size, 0)
-    return build_prior(MaskedConfig(**TINY | options), images, classes, 0)
+    return build_prior(MaskGITConfig(**TINY | options), images, classes, 0)
 
 
 def randint(high, *shape):
@@ -96,7 +96,7 @@ def test_drawing_takes_tens_of_passes_and_keeps_what_is_drawn():
 
 def test_memory_is_bounded_by_blocks(monkeypatch):
     prior = tiny(size=16)
-    monkeypatch.setattr("flwr_replay.generators.masked.LOGITS", 3 * 16 * 4)  # three images at once
+    monkeypatch.setattr("flwr_replay.generators.maskgit.LOGITS", 3 * 16 * 4)  # three images at once
     sizes, own = [], prior._drawn
     monkeypatch.setattr(prior, "_drawn", lambda labels, rng: sizes.append(len(labels)) or own(labels, rng))
     assert len(prior.sample(torch.zeros(8, dtype=torch.int64), torch_rng("draws"))) == 8
