@@ -51,7 +51,7 @@ from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.hops import Cycles, Hops, Queues, Reopening, Turn
 from flwr_replay.movements.relay import Relay
-from flwr_replay.movements.run import Run
+from flwr_replay.movements.run import RunState
 from flwr_replay.payloads.common import Evaluate, Trained
 from flwr_replay.payloads.feder import TrainOwnWithBuffers, TrainWithBuffers
 from flwr_replay.payloads.local import EvaluateOwn, TrainedOwn
@@ -301,13 +301,13 @@ class FedER(Relay):
         model = self.shown or self.trained_at.get(member.name, self.fresh)
         return replace(request, arrays=model) if isinstance(request, Evaluate) and model else request
 
-    def evaluate_if_due(self, run: Run, server_round: int, arrays: ArrayRecord) -> None:
+    def evaluate_if_due(self, run: RunState, server_round: int, arrays: ArrayRecord) -> None:
         """Evaluate; with `agreement`, after the last round have every institution test every model."""
         super().evaluate_if_due(run, server_round, arrays)
         if self.config.agreement and server_round == run.num_rounds:
             self.recorder.notes["agreement"] = self.agreement(run, server_round, arrays)
 
-    def agreement(self, run: Run, server_round: int, arrays: ArrayRecord) -> dict[str, Any]:
+    def agreement(self, run: RunState, server_round: int, arrays: ArrayRecord) -> dict[str, Any]:
         """Return every model's balanced accuracy by institution, and its standard deviation over the models."""
         found: dict[str, dict[str, float]] = {}
         for model, weights in sorted(self.models_at_end({}).items()):

@@ -34,7 +34,7 @@ from flwr_replay.models.layers import as_input
 from flwr_replay.models.seeding import seeded
 from flwr_replay.rng import derived_seed
 
-__all__ = ["Decoder", "invert", "latents_of", "learned_decoder", "mixes", "nearest_auxiliary"]
+__all__ = ["LatentDecoder", "invert", "latents_of", "learned_decoder", "mixes", "nearest_auxiliary"]
 
 BATCH = 64  # examples of a decoder's step
 WIDTH, NARROWEST = 64, 16  # its channels at the latents' size; every doubling of the size halves them
@@ -103,7 +103,7 @@ def invert(encoder: nn.Module, latents_n: Tensor, form: tuple[int, int, int], se
     return torch.cat(found)
 
 
-class Decoder(nn.Module):
+class LatentDecoder(nn.Module):
     """Maps latents to images: the mean auxiliary image plus what convolutions make of the latents, cut off to [0, 1].
 
     Nothing is squashed by a sigmoid: under squared error that saturates on images that are mostly black.
@@ -155,7 +155,7 @@ class Decoder(nn.Module):
         return torch.cat([self(latents_B).clamp(0, 1) for latents_B in torch.split(latents_n, BATCH)])
 
 
-def learned_decoder(latents_n: Tensor, images_nCHW: Tensor, steps: int, seed: int, lr: float = 2e-3) -> Decoder:
+def learned_decoder(latents_n: Tensor, images_nCHW: Tensor, steps: int, seed: int, lr: float = 2e-3) -> LatentDecoder:
     """Train a decoder on auxiliary images and their latents: Adam on the mean squared error.
 
     Parameters
@@ -173,7 +173,7 @@ def learned_decoder(latents_n: Tensor, images_nCHW: Tensor, steps: int, seed: in
     """
     images_nCHW = as_input(images_nCHW).to(latents_n.device)
     with seeded(derived_seed(seed, "decoder")), torch.device("cpu"):
-        decoder = Decoder(latents_n.cpu(), images_nCHW.cpu())
+        decoder = LatentDecoder(latents_n.cpu(), images_nCHW.cpu())
     decoder.to(latents_n.device)
     optimizer = torch.optim.Adam(decoder.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))

@@ -38,7 +38,7 @@ from flwr.app import Array, ArrayRecord
 from flwr_replay.errors import ConfigError, PrivacyError, RefusedError
 from flwr_replay.files.atomic import NAME, private_folder, read_text
 from flwr_replay.files.once import write_once
-from flwr_replay.wire.sealed import SALT, Head, Parcel, joined_body, pack, parted_body, unpack
+from flwr_replay.wire.sealed import SALT, Head, SealedParcel, joined_body, pack, parted_body, unpack
 
 __all__ = ["KEY", "Opened", "Seal", "line_of", "make_key", "read_pins", "simulated"]
 
@@ -127,7 +127,7 @@ class Seal:
             ChaCha20Poly1305(self._shared(name, salt, sends=True)).encrypt(NONCE, own, _bound(head, salt, name, digest))
             for name in self.pins
         ]
-        return pack(Parcel(head, salt, wrapped, sealed))
+        return pack(SealedParcel(head, salt, wrapped, sealed))
 
     def open(self, array: Array) -> Opened:
         """Open a parcel that another institution, or this one, has sealed.

@@ -13,14 +13,14 @@ from flwr_replay.config.sections import one_of
 from flwr_replay.convert.brats import brats_rows
 from flwr_replay.convert.listings import boneage_rows, isic_rows, tuberculosis_rows
 from flwr_replay.convert.retina import retina_rows
-from flwr_replay.data.manifest import Row
+from flwr_replay.data.manifest import ManifestRow
 from flwr_replay.errors import DataError
 from flwr_replay.files.atomic import write_atomic
 from flwr_replay.files.table import csv_text
 
 __all__ = ["convert"]
 
-CONVERTERS: dict[str, Callable[[Path], list[Row]]] = {
+CONVERTERS: dict[str, Callable[[Path], list[ManifestRow]]] = {
     "retina": retina_rows,
     "boneage": boneage_rows,
     "brats": brats_rows,

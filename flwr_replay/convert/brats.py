@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from flwr_replay.convert.download import keyed_rows, whole
 from flwr_replay.data.decoded import each
 from flwr_replay.data.folder import LEFT_BEHIND
-from flwr_replay.data.manifest import Row
+from flwr_replay.data.manifest import ManifestRow
 from flwr_replay.data.readers import again, line_of
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.terminal import installing
@@ -47,7 +47,7 @@ TUMOUR = (1, 2, 4)
 BRIGHTEST = 99.5  # percentile of the voxels that are not 0
 
 
-def brats_rows(root: Path) -> list[Row]:
+def brats_rows(root: Path) -> list[ManifestRow]:
     """Write the slices of all subjects, and list them; a DataError names a wrong subject, volume or segmentation."""
     try:
         nibabel = importlib.import_module("nibabel")
@@ -62,7 +62,7 @@ def brats_rows(root: Path) -> list[Row]:
     with whole(root / "slices") as place:
         written = each(partial(_write, place, nibabel=nibabel), folders)
     return [
-        Row(root / "slices" / f"{name}.png", f"slices/{name}-mask.png", str(folder), site, patient=folder.name)
+        ManifestRow(root / "slices" / f"{name}.png", f"slices/{name}-mask.png", str(folder), site, patient=folder.name)
         for folder, site, names in zip(folders, sites, written, strict=True)
         for name in names
     ]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flwr_replay.data.folder import images_below
-from flwr_replay.data.manifest import Row
+from flwr_replay.data.manifest import ManifestRow
 from flwr_replay.data.readers import csv_rows
 from flwr_replay.errors import DataError
 from flwr_replay.files.disk import writing
@@ -37,7 +37,7 @@ def keyed_rows(path: Path, key: str, columns: Sequence[str]) -> dict[str, dict[s
     return found
 
 
-def located(rows: Sequence[Row]) -> list[Row]:
+def located(rows: Sequence[ManifestRow]) -> list[ManifestRow]:
     """Find each row's image by its name: it may have another suffix, or lie in a folder within its folder.
 
     Raises

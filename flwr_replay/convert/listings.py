@@ -43,7 +43,7 @@ from pathlib import Path
 from flwr_replay.config.quoting import digits
 from flwr_replay.convert.download import keyed_rows, located
 from flwr_replay.data.folder import images_below
-from flwr_replay.data.manifest import Row
+from flwr_replay.data.manifest import ManifestRow
 from flwr_replay.errors import DataError
 
 __all__ = ["boneage_rows", "isic_rows", "tuberculosis_rows"]
@@ -61,7 +61,7 @@ LESION = re.compile(r"(BCN|HAM|MSK4)_\w+")
 CHESTS = {"montgomery": ("MontgomerySet", "MCUCXR"), "shenzhen": ("ChinaSet_AllFiles", "CHNCXR")}
 
 
-def boneage_rows(root: Path) -> list[Row]:
+def boneage_rows(root: Path) -> list[ManifestRow]:
     """List male hands; a DataError names an invalid sex or age, a missing image, or a truth not saved as CSV."""
     rows = _hands(root / f"{HANDS}.csv", ("id", "male", "boneage"), root / HANDS, "train")
     truth = root / TRUTH
@@ -72,7 +72,7 @@ def boneage_rows(root: Path) -> list[Row]:
     return located(rows)
 
 
-def _hands(table: Path, columns: tuple[str, str, str], folder: Path, split: str) -> list[Row]:
+def _hands(table: Path, columns: tuple[str, str, str], folder: Path, split: str) -> list[ManifestRow]:
     name, sex, age = columns
     rows = []
     for key, row in keyed_rows(table, name, [sex, age]).items():
@@ -86,11 +86,11 @@ def _hands(table: Path, columns: tuple[str, str, str], folder: Path, split: str)
         if not 0 <= months <= MONTHS:
             raise DataError(f"{age!r} must be in months, 0 to {MONTHS}; got {row[age]!r} for {key} in {table}")
         if male:
-            rows.append(Row(folder / f"{key}.png", str(months), str(table), split=split, patient=key))
+            rows.append(ManifestRow(folder / f"{key}.png", str(months), str(table), split=split, patient=key))
     return rows
 
 
-def isic_rows(root: Path) -> list[Row]:
+def isic_rows(root: Path) -> list[ManifestRow]:
     """List photographs; a DataError names one that is missing or without metadata, a wrong diagnosis or lesion id."""
     table, metadata = root / f"{SKIN}_GroundTruth.csv", root / f"{SKIN}_Metadata.csv"
     lesions = keyed_rows(metadata, "image", ["lesion_id"])
@@ -112,11 +112,11 @@ def isic_rows(root: Path) -> list[Row]:
         if source is None:
             raise DataError(f"a lesion id begins with BCN_, HAM_ or MSK4_; got {lesion!r} for {name} in {metadata}")
         image = root / f"{SKIN}_Input" / f"{name}.jpg"
-        rows.append(Row(image, WHOLE[row["MEL"]], str(table), source[1], patient=lesion))
+        rows.append(ManifestRow(image, WHOLE[row["MEL"]], str(table), source[1], patient=lesion))
     return located(rows)
 
 
-def tuberculosis_rows(root: Path) -> list[Row]:
+def tuberculosis_rows(root: Path) -> list[ManifestRow]:
     """List radiographs; a DataError names one without a label, or a reading without its image."""
     if rows := [row for site in CHESTS for row in _chests(root, site)]:
         return rows
@@ -124,7 +124,7 @@ def tuberculosis_rows(root: Path) -> list[Row]:
     raise DataError(f"tuberculosis needs PNG images; got none in {folders} of {root}: give the folder that holds them")
 
 
-def _chests(root: Path, site: str) -> list[Row]:
+def _chests(root: Path, site: str) -> list[ManifestRow]:
     folder, prefix = CHESTS[site]
     place = root / folder / "CXR_png"
     images = images_below(place, Counter()) if place.is_dir() else []
@@ -136,5 +136,5 @@ def _chests(root: Path, site: str) -> list[Row]:
         parts = re.fullmatch(rf"({prefix}_\d+)_([01])", path.stem)
         if parts is None:
             raise DataError(f"an image is named {prefix}_<number>_<0 or 1>.png, the last its label; got {path}")
-        rows.append(Row(path, parts[2], str(place), site, patient=parts[1]))
+        rows.append(ManifestRow(path, parts[2], str(place), site, patient=parts[1]))
     return rows

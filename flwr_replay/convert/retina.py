@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from flwr_replay.convert.download import keyed_rows, located, whole
 from flwr_replay.data.decoded import each
-from flwr_replay.data.manifest import Row
+from flwr_replay.data.manifest import ManifestRow
 from flwr_replay.data.picture import picture
 from flwr_replay.errors import DataError
 
@@ -45,7 +45,7 @@ DARK = 10  # a column of the middle row shows the eye if brighter than a tenth o
 SMALLEST = 8  # an eye is at least an eighth as wide as the image's shorter side
 
 
-def retina_rows(root: Path) -> list[Row]:
+def retina_rows(root: Path) -> list[ManifestRow]:
     """List left eyes, preprocessed as Graham 2015; a DataError names a wrong row, or an image without an eye."""
     rows = [row for table, folder in PARTS.items() if (root / table).is_file() for row in _rows(root / table, folder)]
     if not rows:
@@ -55,7 +55,7 @@ def retina_rows(root: Path) -> list[Row]:
     return [replace(row, file=root / "prepared" / f"{row.patient}.png") for row in rows]
 
 
-def _rows(table: Path, folder: str) -> list[Row]:
+def _rows(table: Path, folder: str) -> list[ManifestRow]:
     rows = []
     for name, row in keyed_rows(table, "image", ["level"]).items():
         parts = IMAGE.fullmatch(name)
@@ -66,11 +66,11 @@ def _rows(table: Path, folder: str) -> list[Row]:
         label = LABELS[row["level"]]
         if parts[2] == "left" and label is not None:
             image = table.with_name(folder) / f"{name}.jpeg"
-            rows.append(Row(image, label, str(table), patient=f"{folder}/{parts[1]}"))
+            rows.append(ManifestRow(image, label, str(table), patient=f"{folder}/{parts[1]}"))
     return rows
 
 
-def _prepare(place: Path, row: Row) -> None:
+def _prepare(place: Path, row: ManifestRow) -> None:
     from PIL import Image
 
     pixels = graham(np.asarray(picture(row.file, "RGB")), round(2 * KEPT * RADIUS))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from flwr_replay.config.sections import TaskConfig
 from flwr_replay.data.decoded import DecodedImages
-from flwr_replay.data.manifest import SPLITS, Row, manifest_rows, raws_of
+from flwr_replay.data.manifest import SPLITS, ManifestRow, manifest_rows, raws_of
 from flwr_replay.data.readers import Raw, line_of
 from flwr_replay.errors import ConfigError, DataError
 
@@ -41,7 +41,7 @@ def read_bags(task: TaskConfig, kept: DecodedImages | None = None) -> dict[str, 
     return raws_of(rows, task, str(manifest), _read_bag, np.float32, known, kept)
 
 
-def _read_bag(row: Row, task: TaskConfig) -> NDArray[np.float32]:
+def _read_bag(row: ManifestRow, task: TaskConfig) -> NDArray[np.float32]:
     """Read one bag as (F, H, W)."""
     places = task.size**2
     try:

@@ -36,7 +36,7 @@ from flwr_replay.errors import DamagedError
 from flwr_replay.files.atomic import private_folder, read_json, sweep, sync, write_json
 from flwr_replay.files.disk import claimed, folder_locked, looked, reading, writing
 
-__all__ = ["FOLDER", "DecodedImages", "Source", "decoded", "each"]
+__all__ = ["FOLDER", "DecodedImages", "ImageSource", "decoded", "each"]
 
 FOLDER = "decoded"  # in a state directory
 FORMAT = 3  # a higher one where an image's bits, or the form of an entry, change
@@ -50,7 +50,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Source:
+class ImageSource:
     """Files to decode, one example each.
 
     Parameters
@@ -116,7 +116,7 @@ class DecodedImages:
     def __init__(self, folder: Path, limit: float) -> None:
         self.folder, self.limit = folder, limit if os.name == "posix" else 0  # elsewhere no open file is renamed
 
-    def decoded(self, source: Source) -> tuple[Mapping[str, Indices], NDArray[Any]]:
+    def decoded(self, source: ImageSource) -> tuple[Mapping[str, Indices], NDArray[Any]]:
         """Return the indices of the files in each split, and all examples in the order of the splits.
 
         Raises
@@ -161,7 +161,7 @@ class DecodedImages:
             return None
         return {split: np.asarray(rows, np.int64) for split, rows in about["splits"].items()}, x
 
-    def _write(self, form: str, key: str, source: Source) -> None:
+    def _write(self, form: str, key: str, source: ImageSource) -> None:
         """Decode all files and write them; no part of a file is left if one cannot be decoded."""
         members, path = source.divide(), self._images(form)
         shape = source.shape(sum(map(len, members.values())))
@@ -202,7 +202,7 @@ class DecodedImages:
         return self.folder / f"{form}.json"
 
 
-def decoded(source: Source, kept: DecodedImages | None) -> dict[str, tuple[Indices, NDArray[Any]]]:
+def decoded(source: ImageSource, kept: DecodedImages | None) -> dict[str, tuple[Indices, NDArray[Any]]]:
     """Decode files, or find them decoded.
 
     Parameters
@@ -231,7 +231,7 @@ def each(read: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         return list(pool.map(read, items))
 
 
-def _in_memory(source: Source) -> tuple[Mapping[str, Indices], NDArray[Any]]:
+def _in_memory(source: ImageSource) -> tuple[Mapping[str, Indices], NDArray[Any]]:
     members = source.divide()
     x, first = np.empty(source.shape(sum(map(len, members.values()))), source.dtype), 0
     for part in source.examples(members):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from flwr_replay.config.sections import WHOLE, TaskConfig, spelled
 from flwr_replay.data.decoded import DecodedImages
-from flwr_replay.data.manifest import SPLITS, Row, manifest_rows, raws_of, some, words_of
+from flwr_replay.data.manifest import SPLITS, ManifestRow, manifest_rows, raws_of, some, words_of
 from flwr_replay.data.picture import fitted, is_picture, picture
 from flwr_replay.data.readers import Raw
 from flwr_replay.data.subjects import by_subjects
@@ -61,7 +61,7 @@ def read_folder(task: TaskConfig, kept: DecodedImages | None = None) -> dict[str
     return raws_of(rows, task, source, read_image, kept=kept, divide=divide)
 
 
-def folder_rows(root: Path, site_column: str = "site") -> list[Row]:
+def folder_rows(root: Path, site_column: str = "site") -> list[ManifestRow]:
     """List the images of a folder, by its manifest if it has one.
 
     Raises
@@ -79,7 +79,7 @@ def folder_rows(root: Path, site_column: str = "site") -> list[Row]:
     return rows
 
 
-def form_of(rows: Sequence[Row], given: Container[str] = ()) -> dict[str, Any]:
+def form_of(rows: Sequence[ManifestRow], given: Container[str] = ()) -> dict[str, Any]:
     """Read size and channels off the first image, classes off the labels, with class_names unless these are 0 to C - 1.
 
     What is `given` is left out; with class_names classes are, too.
@@ -109,7 +109,7 @@ def form_of(rows: Sequence[Row], given: Container[str] = ()) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in given}
 
 
-def _refuse_inner(rows: Sequence[Row]) -> None:
+def _refuse_inner(rows: Sequence[ManifestRow]) -> None:
     """Refuse folders that are all divided alike, such as fold1/ and fold2/, or data/: their folders may be classes."""
     inner: dict[Path, set[str]] = {}
     for row in rows:
@@ -153,7 +153,7 @@ def _listed(unread: Counter[str]) -> str:
     return ", ".join(f"{count:,} {kind}" for kind, count in (+unread).most_common(8))
 
 
-def _folder_rows(root: Path) -> list[Row]:
+def _folder_rows(root: Path) -> list[ManifestRow]:
     unread: Counter[str] = Counter()
     folders = sorted(entry for entry in root.iterdir() if entry.is_dir() and not LEFT_BEHIND.fullmatch(entry.name))
     splits = _splits_among(folders)
@@ -200,7 +200,7 @@ def _splits_among(folders: Sequence[Path]) -> dict[str, Path]:
     return {}
 
 
-def _class_rows(root: Path, split: str | None, unread: Counter[str]) -> list[Row]:
+def _class_rows(root: Path, split: str | None, unread: Counter[str]) -> list[ManifestRow]:
     rows = []
     for folder in sorted(entry for entry in root.iterdir() if not LEFT_BEHIND.fullmatch(entry.name)):
         if not folder.is_dir():
@@ -219,7 +219,7 @@ def _class_rows(root: Path, split: str | None, unread: Counter[str]) -> list[Row
                 f"splits stand above classes; {folder} has {', '.join(one.name for one in splits.values())} in it: set "
                 f"task.data-dir={folder} if these have the classes, else turn the folders around"
             )
-        rows += [Row(file, folder.name, f"folder {folder}", None, split) for file in files]
+        rows += [ManifestRow(file, folder.name, f"folder {folder}", None, split) for file in files]
         unread += others
         unread[f"empty folders called {folder.name}/"] += not files and not others
     if not rows:
@@ -227,7 +227,7 @@ def _class_rows(root: Path, split: str | None, unread: Counter[str]) -> list[Row
     return rows
 
 
-def read_image(row: Row, task: TaskConfig) -> NDArray[np.uint8]:
+def read_image(row: ManifestRow, task: TaskConfig) -> NDArray[np.uint8]:
     """Read one image as (C, H, W); one of another size is fitted as `task.fit` says, or refused."""
     image = picture(row.file, MODES[task.channels], row.where)
     if task.fit == "exact" and image.size != (task.size, task.size):

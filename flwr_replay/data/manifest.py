@@ -20,13 +20,13 @@ from numpy.typing import DTypeLike, NDArray
 
 from flwr_replay.config.sections import WHOLE, TaskConfig, bare, spelled
 from flwr_replay.data.classes import Classes
-from flwr_replay.data.decoded import DecodedImages, Source, decoded, each
+from flwr_replay.data.decoded import DecodedImages, ImageSource, decoded, each
 from flwr_replay.data.picture import fitted, picture
 from flwr_replay.data.readers import SPLIT_SEED, Raw, csv_rows, shortened
 from flwr_replay.errors import DataError
 from flwr_replay.rng import derived_seed
 
-__all__ = ["SPLITS", "VALIDATED", "Row", "manifest_rows", "parted", "raws_of", "some", "words_of"]
+__all__ = ["SPLITS", "VALIDATED", "ManifestRow", "manifest_rows", "parted", "raws_of", "some", "words_of"]
 
 SPLITS = ("train", "test", "val")
 TESTED = 0.2  # share of the patients to test on, if no split is given
@@ -38,7 +38,7 @@ VALIDATED = 0.1  # with split=validation, share of the patients to train on that
 
 
 @dataclass(frozen=True)
-class Row:
+class ManifestRow:
     """One example."""
 
     file: Path
@@ -49,7 +49,7 @@ class Row:
     patient: str = ""  # empty: not known
 
 
-def manifest_rows(path: Path, site_column: str, column: str, known: Sequence[str] = SPLITS) -> list[Row]:
+def manifest_rows(path: Path, site_column: str, column: str, known: Sequence[str] = SPLITS) -> list[ManifestRow]:
     """Read a manifest.
 
     Parameters
@@ -83,7 +83,7 @@ def manifest_rows(path: Path, site_column: str, column: str, known: Sequence[str
                 f"every row must have a value for {name!r}; {len(lacking):,} of {len(lines):,} have none, the first is "
                 f"{lacking[0]}: fill it in, or remove the row"
             )
-    rows, listed, written = [], {}, {}  # type: list[Row], dict[Path, str], dict[tuple[str, str], str]
+    rows, listed, written = [], {}, {}  # type: list[ManifestRow], dict[Path, str], dict[tuple[str, str], str]
     for where, cells in lines:
         values = {name: cells[name] for name in used}
         if "split" in values and values["split"] not in known:
@@ -97,7 +97,7 @@ def manifest_rows(path: Path, site_column: str, column: str, known: Sequence[str
                 f"patients must differ by more than spelling; got {shortened(other)} and {shortened(patient)} "
                 f"({where}): write them alike, or rename one"
             )
-        rows.append(Row(file, values["label"], where, values.get(site_column), values.get("split"), patient))
+        rows.append(ManifestRow(file, values["label"], where, values.get(site_column), values.get("split"), patient))
     _refuse_alike({row.site: row.where for row in reversed(rows) if row.site is not None}, "sites")
     return rows
 
@@ -109,10 +109,10 @@ def _plain(name: str) -> str:
 
 
 def raws_of(
-    rows: list[Row],
+    rows: list[ManifestRow],
     task: TaskConfig,
     source: str,
-    read: Callable[[Row, TaskConfig], NDArray[Any]],
+    read: Callable[[ManifestRow, TaskConfig], NDArray[Any]],
     dtype: DTypeLike = np.uint8,
     known: Sequence[str] = SPLITS,
     kept: DecodedImages | None = None,
@@ -162,14 +162,14 @@ def raws_of(
 
     files, about = [row.file for row in rows], [(row.site, row.split, row.patient) for row in rows]
     by_label = [row.label for row in rows] if divide else []  # as a division of one's own may be
-    found = decoded(Source(task, files, [*about, *by_label], divided, lambda n: read(rows[n], task), dtype), kept)
+    found = decoded(ImageSource(task, files, [*about, *by_label], divided, lambda n: read(rows[n], task), dtype), kept)
     return {
         split: Raw(x, y[members], source, source, *(None if of is None else of[members] for of in (sites, patients)))
         for split, (members, x) in found.items()
     }
 
 
-def _labels(rows: list[Row], task: TaskConfig, source: str) -> NDArray[Any]:
+def _labels(rows: list[ManifestRow], task: TaskConfig, source: str) -> NDArray[Any]:
     """Turn labels into class numbers, numbers or masks; a wrong one is reported with its row."""
     _refuse_missing(rows, task.class_names)
     if task.kind == "segmentation":
@@ -186,20 +186,20 @@ def _labels(rows: list[Row], task: TaskConfig, source: str) -> NDArray[Any]:
     return np.asarray([classes.number(row.label, row.where) for row in rows], np.int64)
 
 
-def _number(row: Row) -> float:
+def _number(row: ManifestRow) -> float:
     try:
         return float(row.label)
     except ValueError:
         raise DataError(f"labels must be numbers; got {shortened(row.label)} ({row.where}): correct it") from None
 
 
-def _mask(row: Row, task: TaskConfig, folder: Path) -> NDArray[np.uint8]:
+def _mask(row: ManifestRow, task: TaskConfig, folder: Path) -> NDArray[np.uint8]:
     """Read a mask, and fit it as its image is."""
     grey = fitted(picture(folder / row.label, "L", row.where), task.size, task.fit, mask=True)
     return (np.asarray(grey) > 127).astype(np.uint8)
 
 
-def words_of(rows: Sequence[Row]) -> list[str]:
+def words_of(rows: Sequence[ManifestRow]) -> list[str]:
     """Return the labels, each once and sorted, if they are names; nothing if they are whole numbers.
 
     Raises
@@ -218,7 +218,7 @@ def words_of(rows: Sequence[Row]) -> list[str]:
     return words
 
 
-def _refuse_missing(rows: Sequence[Row], names: Sequence[str] = ()) -> None:
+def _refuse_missing(rows: Sequence[ManifestRow], names: Sequence[str] = ()) -> None:
     """Refuse labels that say that there is none, unless a class is called so."""
     none = {label for label in {row.label for row in rows} if spelled(label).casefold() in MISSING}
     none = {label for label in none if spelled(label) not in map(spelled, names)}
@@ -245,7 +245,7 @@ def _refuse_alike(found: Mapping[str, str], what: str) -> None:
             )
 
 
-def _splits(rows: list[Row], sites: NDArray[np.str_] | None, validates: bool) -> NDArray[np.str_]:
+def _splits(rows: list[ManifestRow], sites: NDArray[np.str_] | None, validates: bool) -> NDArray[np.str_]:
     """Return each row's split. A site's depend on its own rows only."""
     given = rows[0].split is not None
     splits = np.asarray([row.split or "train" for row in rows], dtype="<U8")
@@ -267,14 +267,16 @@ def _splits(rows: list[Row], sites: NDArray[np.str_] | None, validates: bool) ->
     return splits
 
 
-def _patients(rows: list[Row]) -> NDArray[np.str_] | None:
+def _patients(rows: list[ManifestRow]) -> NDArray[np.str_] | None:
     """Return each row's patient: a site's own name of one, or nobody else's; None if no row names one."""
     if not any(row.patient for row in rows):
         return None
     return np.asarray([f"{row.site or ''}/{row.patient or row.where}" for row in rows], np.str_)
 
 
-def _refuse_shared(rows: list[Row], patients: NDArray[np.str_], members: Mapping[str, NDArray[np.int64]]) -> None:
+def _refuse_shared(
+    rows: list[ManifestRow], patients: NDArray[np.str_], members: Mapping[str, NDArray[np.int64]]
+) -> None:
     """Refuse a patient whose examples are in two splits: testing on somebody known by training is no test."""
     splits_of: dict[str, str] = {}
     for number, split in sorted((number, split) for split, chosen in members.items() for number in chosen.tolist()):
@@ -296,7 +298,7 @@ def parted(places: NDArray[np.float64], share: float) -> tuple[NDArray[np.int64]
     return np.flatnonzero(low), np.flatnonzero(~low)
 
 
-def _place(row: Row) -> float:
+def _place(row: ManifestRow) -> float:
     """Return a number in [0, 1) for a row's patient: a hash that depends on no other row, and on no folder."""
     if row.patient:
         return derived_seed(SPLIT_SEED, "patient", row.patient) / 2**63

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.config.sections import TaskConfig, require
-from flwr_replay.data.manifest import VALIDATED, Row
+from flwr_replay.data.manifest import VALIDATED, ManifestRow
 from flwr_replay.data.readers import SPLIT_SEED
 from flwr_replay.errors import DataError
 from flwr_replay.rng import derived_seed
@@ -26,7 +26,7 @@ TEST_SHARE = 0.2  # of the subjects of every stratum, if `task.test_size` is 0
 Indices = NDArray[np.int64]
 
 
-def by_subjects(rows: Sequence[Row], task: TaskConfig, source: Path) -> dict[str, Indices]:
+def by_subjects(rows: Sequence[ManifestRow], task: TaskConfig, source: Path) -> dict[str, Indices]:
     """Divide rows in the same proportion for every class of every site.
 
     Raises
@@ -120,7 +120,7 @@ def divide(
     return {split: np.flatnonzero(of_row == split) for split in ("train", "val", "test")}
 
 
-def _balanced_tests(rows: Sequence[Row], task: TaskConfig, source: Path) -> NDArray[np.bool_]:
+def _balanced_tests(rows: Sequence[ManifestRow], task: TaskConfig, source: Path) -> NDArray[np.bool_]:
     """Say which rows are for testing, so that every site tests on as many subjects of each class.
 
     Source: Pennisi et al. 2023, section IV-A: 20 % of each data set, balanced, are the test set.

@@ -23,7 +23,7 @@ from flwr_replay.ciphers.seal import KEY, make_key
 from flwr_replay.config.compose import compose_own
 from flwr_replay.config.quoting import node_config, quoted
 from flwr_replay.data.folder import folder_rows, form_of
-from flwr_replay.data.manifest import Row
+from flwr_replay.data.manifest import ManifestRow
 from flwr_replay.engines.certificates import CA, write_key
 from flwr_replay.engines.superlink import COLOUR, SuperLink, flower, flwr_run, free_port, superlink
 from flwr_replay.errors import ConfigError, DataError, RunError
@@ -193,7 +193,7 @@ def _identity(link: SuperLink, key: Path) -> list[str]:
     return ["--root-certificates", str(link.folder / CA), "--auth-supernode-private-key", str(key)]
 
 
-def deal(rows: Sequence[Row], names: Sequence[str], root: Path) -> None:
+def deal(rows: Sequence[ManifestRow], names: Sequence[str], root: Path) -> None:
     """Copy each institution's images to `root/<name>`, with a `manifest.csv`.
 
     Parameters
@@ -228,7 +228,7 @@ def _policy(given: Path, name: str) -> str:
     return str(file)
 
 
-def _names(rows: Sequence[Row], institutions: int) -> list[str]:
+def _names(rows: Sequence[ManifestRow], institutions: int) -> list[str]:
     """Say whose each image is: the site's, else of one of so many clinics, at random."""
     sites = [row.site for row in rows]
     if all(sites):

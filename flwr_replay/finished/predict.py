@@ -13,7 +13,7 @@ import torch
 from flwr_replay.data.classes import Classes
 from flwr_replay.data.datasets import PREPARES
 from flwr_replay.data.folder import images_below, read_image, tell_unread
-from flwr_replay.data.manifest import Row
+from flwr_replay.data.manifest import ManifestRow
 from flwr_replay.data.picture import SUFFIXES
 from flwr_replay.data.readers import csv_rows
 from flwr_replay.errors import ConfigError, DataError
@@ -24,7 +24,7 @@ from flwr_replay.learning.training import at_once
 __all__ = ["images_in", "predictions", "right_in"]
 
 
-def images_in(place: Path) -> list[Row]:
+def images_in(place: Path) -> list[ManifestRow]:
     """List images: a file, a folder's (in folders of it, too), or those in the column `image` of a CSV file.
 
     A CSV file's column `label` is read as well.
@@ -38,21 +38,21 @@ def images_in(place: Path) -> list[Row]:
         raise DataError(f"there is no {place}: give a folder of images, a CSV file with a column image, or one image")
     if place.suffix.lower() == ".csv":
         rows = [
-            Row(place.parent / cells["image"], cells.get("label", ""), where)
+            ManifestRow(place.parent / cells["image"], cells.get("label", ""), where)
             for where, cells in csv_rows(place, ["image"])
         ]
     elif place.is_dir():
         unread: Counter[str] = Counter()
-        rows = [Row(file, "", f"folder {place}") for file in sorted(images_below(place, unread))]
+        rows = [ManifestRow(file, "", f"folder {place}") for file in sorted(images_below(place, unread))]
         tell_unread(place, unread)
     else:
-        rows = [Row(place, "", "the command line")]
+        rows = [ManifestRow(place, "", "the command line")]
     if not rows:
         raise DataError(f"{place} must hold images ({', '.join(sorted(SUFFIXES))}) or list them; it has none")
     return rows
 
 
-def predictions(model: TrainedModel, rows: list[Row], base: Path) -> str:
+def predictions(model: TrainedModel, rows: list[ManifestRow], base: Path) -> str:
     """Return a CSV text with a line for each image.
 
     Parameters

@@ -34,7 +34,7 @@ from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.runs.environment import versions
 from flwr_replay.runs.execute import Job, claim
 from flwr_replay.wire.fields import Field
-from flwr_replay.wire.payload import REQUESTS, Payload, Row, rows
+from flwr_replay.wire.payload import REQUESTS, LedgerRow, Payload, rows
 from flwr_replay.wire.records import metrics_in
 
 __all__ = ["findings", "planned", "refusals", "study_options"]
@@ -245,14 +245,14 @@ def _counted(own: Sequence[Expected], policy: Policy) -> Iterator[tuple[Expected
             yield one._replace(times=more), refused["reason"]
 
 
-def _judged(one: Expected, policy: Policy, config: RunConfig, too_many: str) -> Iterator[tuple[Row, str, str]]:
+def _judged(one: Expected, policy: Policy, config: RunConfig, too_many: str) -> Iterator[tuple[LedgerRow, str, str]]:
     """Yield a row for every field of an answer, with its verdict and the reason, as the guard would decide."""
     kind, plan = type(one.answer), PrivacyPlan.of(config)
     message = Message(one.request.encode(), 1, one.request.message_type)
     reply = Message(one.answer.encode(), reply_to=message)
     whole = list(rows(reply.content, kind))
     whole = plan.protected(whole, kind, metrics_in(reply.content)) if plan else whole
-    reason, leaving = too_many, []  # type: str, list[Row]
+    reason, leaving = too_many, []  # type: str, list[LedgerRow]
     try:
         check_request(message, type(one.request), policy, config)
         leaving = check_answer(reply, kind, policy, config)

@@ -21,7 +21,7 @@ from flwr_replay.files.tensors import read_with_texts, write_tensors
 from flwr_replay.generators.base import ImageForm, ImageGenerator
 from flwr_replay.generators.priors import check_cpu
 
-__all__ = ["FEWEST", "LARGEST", "Progress", "SynthesisPlan"]
+__all__ = ["FEWEST", "LARGEST", "SynthesisPlan", "TrainingProgress"]
 
 LARGEST = 256  # pixels of an image's side
 NOT_LEARNED = (
@@ -35,7 +35,7 @@ FEWEST = 4  # images of a class from which a generator can learn it
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """How far the training of a generator is, and its figures."""
 
     steps: int = 0
@@ -145,12 +145,12 @@ class SynthesisPlan:
 
     # --- files --------------------------------------------------------------------------------------------------------
 
-    def write(self, path: Path, generator: ImageGenerator, progress: Progress, *, to_disk: bool) -> None:
+    def write(self, path: Path, generator: ImageGenerator, progress: TrainingProgress, *, to_disk: bool) -> None:
         """Write a generator, the form of its images, and how far its training is."""
         texts = {"form": json.dumps(asdict(self.form)), "progress": json.dumps(asdict(progress))}
         write_tensors(path, generator.state(), texts, to_disk=to_disk)
 
-    def read(self, path: Path, seed: int, device: torch.device) -> tuple[ImageGenerator, Progress]:
+    def read(self, path: Path, seed: int, device: torch.device) -> tuple[ImageGenerator, TrainingProgress]:
         """Read what `write` wrote.
 
         Raises
@@ -177,7 +177,7 @@ class SynthesisPlan:
                 f"{path} must hold a generator={self.generator.name} with the run's generator.* and prior.* options; "
                 f"{error}"
             ) from None
-        return generator, Progress(**json.loads(texts["progress"]))
+        return generator, TrainingProgress(**json.loads(texts["progress"]))
 
     def checkpoint(self, institution: str) -> Path | None:
         """Return the file with an institution's trained generator; None where it trains one."""
@@ -186,7 +186,7 @@ class SynthesisPlan:
         place = Path(self.generator.checkpoint).expanduser().absolute()
         return place / f"{institution}.safetensors" if place.is_dir() else place
 
-    def checkpointed(self, path: Path, device: torch.device) -> tuple[ImageGenerator, Progress]:
+    def checkpointed(self, path: Path, device: torch.device) -> tuple[ImageGenerator, TrainingProgress]:
         """Read a generator that has been trained elsewhere.
 
         Raises
@@ -207,7 +207,7 @@ class SynthesisPlan:
             not progress.steps_left,
             f"generator.checkpoint must be a trained generator; {path} has {progress.steps_left} steps to go: train it",
         )
-        return generator, Progress(steps=progress.steps, loss=progress.loss)
+        return generator, TrainingProgress(steps=progress.steps, loss=progress.loss)
 
     @property
     def identity(self) -> str:

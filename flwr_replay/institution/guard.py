@@ -46,7 +46,7 @@ from flwr_replay.models.zoo import bytes_of
 from flwr_replay.payloads.common import Evaluation, Failure, Present, RollCall
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.state.store import StateStore
-from flwr_replay.wire.payload import REQUESTS, Payload, Request, Row, request_of, rows
+from flwr_replay.wire.payload import REQUESTS, LedgerRow, Payload, Request, request_of, rows
 from flwr_replay.wire.records import config_in, metrics_in
 
 __all__ = ["check_answer", "check_release", "check_request", "guard", "run_rules"]
@@ -97,7 +97,7 @@ def _answered(
     institution: Institution,
     config: RunConfig,
     run: str,
-) -> tuple[Message, list[Row]]:
+) -> tuple[Message, list[LedgerRow]]:
     """Return the answer, and a ledger row for each of its fields, with its protection."""
     request = request_of(message)
     check_sealing(institution, config, message)
@@ -127,7 +127,7 @@ def _answered(
         return reply, leaving
 
 
-def check_answer(reply: Message, answer: type[Payload] | None, policy: Policy, config: RunConfig) -> list[Row]:
+def check_answer(reply: Message, answer: type[Payload] | None, policy: Policy, config: RunConfig) -> list[LedgerRow]:
     """Remove from an answer what the policy keeps here, refuse it if the rest may not leave; return what leaves.
 
     Parameters

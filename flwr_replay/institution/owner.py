@@ -29,7 +29,7 @@ from flwr_replay.institution.policy import Policy
 from flwr_replay.learning.training import select_device
 from flwr_replay.memory import on_forget
 from flwr_replay.wire.ledger import Ledger
-from flwr_replay.wire.payload import Row
+from flwr_replay.wire.payload import LedgerRow
 from flwr_replay.wire.recording import DIRECTIONS, FOLDER, Recording
 
 __all__ = ["Institution", "Shard"]
@@ -204,7 +204,7 @@ class Institution:
         self,
         asked: RecordDict,
         answer: RecordDict,
-        rows: list[Row],
+        rows: list[LedgerRow],
         *,
         run: str,
         server_round: int,

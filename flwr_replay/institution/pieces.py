@@ -27,7 +27,7 @@ from torch import Tensor
 
 from flwr_replay.errors import BudgetError, DataError, DivergedError
 from flwr_replay.files.atomic import alone, private_folder
-from flwr_replay.generators.synthesis import Progress
+from flwr_replay.generators.synthesis import TrainingProgress
 from flwr_replay.institution.budget import DPTraining, PrivacyBudget
 from flwr_replay.institution.owner import Shard
 from flwr_replay.payloads.common import ChargedRequest
@@ -75,7 +75,7 @@ class Pieces:
             yield
 
     def advance(
-        self, training: Training, done: Progress, request: ChargedRequest, most: int = sys.maxsize
+        self, training: Training, done: TrainingProgress, request: ChargedRequest, most: int = sys.maxsize
     ) -> NDArray[np.floating]:
         """Make steps until the time is over, `most` are made, or the training is complete; call it within `alone`.
 
@@ -158,7 +158,7 @@ class Pieces:
         return time.monotonic() - self.began < self.seconds
 
 
-class Part(NamedTuple):
+class MechanismSteps(NamedTuple):
     """The steps of a training that train one mechanism."""
 
     mechanism: str
@@ -166,7 +166,7 @@ class Part(NamedTuple):
     end: int
 
 
-def part_at(parts: Mapping[str, int], step: int) -> Part:
+def part_at(parts: Mapping[str, int], step: int) -> MechanismSteps:
     """Return the part to which a step belongs.
 
     >>> part_at({"generator": 20, "prior": 5}, 20)
@@ -175,4 +175,4 @@ def part_at(parts: Mapping[str, int], step: int) -> Part:
     ends = [*accumulate(parts.values())]
     i = bisect_right(ends, step)
     mechanism, steps = [*parts.items()][i]
-    return Part(mechanism, ends[i] - steps, ends[i])
+    return MechanismSteps(mechanism, ends[i] - steps, ends[i])

@@ -24,7 +24,7 @@ from flwr_replay.files.tensors import digest
 from flwr_replay.generators.base import ImageGenerator
 from flwr_replay.generators.perceptual import LocalFeatures, precision, spread
 from flwr_replay.generators.sampler import ImageSampler
-from flwr_replay.generators.synthesis import FEWEST, Progress, SynthesisPlan
+from flwr_replay.generators.synthesis import FEWEST, SynthesisPlan, TrainingProgress
 from flwr_replay.institution.budget import DPTraining, PrivacyBudget
 from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.institution.pieces import Pieces, Training
@@ -96,7 +96,7 @@ class SynthesisStages:
         said = asdict(done) | ({"loss": None} if self.budget else {})
         return GeneratorSlice(num_examples=len(data), **said, **self.pieces.spent(request.run))
 
-    def measured(self, done: Progress, generator: ImageGenerator, data: Shard) -> Progress:
+    def measured(self, done: TrainingProgress, generator: ImageGenerator, data: Shard) -> TrainingProgress:
         """Add the diversity, None where all real images are the same, and the precision of images that it draws.
 
         Features are those of a network of random weights: one that has learned the institution's task was seen to take
@@ -146,7 +146,7 @@ class SynthesisStages:
         numbers = range(self.plan.form.classes) if declared == "all" else sorted({*map(int, declared.split())})
         return torch.tensor([*numbers])
 
-    def trained_so_far(self, run: str) -> tuple[ImageGenerator, Progress]:
+    def trained_so_far(self, run: str) -> tuple[ImageGenerator, TrainingProgress]:
         """Return the generator, and how far its training is; or the trained one of the institution's checkpoint."""
         seed, device, file = derived_seed(self.identity), self.institution.device, self.file(run)
         if path := self.plan.checkpoint(self.institution.name):
@@ -158,7 +158,7 @@ class SynthesisStages:
         kept = {path.stem for path in entries(file.parent, f"*{file.suffix}")}
         self.institution.policy.check_limits({"generators": len(begun | kept | {file.stem})})
         generator = self.plan.fresh(seed, device)
-        return generator, Progress(steps_left=generator.steps(len(self.images())))
+        return generator, TrainingProgress(steps_left=generator.steps(len(self.images())))
 
     def complete(self, run: str) -> ImageGenerator:
         """Return the trained generator.
@@ -175,7 +175,7 @@ class SynthesisStages:
             )
         return generator
 
-    def save(self, generator: ImageGenerator, done: Progress, run: str) -> None:
+    def save(self, generator: ImageGenerator, done: TrainingProgress, run: str) -> None:
         """Write the generator, and how far its training is."""
         private_folder(self.file(run).parent)
         self.plan.write(self.file(run), generator, done, to_disk=self.institution.durable)

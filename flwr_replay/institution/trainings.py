@@ -26,7 +26,7 @@ from flwr_replay.generators.base import ReplayGenerator
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.priors import CodePrior
 from flwr_replay.generators.sampler import ReplaySampler, Rows
-from flwr_replay.generators.synthesis import Progress
+from flwr_replay.generators.synthesis import TrainingProgress
 from flwr_replay.generators.vqvae2 import VQVAE2Config, generator_step, prior_step
 from flwr_replay.institution.budget import DPTraining, PrivacyBudget
 from flwr_replay.institution.owner import Shard
@@ -67,7 +67,7 @@ class ReplayTraining(Training):
         self.model, self.batch_size, self.in_epoch, self.rngs = model, config.batch_size, in_epoch, rngs
         self.optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
         self.parts = {self.mechanism: config.epochs * in_epoch}
-        self.done, self.losses = Progress(steps_left=self.parts[self.mechanism]), np.zeros(0, np.float32)
+        self.done, self.losses = TrainingProgress(steps_left=self.parts[self.mechanism]), np.zeros(0, np.float32)
         self.found: StateDict = {}  # of a complete training: what the last answer holds beside weights and losses
 
     def block(self, step: int, charged: bool) -> int:
@@ -108,7 +108,7 @@ class ReplayTraining(Training):
 
     def load(self, state: dict[str, StateDict]) -> None:
         """Restore what `state` returned."""
-        self.done, self.losses = Progress(*map(int, state["numbers"]["steps"])), state["numbers"]["losses"]
+        self.done, self.losses = TrainingProgress(*map(int, state["numbers"]["steps"])), state["numbers"]["losses"]
         load_arrays(self.model, state["model"])
         if self.done.steps_left:
             load_optimizer_arrays(self.optimizer, state["optimizer"])

@@ -33,7 +33,7 @@ from flwr_replay.learning.tasks import Task
 from flwr_replay.learning.training import learning_rate
 from flwr_replay.movements.evaluating import SPLIT_OF, Evaluations
 from flwr_replay.movements.refusals import refuse_fraction, refuse_options, say_what_differs
-from flwr_replay.movements.run import EvaluateFn, Run
+from flwr_replay.movements.run import EvaluateFn, RunState
 from flwr_replay.payloads.common import Evaluate, Evaluation, ExpectsReplay
 from flwr_replay.server.exchange import Exchanger
 from flwr_replay.server.members import Member
@@ -311,18 +311,20 @@ class Movement(Strategy):
         self.evaluations.refuse(evaluate_fn)
         self.exchange.timeout = self.settings.timeout if timeout is None else timeout
         train, test = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
-        run = Run(grid=grid, num_rounds=num_rounds, train_config=train, evaluate_config=test, evaluate_fn=evaluate_fn)
+        run = RunState(
+            grid=grid, num_rounds=num_rounds, train_config=train, evaluate_config=test, evaluate_fn=evaluate_fn
+        )
         self.exchange.extra = frozenset([*train, *test])
         run.result.arrays = self.rounds(run, self.open(run, initial_arrays))
         return run.result
 
-    def rounds(self, run: Run, arrays: ArrayRecord) -> ArrayRecord:
+    def rounds(self, run: RunState, arrays: ArrayRecord) -> ArrayRecord:
         """Make the exchanges of all rounds; return the weights after the last."""
         for server_round in range(1, run.num_rounds * self.exchanges_per_round() + 1):
             arrays = self.step(run, server_round, arrays)
         return arrays
 
-    def step(self, run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
+    def step(self, run: RunState, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
         """Make an exchange, evaluate if that is due, write a checkpoint; a resumed run passes what was done before."""
         if server_round <= run.done:
             return arrays
@@ -331,7 +333,7 @@ class Movement(Strategy):
         self.checkpoint(server_round, opened(arrays))
         return arrays
 
-    def open(self, run: Run, initial_arrays: ArrayRecord) -> ArrayRecord:
+    def open(self, run: RunState, initial_arrays: ArrayRecord) -> ArrayRecord:
         """Wait for the institutions and call the roll; begin a run, or resume it. Return the weights to start from."""
         if self.settings.sealed:
             initial_arrays = ArrayRecord()  # institutions make the fresh weights
@@ -362,7 +364,7 @@ class Movement(Strategy):
             self.replay.restore(snapshot.state_values["replay"])
         return array_record({name: saved[name] for name in order})
 
-    def train(self, run: Run, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
+    def train(self, run: RunState, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
         """Make one exchange; return the weights after it, which are the same if it failed."""
         self.roll.call(run.grid, server_round)
         for name in self.members.left():
@@ -379,7 +381,7 @@ class Movement(Strategy):
         self.evaluations.after_exchange(run, server_round, arrays, self.data_of(self.exchange.answered))
         return arrays
 
-    def evaluate_if_due(self, run: Run, server_round: int, arrays: ArrayRecord) -> None:
+    def evaluate_if_due(self, run: RunState, server_round: int, arrays: ArrayRecord) -> None:
         """Have every institution evaluate, every `evaluate_every` rounds and after the last."""
         self.evaluations.if_due(run, server_round, arrays)
 

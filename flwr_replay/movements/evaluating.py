@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 
 from flwr_replay.config.sections import require
 from flwr_replay.errors import RunError
-from flwr_replay.movements.run import EvaluateFn, Run
+from flwr_replay.movements.run import EvaluateFn, RunState
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.report.judged import VALIDATION
 from flwr_replay.server.evaluation import Pooled, pool_answers, with_further
@@ -104,7 +104,7 @@ class FurtherTests(Observer):
         return with_further(found, self.found, f"{self.split}-")
 
 
-class Method(Protocol):
+class EvaluatingMethod(Protocol):
     """What a method decides about its evaluations."""
 
     evaluated: ClassVar[type[Evaluation]]
@@ -137,13 +137,13 @@ class Evaluations:
 
     Parameters
     ----------
-    method : Method
+    method : EvaluatingMethod
         Whose models are tested.
     exchange : Exchanger
         Has the members and the settings, and makes the exchanges.
     """
 
-    def __init__(self, method: Method, exchange: Exchanger) -> None:
+    def __init__(self, method: EvaluatingMethod, exchange: Exchanger) -> None:
         self.method, self.exchange = method, exchange
         self.members, self.recorder = exchange.members, exchange.recorder
         settings = exchange.settings
@@ -188,7 +188,7 @@ class Evaluations:
             self.recorder.log(f"{len(testers)} of {len(self.members)} institutions have trained a model to test so far")
         return [(member, request) for member in testers]
 
-    def if_due(self, run: Run, server_round: int, arrays: ArrayRecord) -> None:
+    def if_due(self, run: RunState, server_round: int, arrays: ArrayRecord) -> None:
         """Have every institution evaluate, every `evaluate_every` rounds and after the last."""
         completed, rest = divmod(server_round, self.method.exchanges_per_round())
         last = completed == run.num_rounds
@@ -214,12 +214,12 @@ class Evaluations:
         failures = self.recorder.failures_line()
         return RunError(f"no institution could evaluate the last round; {failures}: resume the run")
 
-    def after_exchange(self, run: Run, server_round: int, arrays: ArrayRecord, data_of: Sequence[str]) -> None:
+    def after_exchange(self, run: RunState, server_round: int, arrays: ArrayRecord, data_of: Sequence[str]) -> None:
         """Tell the observers the weights after an exchange that trained on the data of these institutions."""
         for observer in self.observers:
             observer.after_exchange(server_round, data_of, partial(self.test, run, server_round, arrays))
 
-    def test(self, run: Run, server_round: int, arrays: ArrayRecord, split: str) -> Pooled | None:
+    def test(self, run: RunState, server_round: int, arrays: ArrayRecord, split: str) -> Pooled | None:
         """Have every institution test these weights on the examples of a split."""
         tested = [(m, self.method.tested_on(split, m, arrays)) for m in self.testers() if m.ours]
         asked = [(m, self.method.evaluation_on(split, server_round, w)) for m, w in tested if w is not None]

@@ -43,7 +43,7 @@ from flwr_replay.movements.relay import Relay
 from flwr_replay.movements.topology import TOPOLOGIES, Matrix, checked, mixing_matrix, read_matrices, receivers
 from flwr_replay.payloads.relay import Committed, Deliver, Released
 from flwr_replay.rng import derived_seed
-from flwr_replay.server.mailbox import Delivery, Mailbox, Parcel
+from flwr_replay.server.mailbox import Delivery, Mailbox, ModelShare
 from flwr_replay.server.members import Member
 from flwr_replay.server.settings import Settings
 from flwr_replay.wire.payload import Request
@@ -197,7 +197,7 @@ class Gossip(Relay):
         for k, name in enumerate(names):  # senders by name
             number, w = self.mailbox.post(array_record(released[name].arrays)), released[name].weight
             for to, share in receivers(p, k)[0].items():
-                self.mailbox.waiting[names[to]].parcels.append(Parcel(number, name, share, w))
+                self.mailbox.waiting[names[to]].parcels.append(ModelShare(number, name, share, w))
 
     def agreed(self, server_round: int, institutions: int) -> Matrix:
         """Return P(t); if a user's own matrix has another size, all institutions keep what they have."""

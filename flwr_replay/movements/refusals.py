@@ -10,7 +10,7 @@ from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.sections import require
 from flwr_replay.errors import ConfigError
 from flwr_replay.learning.training import refuse_single_batches
-from flwr_replay.movements.run import Run
+from flwr_replay.movements.run import RunState
 from flwr_replay.privacy.dpsgd import refuse_mixing
 from flwr_replay.server.settings import Settings
 
@@ -54,7 +54,7 @@ def refuse_fraction(method: Any, settings: Settings) -> None:
         )
 
 
-def say_what_differs(method: Any, run: Run) -> None:
+def say_what_differs(method: Any, run: RunState) -> None:
     """Log a learning rate that replaces the settings', and proxies without noise."""
     lr, privacy = run.train_config.get("lr"), method.settings.privacy
     if lr is not None and lr != method.settings.training.lr and method.members.ours:

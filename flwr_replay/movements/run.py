@@ -10,13 +10,13 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-__all__ = ["EvaluateFn", "Run"]
+__all__ = ["EvaluateFn", "RunState"]
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 @dataclass(kw_only=True)
-class Run:
+class RunState:
     """The arguments of `start`, and the result that it will return, by rounds."""
 
     grid: Grid

@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 
 from flwr_replay.movements.base import Exchange, Movement
 from flwr_replay.movements.participation import number_chosen, participants
-from flwr_replay.movements.run import Run
+from flwr_replay.movements.run import RunState
 from flwr_replay.payloads.common import Trained
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Request
@@ -49,7 +49,7 @@ class Serial(Movement):
         """One visit for each institution of a cycle."""
         return number_chosen(len(self.itinerary), self.settings.fraction)
 
-    def rounds(self, run: Run, arrays: ArrayRecord) -> ArrayRecord:
+    def rounds(self, run: RunState, arrays: ArrayRecord) -> ArrayRecord:
         """Visit all institutions of every cycle; return the weights after the last visit."""
         visits = count(1)
         for cycle in range(run.num_rounds):

@@ -37,7 +37,7 @@ __all__ = ["Ghost"]
 
 
 @dataclass
-class Seen:
+class LayerSeen:
     """What one layer has seen of a batch."""
 
     inputs: Tensor
@@ -107,9 +107,9 @@ class Ghost:
         return loss.detach()
 
     @contextmanager
-    def _watched(self) -> Iterator[dict[nn.Module, Seen]]:
+    def _watched(self) -> Iterator[dict[nn.Module, LayerSeen]]:
         """Note each layer's input and output."""
-        seen: dict[nn.Module, Seen] = {}
+        seen: dict[nn.Module, LayerSeen] = {}
 
         def note(layer: nn.Module, inputs: tuple[Tensor, ...], outputs: Tensor) -> None:
             require(
@@ -117,7 +117,7 @@ class Ghost:
                 "under differential privacy every layer is called once for a batch; one is called twice: give the "
                 "second call a layer of its own",
             )
-            seen[layer] = Seen(inputs[0].detach(), outputs)
+            seen[layer] = LayerSeen(inputs[0].detach(), outputs)
 
         hooks = [layer.register_forward_hook(note) for layer in self.layers]
         try:
@@ -160,7 +160,7 @@ def matrices(layer: nn.Linear | nn.Conv2d, inputs: Tensor, gradients: Tensor) ->
     return a_BpT, gradients.flatten(2)
 
 
-def norms(one: Seen, weight: bool, bias: bool) -> Tensor:
+def norms(one: LayerSeen, weight: bool, bias: bool) -> Tensor:
     """Return each example's gradient norm at a layer, (B,), float64: products of squares leave float32's range."""
     one.g_Bq = one.g_BqT.squeeze(2) if one.g_BqT.shape[2] == 1 else one.g_BqT.sum(2)
     of_bias_B = norms_of(one.g_Bq)
@@ -180,7 +180,7 @@ def norms_of(parts: Tensor) -> Tensor:
     return found
 
 
-def summed(one: Seen, factors_B: Tensor, rows: Rows) -> Tensor:
+def summed(one: LayerSeen, factors_B: Tensor, rows: Rows) -> Tensor:
     """Return the sum of the examples' gradients times their factors, (q, p)."""
     if one.single_Bqp is not None:
         total: Tensor = torch.tensordot(factors_B[rows], one.single_Bqp[rows], dims=1)

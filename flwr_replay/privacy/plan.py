@@ -18,7 +18,7 @@ from flwr_replay.privacy.fitting import check_fit, mechanisms_wanted
 from flwr_replay.privacy.local import LATENTS, LocalDP
 from flwr_replay.wire.fields import Field
 from flwr_replay.wire.masked import MASKED
-from flwr_replay.wire.payload import Payload, Row
+from flwr_replay.wire.payload import LedgerRow, Payload
 from flwr_replay.wire.sealed import SEALED
 
 __all__ = ["COUNTS", "NOTHING", "Passes", "PrivacyPlan"]
@@ -299,7 +299,9 @@ class PrivacyPlan:
         beside_dp = any(self.covers(other.dp) for other in answer.declared().values())
         return field.withheld and (self.config.end_to_end or beside_dp)
 
-    def protected(self, found: Iterable[Row], declared: type[Payload] | None, metrics: Mapping[str, Any]) -> list[Row]:
+    def protected(
+        self, found: Iterable[LedgerRow], declared: type[Payload] | None, metrics: Mapping[str, Any]
+    ) -> list[LedgerRow]:
         """Return an answer's rows with their protection; `metrics` holds the epsilon that it states, if any."""
         known = declared.by_key() if declared else {}
         # an answer states no epsilon where its noise is not secret

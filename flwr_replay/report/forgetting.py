@@ -15,13 +15,13 @@ from flwr_replay.files.lines import Lines, read_lines
 from flwr_replay.report.plots import heat_map
 from flwr_replay.report.templates import spared
 
-__all__ = ["Forgetting", "drops", "last_visits"]
+__all__ = ["ForgettingMatrix", "drops", "last_visits"]
 
 
 FORM = {"round": int, "taught": list, "own": dict}
 
 
-class Forgetting:
+class ForgettingMatrix:
     """A run's matrix, written row by row to `forgetting.jsonl`."""
 
     def __init__(self, path: Path) -> None:

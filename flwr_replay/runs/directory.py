@@ -55,7 +55,7 @@ from flwr_replay.files.lines import Lines, read_lines
 from flwr_replay.files.tensors import OF_RUN, nested, unnested, write_tensors
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.report.epsilon import largest
-from flwr_replay.report.forgetting import Forgetting
+from flwr_replay.report.forgetting import ForgettingMatrix
 from flwr_replay.report.imbalance import without_beside
 from flwr_replay.report.judged import VALIDATION, judged
 from flwr_replay.report.progress import Display, Progress
@@ -70,7 +70,7 @@ from flwr_replay.runs.tracking import Tracking
 from flwr_replay.server.members import Member
 from flwr_replay.server.recorder import Recorder, Snapshot
 from flwr_replay.wire.ledger import LEDGER, Ledger, Traffic, ledger_lines, unanswered
-from flwr_replay.wire.payload import Row
+from flwr_replay.wire.payload import LedgerRow
 from flwr_replay.wire.recording import DIRECTIONS, FOLDER, Recording
 from flwr_replay.wire.records import StateDict
 
@@ -110,7 +110,7 @@ class RunDirectory(Recorder):
         self.counters = Counters()
         self.started = time.monotonic()
         self.traffic = Traffic()
-        self.forgetting = Forgetting(self.path / "forgetting.jsonl")
+        self.forgetting = ForgettingMatrix(self.path / "forgetting.jsonl")
         self.task = make_task(config.task)
         self.leading = self.task.metric
         self.finished = False
@@ -149,7 +149,7 @@ class RunDirectory(Recorder):
         server_round: int,
         member: Member,
         direction: str,
-        found: list[Row],
+        found: list[LedgerRow],
         stage: str = "",
         raw_bytes: int | None = None,
         split: str = "",

@@ -18,7 +18,7 @@ from flwr_replay.payloads.common import MOST, Trained
 from flwr_replay.wire.bounds import LARGEST, LARGEST_NUMBER, largest
 from flwr_replay.wire.fields import RECORD_OF, Field
 from flwr_replay.wire.masked import blank_masked, is_masked
-from flwr_replay.wire.payload import Payload, Request, Row, rows
+from flwr_replay.wire.payload import LedgerRow, Payload, Request, rows
 from flwr_replay.wire.records import StateDict, arrays_in, config_in, metrics_in, opened
 from flwr_replay.wire.sealed import SEALED_NAME, head_of, is_sealed
 from flwr_replay.wire.weights import check_weights
@@ -44,7 +44,7 @@ METRIC = re.compile(r"\w[\w .-]{0,79}")  # a foreign metric's name: it stands in
 OURS = ("delta", "epsilon", "epsilon-not-proven")
 
 
-def read_answer(answer: RecordDict, declared: type[Payload] | None) -> tuple[list[Row], dict[str, Any]]:
+def read_answer(answer: RecordDict, declared: type[Payload] | None) -> tuple[list[LedgerRow], dict[str, Any]]:
     """Return an answer's fields, as the ledger counts them, and its metrics.
 
     Parameters

@@ -35,7 +35,7 @@ SAME_FAULTS = 3  # messages to a simulation's workers that may fail with the sam
 MOST_NAMED = 8  # institutions in a line of the log
 
 
-class Method(Protocol):
+class ExchangingMethod(Protocol):
     """What a method may decide about its exchanges."""
 
     def addressed(self, member: Member, request: Request) -> Request:
@@ -53,7 +53,7 @@ class Exchanger:
 
     Parameters
     ----------
-    method : Method
+    method : ExchangingMethod
         The strategy whose exchanges these are.
     settings : Settings
         What every strategy needs.
@@ -61,7 +61,7 @@ class Exchanger:
         Writes the ledger, and notes failures.
     """
 
-    def __init__(self, method: Method, settings: Settings, recorder: Recorder) -> None:
+    def __init__(self, method: ExchangingMethod, settings: Settings, recorder: Recorder) -> None:
         self.method, self.settings, self.recorder = method, settings, recorder
         self.members = Members()
         self.timeout = settings.timeout  # seconds to wait for an answer

@@ -13,11 +13,11 @@ from flwr_replay.files.disk import entries, remove
 from flwr_replay.files.tensors import OF_RUN, read_own, write_tensors
 from flwr_replay.wire.records import array_record, opened
 
-__all__ = ["Delivery", "Mailbox", "Parcel"]
+__all__ = ["Delivery", "Mailbox", "ModelShare"]
 
 
 @dataclass(frozen=True)
-class Parcel:
+class ModelShare:
     """A share of one sender's model."""
 
     number: int  # of the model, from 1 in the run
@@ -33,14 +33,14 @@ class Delivery:
     exchange: int  # number of the exchange in which it released its own model
     weight: float  # its w at that release
     kept: float  # the share of its own model that it keeps
-    parcels: list[Parcel] = field(default_factory=list)
+    parcels: list[ModelShare] = field(default_factory=list)
     given_back: Delivery | None = None  # the delivery before its parcels went back; the receiver may have mixed them
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Self:
         """Return the delivery of which `asdict` returned these values."""
         before = cls.of(values["given_back"]) if values["given_back"] else None
-        return cls(**{**values, "parcels": [Parcel(**one) for one in values["parcels"]], "given_back": before})
+        return cls(**{**values, "parcels": [ModelShare(**one) for one in values["parcels"]], "given_back": before})
 
     @property
     def mixed_weight(self) -> float:
@@ -71,7 +71,7 @@ class Mailbox:
     """
 
     waiting: dict[str, Delivery] = field(default_factory=dict)
-    coming_back: dict[str, list[Parcel]] = field(default_factory=dict)
+    coming_back: dict[str, list[ModelShare]] = field(default_factory=dict)
     committed: dict[str, int] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     models: dict[int, ArrayRecord] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class Mailbox:
         self.committed[name], self.weights[name] = delivery.exchange, mixed.mixed_weight
         return sum(not self._withdraw(parcel) for parcel in mixed.parcels) if mixed is not delivery else 0
 
-    def _withdraw(self, parcel: Parcel) -> bool:
+    def _withdraw(self, parcel: ModelShare) -> bool:
         """Remove a parcel from those that go back to its sender; return whether it was there."""
         pile = self.coming_back.get(parcel.sender, [])
         if parcel not in pile:
@@ -156,6 +156,6 @@ class Mailbox:
             The run's id.
         """
         waiting = {name: Delivery.of(one) for name, one in values["waiting"].items()}
-        back = {name: [Parcel(**parcel) for parcel in some] for name, some in values["coming_back"].items()}
+        back = {name: [ModelShare(**parcel) for parcel in some] for name, some in values["coming_back"].items()}
         models = {n: array_record(read_own(folder / f"{n:06d}.safetensors", run)) for n in values["models"]}
         return cls(waiting, back, values["committed"], values["weights"], models, values["posted"], [{*models}])

@@ -18,7 +18,7 @@ from flwr.app import RecordDict
 from flwr_replay.errors import one_line
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.server.members import Member
-from flwr_replay.wire.payload import Row
+from flwr_replay.wire.payload import LedgerRow
 from flwr_replay.wire.records import StateDict
 
 __all__ = ["Recorder", "Snapshot"]
@@ -74,7 +74,7 @@ class Recorder:
         server_round: int,
         member: Member,
         direction: str,
-        found: list[Row],
+        found: list[LedgerRow],
         stage: str = "",
         raw_bytes: int | None = None,
         split: str = "",

@@ -20,7 +20,7 @@ from flwr_replay.server.answers import legible
 from flwr_replay.server.asking import GONE, ask, deployed, failure_of, reason_of, refuse_unsaid_nodes, wait_for_nodes
 from flwr_replay.server.exchange import Exchanger
 from flwr_replay.server.members import Member, present
-from flwr_replay.wire.payload import CLIENT_APP_RAISED, Row, rows
+from flwr_replay.wire.payload import CLIENT_APP_RAISED, LedgerRow, rows
 from flwr_replay.wire.weights import form_of, to_arrays
 
 __all__ = ["Roll"]
@@ -30,7 +30,7 @@ LONGEST = 8.0  # seconds between two looks for who comes back, in the first minu
 AGAIN = "; they may still answer an earlier run: if none is live, start their SuperNodes again"
 
 
-class Method(Protocol):
+class AdmittingMethod(Protocol):
     """What a strategy's class says of who may take part."""
 
     config_type: ClassVar[type[StrategyConfig]]
@@ -44,7 +44,7 @@ class Roll:
     ----------
     exchange : Exchanger
         Writes the messages, and has the members.
-    method : type[Method]
+    method : type[AdmittingMethod]
         The strategy's class.
     stages : Callable[[], Sequence[str]]
         Returns all stages that the run requests.
@@ -52,7 +52,7 @@ class Roll:
 
     ours_only = False  # whether this run needs this package's client everywhere
 
-    def __init__(self, exchange: Exchanger, method: type[Method], stages: Callable[[], Sequence[str]]) -> None:
+    def __init__(self, exchange: Exchanger, method: type[AdmittingMethod], stages: Callable[[], Sequence[str]]) -> None:
         self.exchange, self.method, self.stages = exchange, method, stages
         self.settings, self.recorder, self.members = exchange.settings, exchange.recorder, exchange.members
         self.nodes = max(1, self.settings.nodes)
@@ -186,7 +186,7 @@ class Roll:
                 self.recorder.failed(server_round, member.name, faults[node_id])
         self.recorder.flush()
 
-    def answer_of(self, reply: Message | None) -> list[Row]:
+    def answer_of(self, reply: Message | None) -> list[LedgerRow]:
         """Return the fields of any answer to the roll call, as the ledger counts them."""
         for declared in (Failure, Present, None) if reply is not None and reply.has_content() else ():
             try:

@@ -21,13 +21,13 @@ from flwr_replay.state.store import REMOVED, RUNS
 from flwr_replay.wire.ledger import LEDGER
 from flwr_replay.wire.recording import FOLDER
 
-__all__ = ["Kept", "bytes_of", "kept", "ledger_bytes", "remove"]
+__all__ = ["KeptOfRun", "bytes_of", "kept", "ledger_bytes", "remove"]
 
 GOES = (".safetensors", ".npy", ".png")
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptOfRun:
     """What an institution keeps of a run.
 
     Attributes
@@ -51,7 +51,7 @@ class Kept:
     removed: bool
 
 
-def kept(state: Path) -> list[Kept]:
+def kept(state: Path) -> list[KeptOfRun]:
     """Look at an institution's runs, the oldest first.
 
     Raises
@@ -70,7 +70,7 @@ def kept(state: Path) -> list[Kept]:
         last = max(one.st_mtime for one in (folder.stat(), *files.values()))
         spare = [file for file in files if file.suffix in GOES]
         since, size = max(0.0, time.time() - last), sum(one.st_size for one in files.values())
-        found.append(Kept(folder.name, size, spare, since, (folder / REMOVED).exists()))
+        found.append(KeptOfRun(folder.name, size, spare, since, (folder / REMOVED).exists()))
     return sorted(found, key=lambda one: -one.seconds)
 
 

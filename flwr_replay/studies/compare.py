@@ -43,7 +43,7 @@ from flwr_replay.runs.options import resolve
 from flwr_replay.studies.cells import Cell, Method, run_all, short_hash
 from flwr_replay.studies.methods import methods_of, named, options_of, swept
 
-__all__ = ["Comparison", "compare_strategies", "planned", "run_comparisons"]
+__all__ = ["PlannedComparison", "compare_strategies", "planned", "run_comparisons"]
 
 MAY_DIFFER = (  # what a preset sets for a method
     ("model", "name"),
@@ -99,7 +99,7 @@ def compare_strategies(
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PlannedComparison:
     """Methods and seeds, checked and ready to run; nothing has been written yet."""
 
     runs: Path  # the folder of the runs; other comparisons may use them, too
@@ -115,7 +115,7 @@ class Comparison:
 
 def planned(
     strategies: list[str], options: list[str], against: str, runs_dir: Path, metric: str = "", part: str = ""
-) -> Comparison:
+) -> PlannedComparison:
     """Parse and check a comparison; the parameters are those of `compare_strategies`.
 
     `part` is the part of a study that it belongs to.
@@ -151,10 +151,10 @@ def planned(
         "options": shared,
         "folder": str(folder),
     }
-    return Comparison(runs, folder, [replace(cell, metric=metric, part=part) for cell in cells], about)
+    return PlannedComparison(runs, folder, [replace(cell, metric=metric, part=part) for cell in cells], about)
 
 
-def run_comparisons(comparisons: Sequence[Comparison], jobs: int) -> list[tuple[str, dict[str, Any]]]:
+def run_comparisons(comparisons: Sequence[PlannedComparison], jobs: int) -> list[tuple[str, dict[str, Any]]]:
     """Run the cells of several comparisons as one list, each cell once; return each one's table and report."""
     if jobs < 1:
         raise ConfigError(f"--jobs must be at least 1; got {jobs}")
@@ -293,7 +293,7 @@ def _dealt(config: RunConfig) -> str:
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
-def _written(comparison: Comparison, outcomes: Mapping[Path, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+def _written(comparison: PlannedComparison, outcomes: Mapping[Path, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
     """Collect the cells with their statistics; write table, data and pictures."""
     from flwr_replay.report.compare_page import write_compare_page
     from flwr_replay.report.comparison import summarise

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from flwr_replay.report.run_files import read_result
-from flwr_replay.studies.compare import Comparison
+from flwr_replay.studies.compare import PlannedComparison
 
 __all__ = ["forecast"]
 
 
-def forecast(comparisons: Sequence[Comparison]) -> str:
+def forecast(comparisons: Sequence[PlannedComparison]) -> str:
     """Count the runs of each part, and forecast the hours of those to come.
 
     A run to come takes as long as the finished runs of the same method took on average. Attacks are not in it. Runs

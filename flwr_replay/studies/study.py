@@ -29,7 +29,7 @@ from flwr_replay.report.notes import findings, of_methods
 from flwr_replay.report.plots import lines
 from flwr_replay.report.templates import spared
 from flwr_replay.studies.cells import short_hash
-from flwr_replay.studies.compare import Comparison, planned, run_comparisons
+from flwr_replay.studies.compare import PlannedComparison, planned, run_comparisons
 from flwr_replay.studies.leakage import Asked, attacked, leakage
 from flwr_replay.studies.methods import seeds_of
 
@@ -77,7 +77,7 @@ def parts_of(name: str) -> list[Part]:
 
 def plan_study(
     name: str, data: str, runs_dir: Path, only: Sequence[str] = (), quick: bool = False, seeds: str = ""
-) -> tuple[list[Part], list[Comparison]]:
+) -> tuple[list[Part], list[PlannedComparison]]:
     """Check a study's parts, or some of them, with their data; nothing runs, and nothing is written.
 
     Parameters

@@ -6,16 +6,16 @@ Authors of payloads import from here. `flwr_replay.wire.ledger` and `flwr_replay
 from __future__ import annotations
 
 from flwr_replay.wire.fields import Field, Kind, instruction, model, notice, per_sample, statistic
-from flwr_replay.wire.payload import REQUESTS, Payload, Request, Row, request_of, rows
+from flwr_replay.wire.payload import REQUESTS, LedgerRow, Payload, Request, request_of, rows
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened
 
 __all__ = [
     "REQUESTS",
     "Field",
     "Kind",
+    "LedgerRow",
     "Payload",
     "Request",
-    "Row",
     "StateDict",
     "Weights",
     "array_record",

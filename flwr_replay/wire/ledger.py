@@ -12,7 +12,7 @@ from typing import Any
 from flwr_replay.files.atomic import Form, write_atomic
 from flwr_replay.files.disk import looked, there
 from flwr_replay.files.lines import Lines, each_line, lines_of, moved, opened, parts
-from flwr_replay.wire.payload import Row
+from flwr_replay.wire.payload import LedgerRow
 
 __all__ = ["LEDGER", "Ledger", "Traffic", "ledger_lines", "unanswered"]
 
@@ -44,7 +44,7 @@ class Ledger(Lines):
         if self._least and not there(self._begun):
             write_atomic(self._begun, "", to_disk)
 
-    def record(self, message: dict[str, Any], found: Iterable[Row], raw_bytes: int | None = None) -> None:
+    def record(self, message: dict[str, Any], found: Iterable[LedgerRow], raw_bytes: int | None = None) -> None:
         """Record the fields of one message.
 
         Parameters
@@ -95,7 +95,7 @@ class Traffic:
             sums = self.by_kind[direction]
             sums[kind] = sums.get(kind, 0) + size
 
-    def record(self, direction: str, found: Sequence[Row], raw_bytes: int | None) -> None:
+    def record(self, direction: str, found: Sequence[LedgerRow], raw_bytes: int | None) -> None:
         """Add the fields of one message, as `Ledger.record` writes them."""
         for row in found:
             self.add(direction, row.kind, row.bytes)
@@ -131,6 +131,6 @@ def unanswered(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @lru_cache(maxsize=4096)
-def _field(row: Row) -> str:
+def _field(row: LedgerRow) -> str:
     """Write the end of a line; cached, since the same fields are sent many times."""
     return json.dumps({"field": row.field, "kind": row.kind, "bytes": row.bytes, "protection": row.protection})[1:-1]

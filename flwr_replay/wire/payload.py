@@ -35,7 +35,7 @@ from flwr_replay.wire.records import (
 from flwr_replay.wire.scalars import ScalarType
 from flwr_replay.wire.sealed import SEALED, is_sealed
 
-__all__ = ["CLIENT_APP_RAISED", "REQUESTS", "Payload", "Request", "Row", "request_of", "rows"]
+__all__ = ["CLIENT_APP_RAISED", "REQUESTS", "LedgerRow", "Payload", "Request", "request_of", "rows"]
 
 CLIENT_APP_RAISED = 2  # Flower's error code if a ClientApp's function raises or does not exist
 
@@ -203,7 +203,7 @@ def request_of(message: Message) -> type[Request] | None:
     return REQUESTS.get(str(config_in(message.content).get("stage", ""))) if message.has_content() else None
 
 
-class Row(NamedTuple):
+class LedgerRow(NamedTuple):
     """One field of one message, as in the ledger."""
 
     field: str
@@ -212,7 +212,9 @@ class Row(NamedTuple):
     protection: str = "none"
 
 
-def rows(content: RecordDict, declared: type[Payload] | None, extra: frozenset[str] = frozenset()) -> Iterator[Row]:
+def rows(
+    content: RecordDict, declared: type[Payload] | None, extra: frozenset[str] = frozenset()
+) -> Iterator[LedgerRow]:
     """Yield a message's fields; their bytes sum to those of its records.
 
     Parameters
@@ -238,17 +240,17 @@ def rows(content: RecordDict, declared: type[Payload] | None, extra: frozenset[s
             raise WireError(f"a message may have the records arrays, metrics and config only; got {record_name!r}")
         whole = sum(len(name) + _bytes(value) for name, value in record.items())
         if record_name == "arrays" and is_sealed(record) and arrays:
-            yield Row(arrays, fields[arrays].kind, whole, SEALED)
+            yield LedgerRow(arrays, fields[arrays].kind, whole, SEALED)
             continue
         if record_name == "arrays" and (weights or not declared):
-            yield Row(weights or "arrays", "model", whole, MASKED if is_masked(record) else "none")
+            yield LedgerRow(weights or "arrays", "model", whole, MASKED if is_masked(record) else "none")
             continue
         for name, value in record.items():
             size = len(name) + _bytes(value)
             if not declared or name in extra:
-                yield Row(name, defaults[record_name], size)
+                yield LedgerRow(name, defaults[record_name], size)
             elif name in fields and RECORD_OF[fields[name].kind] == record_name:
-                yield Row(name, fields[name].kind, size)
+                yield LedgerRow(name, fields[name].kind, size)
             else:
                 raise WireError(
                     f"{declared.__name__} does not declare {name!r} in {record_name}; declare the field with its kind "

@@ -24,7 +24,7 @@ __all__ = [
     "SEALED",
     "SEALED_NAME",
     "Head",
-    "Parcel",
+    "SealedParcel",
     "blank",
     "head_of",
     "is_sealed",
@@ -82,7 +82,7 @@ class Head(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Parcel:
+class SealedParcel:
     """A sealed parcel, in parts."""
 
     head: bytes
@@ -91,7 +91,7 @@ class Parcel:
     body: bytes
 
 
-def pack(parcel: Parcel) -> ArrayRecord:
+def pack(parcel: SealedParcel) -> ArrayRecord:
     """Write a parcel as a record of one array."""
     parts = [MARK, LENGTH.pack(len(parcel.head)), parcel.head, parcel.salt, *parcel.wrapped, parcel.body]
     return array_record({SEALED_NAME: np.frombuffer(b"".join(parts), np.uint8)})
@@ -125,7 +125,7 @@ def head_of(array: Array) -> tuple[Head, memoryview, int]:
     return Head.unpack(bytes(data[begin : begin + min(length, MOST_HEAD)])), data, begin + length
 
 
-def unpack(array: Array) -> tuple[Head, Parcel]:
+def unpack(array: Array) -> tuple[Head, SealedParcel]:
     """Undo `pack`.
 
     Raises
@@ -139,7 +139,9 @@ def unpack(array: Array) -> tuple[Head, Parcel]:
     if len(data) < body + TAG:
         raise WireError(f"a sealed parcel for {len(head.receivers)} has at least {body + TAG} bytes; got {len(data)}")
     wrapped = [bytes(data[at : at + WRAPPED]) for at in range(keys, body, WRAPPED)]
-    return head, Parcel(bytes(data[len(MARK) + LENGTH.size : end]), bytes(data[end:keys]), wrapped, bytes(data[body:]))
+    return head, SealedParcel(
+        bytes(data[len(MARK) + LENGTH.size : end]), bytes(data[end:keys]), wrapped, bytes(data[body:])
+    )
 
 
 def is_sealed(record: Mapping[str, Any]) -> bool:
@@ -182,4 +184,4 @@ def blank(arrays: Weights, run: str, kind: str, receivers: Sequence[str]) -> Arr
     """Return zeros of the size that these arrays have when they are sealed."""
     head = Head(run, "0" * DIGITS, kind, receivers[0], tuple(receivers), 0, 1.0).pack()
     body = bytes(len(joined_body(array_record(arrays))) + TAG)
-    return pack(Parcel(head, bytes(SALT), [bytes(WRAPPED)] * len(receivers), body))
+    return pack(SealedParcel(head, bytes(SALT), [bytes(WRAPPED)] * len(receivers), body))

@@ -9,7 +9,7 @@ import pytest
 
 from flwr_replay.config.sections import TaskConfig
 from flwr_replay.data.classes import Classes
-from flwr_replay.data.manifest import Row, words_of
+from flwr_replay.data.manifest import ManifestRow, words_of
 from flwr_replay.errors import ConfigError, DataError
 
 Task = Callable[..., TaskConfig]
@@ -63,8 +63,10 @@ def test_one_class_has_no_two_names(task: Task, twice: tuple[str, str]) -> None:
 
 
 def test_words_are_each_once_and_not_mixed_with_numbers() -> None:
-    rows = [Row(Path("x"), label, f"line {n}") for n, label in enumerate(("ill", "caf\u00e9", "cafe\u0301", "ill"))]
+    rows = [
+        ManifestRow(Path("x"), label, f"line {n}") for n, label in enumerate(("ill", "caf\u00e9", "cafe\u0301", "ill"))
+    ]
     assert words_of(rows) == ["caf\u00e9", "ill"]
-    assert words_of([Row(Path("x"), "01", ""), Row(Path("x"), "2.0", "")]) == []
+    assert words_of([ManifestRow(Path("x"), "01", ""), ManifestRow(Path("x"), "2.0", "")]) == []
     with pytest.raises(DataError, match=r"all numbers or all names; got 'café' and '3' \(here\)"):
-        words_of([*rows, Row(Path("x"), "3", "here")])
+        words_of([*rows, ManifestRow(Path("x"), "3", "here")])

@@ -16,7 +16,7 @@ from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError
 from flwr_replay.files.atomic import alone, private_folder
 from flwr_replay.files.tensors import read_tensors
-from flwr_replay.generators.synthesis import Progress, SynthesisPlan
+from flwr_replay.generators.synthesis import SynthesisPlan, TrainingProgress
 from flwr_replay.payloads.common import Train
 from flwr_replay.payloads.feder import TrainOwnWithBuffers, TrainWithBuffers
 from flwr_replay.payloads.local import EvaluateOwn
@@ -129,7 +129,7 @@ def test_only_images_of_classes_that_the_node_declares_leave(folder, monkeypatch
 def test_a_server_learns_no_path_of_an_institutions_file(folder, monkeypatch):
     plan = SynthesisPlan.of(compose(FEDER))
     for name in ("one", "two"):
-        plan.write(folder / name, plan.fresh(0, torch.device("cpu")), Progress(steps=6), to_disk=False)
+        plan.write(folder / name, plan.fresh(0, torch.device("cpu")), TrainingProgress(steps=6), to_disk=False)
         monkeypatch.setattr("hostile_server.node_configs", declaring(**{"generator-checkpoint": str(folder / name)}))
         reply = HostileServer(folder, *FEDER).send(TrainSlice(run="r"))
     assert "generator.checkpoint is another file now" in refusal(reply)

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError
-from flwr_replay.generators.synthesis import Progress, SynthesisPlan
+from flwr_replay.generators.synthesis import SynthesisPlan, TrainingProgress
 from flwr_replay.institution.node import institution_of
 from flwr_replay.runs.execute import Job
 
@@ -27,7 +27,7 @@ def trained(tmp_path):
 
     def write(*options, left=0):
         plan, path = SynthesisPlan.of(compose([*JOB, *options])), tmp_path / "trained.safetensors"
-        progress = Progress(steps=9, steps_left=left, loss=0.5)
+        progress = TrainingProgress(steps=9, steps_left=left, loss=0.5)
         plan.write(path, plan.fresh(7, torch.device("cpu")), progress, to_disk=False)
         return path
 
@@ -59,7 +59,7 @@ def test_two_generators_draw_other_images(tmp_path, trained):
         drawn.append(next((ran.folder / "buffers").iterdir()).read_bytes())
         plan = SynthesisPlan.of(compose(JOB))
         fresh = plan.fresh(8, torch.device("cpu"))
-        plan.write(tmp_path / "other.safetensors", fresh, Progress(steps=9), to_disk=False)
+        plan.write(tmp_path / "other.safetensors", fresh, TrainingProgress(steps=9), to_disk=False)
     assert drawn[0] != drawn[1]
 
 
@@ -79,7 +79,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_any_training(trained, 
         shared = [word for word in JOB if not word.startswith(("generator.codes", "generator.dim", "generator.epochs"))]
         plan = SynthesisPlan.of(compose([*shared, *written]))
         path = trained()
-        plan.write(path, plan.fresh(0, torch.device("cpu")), Progress(), to_disk=False)
+        plan.write(path, plan.fresh(0, torch.device("cpu")), TrainingProgress(), to_disk=False)
     else:
         path = trained(*written, left=left)
     with pytest.raises(ConfigError, match=says):

@@ -45,7 +45,7 @@ def unreadable(monkeypatch):
     def read(source, members):
         raise AssertionError("nothing must be decoded")
 
-    monkeypatch.setattr(decoded.Source, "examples", read)
+    monkeypatch.setattr(decoded.ImageSource, "examples", read)
 
 
 def test_a_later_process_decodes_nothing_and_its_tensors_are_the_map(folder, monkeypatch, recwarn):
@@ -91,14 +91,14 @@ def test_a_wrong_size_is_one_line(folder, size):
 
 
 def fill(task, place, begin, decodings):
-    plain = decoded.Source.examples
+    plain = decoded.ImageSource.examples
 
     def counted(source, members):
         with decodings.get_lock():
             decodings.value += 1
         return plain(source, members)
 
-    decoded.Source.examples = counted
+    decoded.ImageSource.examples = counted
     begin.wait()
     assert len(load(task, DecodedImages(place, 1e9)).train)
 

@@ -17,7 +17,7 @@ from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, DamagedError
 from flwr_replay.runs.execute import settings_of
-from flwr_replay.server.mailbox import Delivery, Mailbox, Parcel
+from flwr_replay.server.mailbox import Delivery, Mailbox, ModelShare
 from flwr_replay.strategies.avgpush import AvgPush
 from flwr_replay.wire.records import array_record, opened
 
@@ -138,7 +138,7 @@ def test_models_that_nobody_waits_for_do_not_fill_the_disk(tmp_path):
     box = Mailbox()
     for exchange in range(1, 8):
         box.waiting["b"] = Delivery(
-            exchange, 1.0, 0.5, [Parcel(box.post(array_record({"w": np.ones(3)})), "a", 0.5, 1.0)]
+            exchange, 1.0, 0.5, [ModelShare(box.post(array_record({"w": np.ones(3)})), "a", 0.5, 1.0)]
         )
         box.keep(tmp_path, "r")
     assert sorted(file.stem for file in tmp_path.iterdir()) == ["000005", "000006", "000007"]
@@ -157,8 +157,8 @@ def test_a_lost_model_is_missed(folder):
 def test_a_mailbox_is_read_back_as_it_was(tmp_path):
     box = Mailbox()
     number = box.post(array_record({"w": np.arange(3.0)}))
-    box.waiting["b"] = Delivery(4, 1.0, 0.5, [Parcel(number, "a", 0.25, 1.5)])
-    box.coming_back["a"] = [Parcel(number, "a", 0.5, 1.5)]
+    box.waiting["b"] = Delivery(4, 1.0, 0.5, [ModelShare(number, "a", 0.25, 1.5)])
+    box.coming_back["a"] = [ModelShare(number, "a", 0.5, 1.5)]
     box.committed["c"] = 3
     box.keep(tmp_path, "r")
     again = Mailbox.restored(box.state(), tmp_path, "r")
@@ -175,7 +175,7 @@ def test_a_mailbox_is_read_back_as_it_was(tmp_path):
 
 def test_a_parcel_that_went_back_and_is_acknowledged_late_goes_to_nobody_again():
     box = Mailbox()
-    mine, theirs, gone = (Parcel(box.post(array_record({"w": np.ones(2)})), name, 0.5, 1.0) for name in "acd")
+    mine, theirs, gone = (ModelShare(box.post(array_record({"w": np.ones(2)})), name, 0.5, 1.0) for name in "acd")
     box.waiting["a"] = Delivery(3, 1.0, 0.5, [mine, theirs, gone])  # a's own, which nobody has fetched, among them
     box.give_back("a")
     assert box.coming_back.pop("d") == [gone]  # d has it again

@@ -3,7 +3,7 @@
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord
 
-from flwr_replay.movements.run import Run
+from flwr_replay.movements.run import RunState
 from flwr_replay.server.members import Member
 from flwr_replay.server.settings import Settings
 from flwr_replay.strategies.central import Central, CentralConfig
@@ -27,7 +27,9 @@ def names(strategy, exchanges, done=0):
 
     strategy.train, strategy.evaluate_if_due = train, lambda *args: None
     rounds, nothing = exchanges // strategy.exchanges_per_round(), ConfigRecord()
-    run = Run(grid=None, num_rounds=rounds, train_config=nothing, evaluate_config=nothing, evaluate_fn=None, done=done)
+    run = RunState(
+        grid=None, num_rounds=rounds, train_config=nothing, evaluate_config=nothing, evaluate_fn=None, done=done
+    )
     strategy.rounds(run, ArrayRecord())
     return found
 

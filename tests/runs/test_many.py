@@ -26,7 +26,7 @@ from flwr_replay.server.members import Member, Members
 from flwr_replay.server.recorder import Snapshot
 from flwr_replay.state.identity import proof_of
 from flwr_replay.wire.ledger import Ledger, Traffic, ledger_lines
-from flwr_replay.wire.payload import Row
+from flwr_replay.wire.payload import LedgerRow
 
 NODES = 70  # more than have their examples in memory and their ledgers open
 SMALL = ["task=digits", "partition=iid", "partition.size=10", "model=mlp", "model.width=4", "device=cpu"]
@@ -165,10 +165,18 @@ def test_a_checkpoint_of_an_older_version_names_its_institutions_itself(tmp_path
 def test_sums_of_bytes_are_those_of_the_ledger(tmp_path):
     ledger, traffic = Ledger(tmp_path), Traffic()
     messages = [
-        ("up", [Row("latents", "per-sample", 90), Row("labels", "per-sample", 8), Row("n", "statistic", 8)], 500),
-        ("up", [Row("arrays", "model", 40)], 700),  # no samples: the raw bytes are those of nothing
-        ("down", [Row("arrays", "model", 40), Row("run", "instruction", 3)], None),
-        ("up", [Row("answer", "not received", 0)], None),
+        (
+            "up",
+            [
+                LedgerRow("latents", "per-sample", 90),
+                LedgerRow("labels", "per-sample", 8),
+                LedgerRow("n", "statistic", 8),
+            ],
+            500,
+        ),
+        ("up", [LedgerRow("arrays", "model", 40)], 700),  # no samples: the raw bytes are those of nothing
+        ("down", [LedgerRow("arrays", "model", 40), LedgerRow("run", "instruction", 3)], None),
+        ("up", [LedgerRow("answer", "not received", 0)], None),
     ]
     for direction, rows, raw in messages:
         about = {"round": 1, "institution": "a", "direction": direction, "stage": "s"}

@@ -19,13 +19,13 @@ from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import home, make_folder
 from flwr_replay.runs.environment import versions
 
-__all__ = ["Found", "look", "settle", "states"]
+__all__ = ["Equipment", "look", "settle", "states"]
 
 BITS = ("python", "torch", "torchvision", "numpy")  # other versions of these may give other bits
 
 
 @dataclass(frozen=True)
-class Found:
+class Equipment:
     """What a machine has."""
 
     versions: dict[str, str]
@@ -44,7 +44,7 @@ def states() -> Path:
     return home() / "state" / "simulation"
 
 
-def look(machines: Sequence[Machine], names: Sequence[str], run_id: str, files: Sequence[str]) -> dict[str, Found]:
+def look(machines: Sequence[Machine], names: Sequence[str], run_id: str, files: Sequence[str]) -> dict[str, Equipment]:
     """Ask every machine what it has.
 
     Parameters
@@ -81,9 +81,9 @@ def look(machines: Sequence[Machine], names: Sequence[str], run_id: str, files: 
         token.unlink()
 
 
-def _look(folder: str, token: str, names: tuple[str, ...], run_id: str, files: tuple[str, ...]) -> Found:
+def _look(folder: str, token: str, names: tuple[str, ...], run_id: str, files: tuple[str, ...]) -> Equipment:
     settle(folder)
-    return Found(
+    return Equipment(
         versions(),
         tuple(file for file in files if not Path(file).exists()),
         (home() / token).exists(),
@@ -91,9 +91,9 @@ def _look(folder: str, token: str, names: tuple[str, ...], run_id: str, files: t
     )
 
 
-def _checked(machine: Machine, asked: Any) -> Found:
+def _checked(machine: Machine, asked: Any) -> Equipment:
     try:
-        found: Found = ray.get(asked)
+        found: Equipment = ray.get(asked)
     except RayError as error:
         raise RunError(
             f"every machine of the cluster must run flwr-replay; {machine.address}: {first_line(error)}"

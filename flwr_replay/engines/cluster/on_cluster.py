@@ -27,7 +27,7 @@ from flwr_replay.wire.ledger import LEDGER, ledger_lines
 
 if TYPE_CHECKING:
     from flwr_replay.engines.cluster.grid import ClusterGrid
-    from flwr_replay.engines.cluster.looking import Found
+    from flwr_replay.engines.cluster.looking import Equipment
     from flwr_replay.engines.cluster.machines import Machine
 
 __all__ = ["run_on_cluster"]
@@ -104,7 +104,9 @@ def _files(config: RunConfig) -> list[str]:
     return found
 
 
-def _kept(found: dict[str, Found], machines: dict[str, Machine], names: Sequence[str], folder: Path) -> dict[int, str]:
+def _kept(
+    found: dict[str, Equipment], machines: dict[str, Machine], names: Sequence[str], folder: Path
+) -> dict[int, str]:
     """Return a machine that has an institution's state in the run that is resumed, by partition.
 
     Raises
