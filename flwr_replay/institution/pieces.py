@@ -170,7 +170,7 @@ def part_at(parts: Mapping[str, int], step: int) -> MechanismSteps:
     """Return the part to which a step belongs.
 
     >>> part_at({"generator": 20, "prior": 5}, 20)
-    Part(mechanism='prior', start=20, end=25)
+    MechanismSteps(mechanism='prior', start=20, end=25)
     """
     ends = [*accumulate(parts.values())]
     i = bisect_right(ends, step)

@@ -270,7 +270,7 @@ def heat_map(found: Mapping[str, Any]) -> bytes:
     Parameters
     ----------
     found : Mapping
-        As `flwr_replay.report.forgetting.Forgetting.summary` returns it.
+        As `flwr_replay.report.forgetting.ForgettingMatrix.summary` returns it.
     """
     from matplotlib.figure import Figure
 
