@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 
 from chaos_faults import TAKEN, Fault, slot
-from chaos_runs import Ended, Place, check_results, whole
+from chaos_runs import Ended, Place, check_results, secretly, whole
 
 from flwr_replay.files.lines import read_lines
 
@@ -41,6 +41,7 @@ class Broken:
     def __init__(self, folder: Path, options: list[str], share: float) -> None:
         folder.mkdir()
         self.folder, self.repeatable, self.copies = folder, SECRET not in options, 0
+        options = options if self.repeatable else [*secretly(options), SECRET]
         self.once, _ = whole(folder / "once", options)
         self.place = Place(folder / "broken", options)
         self.place.attempt(Fault("kill", at=round(share * self.once.shared[TAKEN])))

@@ -150,7 +150,7 @@ class Place:
         code = 99
         try:
             file = os.open(self.folder / "said", os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
-            os.environ["FLWR_REPLAY_HOME"] = str(self.folder)
+            os.environ |= {"FLWR_REPLAY_HOME": str(self.folder), "COLUMNS": "200"}  # a table in one piece
             code = work(words, file, before=lambda: watch(self.shared, fault, self.folder))
             if not code:
                 self.modules.write_text("\n".join(sys.modules))

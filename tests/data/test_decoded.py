@@ -38,13 +38,13 @@ def make(folder, task):
 @pytest.fixture
 def reads(monkeypatch):
     """The files that were decoded."""
-    found, picture = [], module.Source.examples
+    found, picture = [], module.ImageSource.examples
 
     def watched(source, members):
         found.extend(source.files)
         return picture(source, members)
 
-    monkeypatch.setattr(module.Source, "examples", watched)
+    monkeypatch.setattr(module.ImageSource, "examples", watched)
     return found
 
 

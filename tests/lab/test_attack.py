@@ -160,7 +160,7 @@ def test_what_cannot_be_computed_anew_accuses_nobody(tmp_path, monkeypatch, caps
         ("replay", replay, "replayed images"),
         ("pooled", ["strategy=central", "partition.size=32"], "examples of all institutions"),
     ):
-        command(monkeypatch, "run", *DIGITS, *options, f"run_name={name}", "--runs-dir", str(tmp_path))
+        command(monkeypatch, "run", *DIGITS, "rounds=1", *options, f"run_name={name}", "--runs-dir", str(tmp_path))
         _, results, _ = attacked(monkeypatch, capsys, tmp_path / name)
         said = [one["not-judged"] for one in results.values() if one.get("not-judged")]
         assert not any("originals must be" in one for one in said), said
@@ -329,7 +329,7 @@ def test_an_attack_that_no_field_takes_is_refused(runs, tmp_path, monkeypatch, c
 def test_a_run_without_messages_says_how_to_record(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     options = [word for word in DIGITS if word != "record=all"]
-    command(monkeypatch, "run", *options, "strategy=fedavg", "run_name=plain", "--runs-dir", str(tmp_path))
+    command(monkeypatch, "run", *options, "strategy=fedavg", "rounds=1", "run_name=plain", "--runs-dir", str(tmp_path))
     capsys.readouterr()
     assert command(monkeypatch, "privacy", "attack", str(tmp_path / "plain")) == 2
     assert "run again with record=all" in capsys.readouterr().err
