@@ -9,8 +9,7 @@ A movement is a Flower `Strategy`. Its `start` is this loop:
         checkpoint
 
 In every method `num_rounds` counts passes over the institutions' data. Flower's `server_round` counts exchanges; a
-pass may take several. A movement has a roll (`server/roll.py`: who takes part), exchanges (`server/exchange.py`:
-messages, ledger, failures) and evaluations (`evaluating.py`: what is tested, and when).
+pass may take several. A movement has a roll (`server/roll.py`), exchanges (`server/exchange.py`) and evaluations.
 """
 
 from __future__ import annotations
