@@ -21,6 +21,7 @@ from flwr_replay.payloads.common import Train
 from flwr_replay.payloads.feder import TrainOwnWithBuffers, TrainWithBuffers
 from flwr_replay.payloads.local import EvaluateOwn
 from flwr_replay.payloads.synthetic import DrawBuffer, KeepBuffer, TrainSlice
+from flwr_replay.privacy.accounting import epsilon
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.wire.records import config_in, metrics_in
 
@@ -76,6 +77,18 @@ def test_where_models_hop_none_is_kept(folder):
 def test_a_guarantee_does_not_go_with_tests_that_show_which_classes_are_there():
     with pytest.raises(ConfigError, match="which these are: leave external out"):
         PrivacyPlan.of(compose([*END_TO_END, "external=true"]))
+
+
+def test_the_noise_for_a_target_covers_all_steps_of_an_image_generator():
+    options = ["target-epsilon=2" if option.startswith("sigma=") else option for option in END_TO_END]
+    plan = PrivacyPlan.of(compose(options))
+    costs = [one.cost(40, plan.cost(one.mechanism, 40, 1).sigma) for one in plan.passes]  # `planned` is cut off at 2
+    assert 1.9 < epsilon([*costs, *plan.fixed()], plan.config.delta_for(40)) <= 2
+
+
+def test_a_buffer_that_is_never_refreshed_is_the_same_in_every_exchange(folder):
+    server = HostileServer(folder, *FEDER)
+    assert images(draw(server, "r")) == images(draw(server, "r", exchange=2))
 
 
 def test_buffers_of_all_sizes_begin_with_the_same_images(folder):

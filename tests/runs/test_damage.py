@@ -119,6 +119,12 @@ def test_damage_at_the_server(resume, job, name, way):
     check(*resume(job, damaged))
 
 
+def test_a_flipped_bit_of_kept_latents_is_noticed(resume):
+    """None of its kind: a file without a form, of which nothing but its checksum tells."""
+    [latents] = (name for _, name in AT_THE_SERVER if name.endswith("latents.npy"))
+    test_damage_at_the_server(resume, "fedreplay", latents, "a flipped bit")
+
+
 @pytest.mark.sampled(1, "way")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", AT_AN_INSTITUTION)
