@@ -64,7 +64,7 @@ class Pairing(Display):
         """Start the clock."""
         self.start = time.perf_counter()
 
-    def exchange(self, server_round: int, metrics: object, total_bytes: int, seconds: float) -> None:
+    def exchange(self, exchange: int, metrics: object, total_bytes: int, seconds: float) -> None:
         """Stop the clock, run a plain round, start the clock."""
         middle = time.perf_counter()
         next(self.plain)
@@ -125,13 +125,13 @@ def sequential(config: RunConfig, owned: list[tuple[Shard, Shard]]) -> Iterator[
     """Run the plain loop, one institution after another; each step of the iterator is a round."""
     model = backbone(config.model, config.task)(derived_seed(config.seed, "model"))
     arrays = to_arrays(model)
-    for server_round in range(1, config.rounds + 1):
+    for exchange in range(1, config.rounds + 1):
         answers = [
-            visit(model, train, arrays, config, config.strategy.local_epochs, f"institution-{k + 1}", server_round)
+            visit(model, train, arrays, config, config.strategy.local_epochs, f"institution-{k + 1}", exchange)
             for k, (train, _) in enumerate(owned)
         ]
         arrays = weighted_mean([trained for trained, _ in answers], [len(train) for train, _ in owned])
-        if server_round % config.evaluate_every == 0:
+        if exchange % config.evaluate_every == 0:
             make_task(config.task).pool([evaluate(model, test, arrays, config) for _, test in owned])
         yield
 
@@ -153,8 +153,8 @@ def flower(config: RunConfig, overrides: list[str]) -> tuple[list[float], list[f
     def train(message: Message, context: Context) -> Message:
         k = int(context.node_config["partition-id"])
         arrays = {name: array.numpy() for name, array in message.content["arrays"].items()}
-        server_round = message.content["config"]["server-round"]
-        trained, loss = visit(model, owned[k][0], arrays, config, 1, f"institution-{k + 1}", server_round)
+        exchange = message.content["config"]["server-round"]
+        trained, loss = visit(model, owned[k][0], arrays, config, 1, f"institution-{k + 1}", exchange)
         record = ArrayRecord({name: Array(array) for name, array in trained.items()})
         metrics = MetricRecord({"num-examples": len(owned[k][0]), "train-loss": loss})
         return Message(RecordDict({"arrays": record, "metrics": metrics}), reply_to=message)
@@ -167,9 +167,9 @@ def flower(config: RunConfig, overrides: list[str]) -> tuple[list[float], list[f
         metrics = MetricRecord({"num-examples": len(test), "loss": evaluation.loss, "confusion": evaluation.confusion})
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
-    def after(server_round: int, arrays: ArrayRecord) -> None:
-        if server_round:
-            pairing.exchange(server_round, {}, 0, 0.0)
+    def after(exchange: int, arrays: ArrayRecord) -> None:
+        if exchange:
+            pairing.exchange(exchange, {}, 0, 0.0)
 
     strategy = FedAvg(evaluate_metrics_aggr_fn=lambda replies, key: MetricRecord({"answers": len(replies)}))
     pairing.begin(None)
@@ -185,10 +185,10 @@ def worker(overrides: list[str], jobs: multiprocessing.Queue[Any], answers: mult
     torch.set_num_threads(config.threads)
     owned, model = shards(config), backbone(config.model, config.task)(0)
     while (job := jobs.get()) is not None:
-        what, k, arrays, server_round = job
+        what, k, arrays, exchange = job
         if what == "train":
             epochs = config.strategy.local_epochs
-            answers.put((k, visit(model, owned[k][0], arrays, config, epochs, f"institution-{k + 1}", server_round)))
+            answers.put((k, visit(model, owned[k][0], arrays, config, epochs, f"institution-{k + 1}", exchange)))
         else:
             answers.put((k, evaluate(model, owned[k][1], arrays, config)))
 
@@ -202,15 +202,15 @@ def parallel(config: RunConfig, overrides: list[str], actors: int) -> list[float
         process.start()
     arrays = to_arrays(backbone(config.model, config.task)(derived_seed(config.seed, "model")))
     sizes, times = [len(train) for train, _ in shards(config)], []
-    for server_round in range(1, config.rounds + 1):
+    for exchange in range(1, config.rounds + 1):
         start = time.perf_counter()
         for k in range(config.nodes):
-            jobs.put(("train", k, arrays, server_round))
+            jobs.put(("train", k, arrays, exchange))
         trained = dict(answers.get() for _ in range(config.nodes))
         arrays = weighted_mean([trained[k][0] for k in range(config.nodes)], sizes)
-        if server_round % config.evaluate_every == 0:
+        if exchange % config.evaluate_every == 0:
             for k in range(config.nodes):
-                jobs.put(("evaluate", k, arrays, server_round))
+                jobs.put(("evaluate", k, arrays, exchange))
             make_task(config.task).pool([answers.get()[1] for _ in range(config.nodes)])
         times.append(time.perf_counter() - start)
     for _ in pool:

@@ -83,8 +83,8 @@ def flower(overrides: list[str]) -> list[float]:
     def train(message: Message, context: Context) -> Message:
         (parts, model), k = owned(config), int(context.node_config["partition-id"])
         arrays = {name: array.numpy() for name, array in message.content["arrays"].items()}
-        server_round = message.content["config"]["server-round"]
-        trained, loss = visit(model, parts[k][0], arrays, config, 1, f"institution-{k + 1}", server_round)
+        exchange = message.content["config"]["server-round"]
+        trained, loss = visit(model, parts[k][0], arrays, config, 1, f"institution-{k + 1}", exchange)
         record = ArrayRecord({name: Array(array) for name, array in trained.items()})
         metrics = MetricRecord({"num-examples": len(parts[k][0]), "train-loss": loss})
         return Message(RecordDict({"arrays": record, "metrics": metrics}), reply_to=message)
@@ -103,7 +103,7 @@ def flower(overrides: list[str]) -> list[float]:
         everybody = {"min_train_nodes": config.nodes, "min_evaluate_nodes": config.nodes}
         strategy = FedAvg(min_available_nodes=config.nodes, **everybody)
 
-        def after(server_round: int, arrays: ArrayRecord) -> None:
+        def after(exchange: int, arrays: ArrayRecord) -> None:
             stamps.append(time.perf_counter())  # before the institutions test, the same place in every round
 
         strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=config.rounds, evaluate_fn=after)

@@ -87,7 +87,7 @@ class Clock(Display):
     def __init__(self) -> None:
         self.wall, self.cpu = [time.perf_counter()], [time.process_time()]
 
-    def exchange(self, server_round: int, metrics: object, total_bytes: int, seconds: float) -> None:
+    def exchange(self, exchange: int, metrics: object, total_bytes: int, seconds: float) -> None:
         """Note the times."""
         self.wall.append(time.perf_counter())
         self.cpu.append(time.process_time())

@@ -42,9 +42,9 @@ def fedreplay(config: RunConfig, owned: Owned) -> Iterator[None]:
         latents = torch.cat([encoder.eval()(as_input(train.x)) for train, _ in owned])
     labels = torch.cat([train.y for train, _ in owned])
     whole, optimizer = nn.Sequential(encoder, primary), make_optimizer(primary, config.training, config.training.lr)
-    for server_round in range(config.rounds):
+    for exchange in range(config.rounds):
         primary.train()
-        order = torch.randperm(len(labels), generator=torch_rng(config.seed, server_round))
+        order = torch.randperm(len(labels), generator=torch_rng(config.seed, exchange))
         for i in range(iterations(len(labels), size)):
             rows = order[i * size : (i + 1) * size]
             step(primary, optimizer, task.loss(primary(latents[rows]), labels[rows]))

@@ -55,18 +55,18 @@ def plain(config: RunConfig) -> Iterator[None]:
         request = SimpleNamespace(alpha=config.strategy.alpha, beta=config.strategy.beta)
         visit = DPTraining(config.privacy.clip, cost, stream, config.rounds)
         learners.append(MutualLearner(*halves, task, request, b, visit))
-    for server_round in range(config.rounds):
+    for exchange in range(config.rounds):
         for learner, (train, _) in zip(learners, owned, strict=True):
             learner.losses.clear()
             for x_B, y_B in learner.batches(train, torch.Generator()):
                 learner.step(x_B, y_B)
-        p = torch.from_numpy(mixing_matrix(config.strategy.topology, len(owned), server_round))
+        p = torch.from_numpy(mixing_matrix(config.strategy.topology, len(owned), exchange))
         with torch.no_grad():
             for parameters in zip(*(learner.proxy.model.parameters() for learner in learners), strict=True):
                 mixed = torch.tensordot(p, torch.stack(parameters).double(), dims=1)
                 for parameter, value in zip(parameters, mixed, strict=True):
                     parameter.copy_(value)
-        if (server_round + 1) % config.evaluate_every == 0:
+        if (exchange + 1) % config.evaluate_every == 0:
             for half in ("private", "proxy"):
                 models = [getattr(learner, half).model for learner in learners]
                 task.pool([task.evaluate(m, t.x, t.y) for m, (_, t) in zip(models, owned, strict=True)])

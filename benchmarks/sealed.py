@@ -37,7 +37,7 @@ class Clock(Display):
     def __init__(self) -> None:
         self.ends: list[float] = []
 
-    def exchange(self, server_round: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
+    def exchange(self, exchange: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
         """Note them."""
         self.ends.append(time.process_time())
 

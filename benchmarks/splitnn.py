@@ -61,7 +61,7 @@ class Pairing(Display):
         """Start the clock."""
         self.start = time.perf_counter()
 
-    def exchange(self, server_round: int, metrics: object, total_bytes: int, seconds: float) -> None:
+    def exchange(self, exchange: int, metrics: object, total_bytes: int, seconds: float) -> None:
         """Stop the clock, run a plain visit, start the clock."""
         middle = time.perf_counter()
         self.profile.disable()

@@ -109,7 +109,7 @@ class Evaluated(Recorder):
 
     own: Mapping[str, Any] = {}
 
-    def evaluated(self, server_round: int, pooled: dict[str, float], own: dict[str, dict[str, float]]) -> None:
+    def evaluated(self, exchange: int, pooled: dict[str, float], own: dict[str, dict[str, float]]) -> None:
         """Keep them."""
         self.own = own
 
@@ -120,9 +120,9 @@ class Breaking(Display):
     def __init__(self, stop_after: int | None = None) -> None:
         self.stop_after = stop_after
 
-    def exchange(self, server_round: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
+    def exchange(self, exchange: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
         """Interrupt the run after the given exchange."""
-        if server_round == self.stop_after:
+        if exchange == self.stop_after:
             raise KeyboardInterrupt
 
 

@@ -57,10 +57,10 @@ class AvgPush(Gossip):
     stages = ("push", "deliver", "evaluate-peer")
     answer = Released
 
-    def train_request(self, server_round: int, member: Member) -> Push:
+    def train_request(self, exchange: int, member: Member) -> Push:
         """Ask for one pass."""
-        return Push(**self.instructions(server_round, member), optimizer_state=self.config.optimizer_state)
+        return Push(**self.instructions(exchange, member), optimizer_state=self.config.optimizer_state)
 
-    def evaluation(self, server_round: int, arrays: Weights) -> EvaluatePeer:
+    def evaluation(self, exchange: int, arrays: Weights) -> EvaluatePeer:
         """Each institution tests its own model, after mixing."""
-        return EvaluatePeer(server_round=server_round, run=self.settings.run)
+        return EvaluatePeer(server_round=exchange, run=self.settings.run)

@@ -69,13 +69,13 @@ class Central(Serial):
             return range(sum(one.num_examples for one in self.members.known), MOST + 1)
         return super().examples_of(member, request, instructions)
 
-    def train_request(self, server_round: int, arrays: Weights) -> Train:
+    def train_request(self, exchange: int, arrays: Weights) -> Train:
         """Ask for one pass over the union; a single institution's own data are the union."""
         return Train(
-            server_round=server_round,
+            server_round=exchange,
             arrays=arrays,
             run=self.settings.run,
-            lr=self.lr(server_round),
+            lr=self.lr(exchange),
             optimizer_state=self.config.optimizer_state,
             pooled=len(self.members.names) > 1,
         )

@@ -67,12 +67,12 @@ class CWT(Serial):
         shuffle = derived_rng(self.settings.seed, "order", cycle)
         return [names[i] for i in shuffle.permutation(len(names))]
 
-    def train_request(self, server_round: int, arrays: Weights) -> Train:
+    def train_request(self, exchange: int, arrays: Weights) -> Train:
         """Hand θ on unchanged."""
         return Train(
-            server_round=server_round,
+            server_round=exchange,
             arrays=arrays,
             run=self.settings.run,
-            lr=self.lr(server_round),
+            lr=self.lr(exchange),
             optimizer_state=self.config.optimizer_state,
         )

@@ -61,13 +61,13 @@ class FedAvg(Parallel):
     config_type = FedAvgConfig
     config: FedAvgConfig
 
-    def train_request(self, server_round: int, arrays: Weights) -> Train:
+    def train_request(self, exchange: int, arrays: Weights) -> Train:
         """Send θ to every institution."""
         return Train(
-            server_round=server_round,
+            server_round=exchange,
             arrays=arrays,
             run=self.settings.run,
-            lr=self.lr(server_round),
+            lr=self.lr(exchange),
             local_epochs=self.config.local_epochs,
             optimizer_state=self.config.optimizer_state,
         )

@@ -73,34 +73,34 @@ class FedAvgShare(FedAvg):
         self.sent_to: dict[str, int] = {}  # by institution: how many examples of others are on their way to it
 
     def exchange_round(
-        self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
+        self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Share what is not shared yet, then run FedAvg's round."""
         given = self.givers()
         giving = [member for member in self.members if member.name not in given]
         if giving:
-            asked = (self.message(member, self.give(server_round), config) for member in giving)
-            self.exchange(grid, server_round, asked, needed=not given, take=self.store, at_once=1)
+            asked = (self.message(member, self.give(exchange), config) for member in giving)
+            self.exchanger(grid, exchange, asked, needed=not given, take=self.store, at_once=1)
             given = self.givers()
         others = {member.name: [name for name in given if name != member.name] for member in self.members}
         lacking = [member for member in self.members if others[member.name] != self.received.get(member.name, [])]
 
         def receives() -> Iterator[Message]:
             for member in lacking:
-                request = self.receive(server_round, others[member.name])
+                request = self.receive(exchange, others[member.name])
                 self.sent_to[member.name] = len(request.labels)
                 yield self.message(member, request, config)
 
         def take(member: Member, reply: Message) -> None:
             self.received[member.name], self.held[member.name] = others[member.name], self.sent_to[member.name]
-            self.received_in[member.name] = server_round
+            self.received_in[member.name] = exchange
 
-        self.exchange(grid, server_round, receives(), needed=False, take=take, at_once=1)
-        return super().exchange_round(grid, server_round, arrays, config)
+        self.exchanger(grid, exchange, receives(), needed=False, take=take, at_once=1)
+        return super().exchange_round(grid, exchange, arrays, config)
 
-    def train_request(self, server_round: int, arrays: Weights) -> TrainEnlarged:
+    def train_request(self, exchange: int, arrays: Weights) -> TrainEnlarged:
         """Send θ to every institution."""
-        request = super().train_request(server_round, arrays)
+        request = super().train_request(exchange, arrays)
         return TrainEnlarged(**{field.name: getattr(request, field.name) for field in fields(request)})
 
     def addressed(self, member: Member, request: Request) -> Request:
@@ -111,9 +111,9 @@ class FedAvgShare(FedAvg):
             request = replace(request, held=self.held.get(member.name, 0), received_in=received_in)
         return request
 
-    def give(self, server_round: int) -> Give:
+    def give(self, exchange: int) -> Give:
         """Ask for a share of the examples."""
-        return Give(server_round=server_round, run=self.settings.run, share=self.config.share)
+        return Give(server_round=exchange, run=self.settings.run, share=self.config.share)
 
     def examples_of(self, member: Member, request: type[Request], instructions: dict[str, Any]) -> range:
         """Count the institution's own examples plus those of others; for `Receive` the others' only."""
@@ -166,12 +166,12 @@ class FedAvgShare(FedAvg):
         """Return the names of the institutions whose shares are on the disk."""
         return [path.stem for path in entries(self.recorder.folder("shared"), "*.safetensors")]
 
-    def receive(self, server_round: int, names: list[str]) -> Receive:
+    def receive(self, exchange: int, names: list[str]) -> Receive:
         """Send the union of these institutions' shares."""
         folder = self.recorder.folder("shared")
         parts = [read_own(folder / f"{name}.safetensors", self.settings.run) for name in names]
         images, labels = (np.concatenate([part[key] for part in parts]) for key in ("images", "labels"))
-        return Receive(server_round=server_round, run=self.settings.run, images=images, labels=labels)
+        return Receive(server_round=exchange, run=self.settings.run, images=images, labels=labels)
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """Every institution gives once and receives once; then as FedAvg."""

@@ -144,7 +144,7 @@ class FedER(Relay):
         if plan is None:
             raise ConfigError("FedER needs a generator: give Settings(synthesis=...)")
         refreshed = self.config.buffer_refresh == "round"
-        self.buffers = Buffers(self.exchange, plan, self.config.buffer, refreshed, always=synthetic)
+        self.buffers = Buffers(self.exchanger, plan, self.config.buffer, refreshed, always=synthetic)
         self.hops = self.new_hops()
         self.fresh: StateDict = {}  # the weights with which every model begins
         self.models: dict[str, StateDict] = {}  # by the institution where a model began: its weights
@@ -206,20 +206,20 @@ class FedER(Relay):
     # --- a round ------------------------------------------------------------------------------------------------------
 
     def exchange_round(
-        self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
+        self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Draw buffers if need be and deliver them; have every institution train a model, which then goes on."""
         self.fresh = self.fresh or opened(arrays)
-        self.hops.begin_round(server_round, [member.name for member in self.trainers(server_round)])
-        self.buffers.prepare(grid, server_round, config, givers := self.givers())
+        self.hops.begin_round(exchange, [member.name for member in self.trainers(exchange)])
+        self.buffers.prepare(grid, exchange, config, givers := self.givers())
         if STAGES[0] in self.stages and not self.buffers.trained:
             raise RunError(f"no institution could train its generator; {self.recorder.failures_line()}")
         if self.config.buffer and givers and not self.buffers.numbers:
             raise RunError(f"no institution has sent a buffer; {self.recorder.failures_line()}: resume the run")
-        self.held = self.buffers.deliver(grid, server_round, self.wanted(), config)
-        turns = self.configure_train(server_round, arrays, config, grid)
-        self.exchange(grid, server_round, turns, take=self.take, missed=self.as_sent, at_once=self.hops.at_once)
-        return self.aggregate_train(server_round, [])
+        self.held = self.buffers.deliver(grid, exchange, self.wanted(), config)
+        turns = self.configure_train(exchange, arrays, config, grid)
+        self.exchanger(grid, exchange, turns, take=self.take, missed=self.as_sent, at_once=self.hops.at_once)
+        return self.aggregate_train(exchange, [])
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -269,14 +269,14 @@ class FedER(Relay):
         others = sorted(numbers) if self.config.memory == "all" else sources
         return [numbers[other] for other in others if other in numbers and other != name]
 
-    def train_request(self, server_round: int, member: Member) -> TrainWithBuffers | TrainOwnWithBuffers:
+    def train_request(self, exchange: int, member: Member) -> TrainWithBuffers | TrainOwnWithBuffers:
         """Ask to train a model on the institution's examples, and on buffers unless the model begins here."""
         turn, held = self.turns[member.name], self.held.get(member.name, [])
         buffers = [number for number in self.memory(member.name, [turn.before]) if turn.before and number in held]
         common: dict[str, Any] = {
-            "server_round": server_round,
+            "server_round": exchange,
             "run": self.settings.run,
-            "lr": self.lr(max(1, server_round)),
+            "lr": self.lr(max(1, exchange)),
             "mode": self.config.mode,
             "local_epochs": self.config.local_epochs,
             "optimizer_state": self.config.optimizer_state,
@@ -289,11 +289,11 @@ class FedER(Relay):
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
-    def evaluation(self, server_round: int, arrays: Weights) -> Evaluate | EvaluateOwn:
+    def evaluation(self, exchange: int, arrays: Weights) -> Evaluate | EvaluateOwn:
         """Every institution tests the model that it has trained last."""
         if self.stays:
-            return EvaluateOwn(server_round=server_round, run=self.settings.run)
-        return Evaluate(server_round=server_round, run=self.settings.run, arrays=arrays)
+            return EvaluateOwn(server_round=exchange, run=self.settings.run)
+        return Evaluate(server_round=exchange, run=self.settings.run, arrays=arrays)
 
     def addressed(self, member: Member, request: Request) -> Request:
         """Put into an evaluation the model that this institution has trained last, or the one that all are to test."""
@@ -301,21 +301,21 @@ class FedER(Relay):
         model = self.shown or self.trained_at.get(member.name, self.fresh)
         return replace(request, arrays=model) if isinstance(request, Evaluate) and model else request
 
-    def evaluate_if_due(self, run: RunState, server_round: int, arrays: ArrayRecord) -> None:
+    def evaluate_if_due(self, run: RunState, exchange: int, arrays: ArrayRecord) -> None:
         """Evaluate; with `agreement`, after the last round have every institution test every model."""
-        super().evaluate_if_due(run, server_round, arrays)
-        if self.config.agreement and server_round == run.num_rounds:
-            self.recorder.notes["agreement"] = self.agreement(run, server_round, arrays)
+        super().evaluate_if_due(run, exchange, arrays)
+        if self.config.agreement and exchange == run.num_rounds:
+            self.recorder.notes["agreement"] = self.agreement(run, exchange, arrays)
 
-    def agreement(self, run: RunState, server_round: int, arrays: ArrayRecord) -> dict[str, Any]:
+    def agreement(self, run: RunState, exchange: int, arrays: ArrayRecord) -> dict[str, Any]:
         """Return every model's balanced accuracy by institution, and its standard deviation over the models."""
         found: dict[str, dict[str, float]] = {}
         for model, weights in sorted(self.models_at_end({}).items()):
             self.shown = weights
-            request = self.evaluation_on("test", server_round, arrays)
+            request = self.evaluation_on("test", exchange, arrays)
             messages = (self.message(member, request, run.evaluate_config) for member in self.members)
-            replies = self.exchange(run.grid, server_round, messages, needed=False)
-            _, own = self.evaluations.pooled(server_round, replies) or ({}, {})
+            replies = self.exchanger(run.grid, exchange, messages, needed=False)
+            _, own = self.evaluations.pooled(exchange, replies) or ({}, {})
             for name, metrics in own.items():
                 found.setdefault(name, {})[model] = metrics[SCORE]
         self.shown = None
@@ -361,15 +361,15 @@ class FedER(Relay):
         self.held = {name: list(self.buffers.numbers.values()) for name in members}
         found, delivered = list[Exchange](), {name: set[tuple[int, int]]() for name in members}
         drawn = {name: set[int]() for name in members}
-        for server_round in range(1, num_rounds + 1):
-            self.hops.begin_round(server_round, [member.name for member in self.trainers(server_round)])
+        for exchange in range(1, num_rounds + 1):
+            self.hops.begin_round(exchange, [member.name for member in self.trainers(exchange)])
             for name in self.givers():
-                drawn[name].add(server_round * self.buffers.refreshed)
+                drawn[name].add(exchange * self.buffers.refreshed)
             for name, numbers in self.wanted().items():
-                delivered[name] |= {(server_round * self.buffers.refreshed, number) for number in numbers}
+                delivered[name] |= {(exchange * self.buffers.refreshed, number) for number in numbers}
             while turn := self.hops.start():
                 self.turns[turn.institution] = turn
-                request = self.train_request(server_round, members[turn.institution])
+                request = self.train_request(exchange, members[turn.institution])
                 if isinstance(request, TrainWithBuffers):
                     fresh = self.settings.sealed and turn.model not in begun  # the institution makes it
                     request = replace(request, arrays={} if fresh else travelling)

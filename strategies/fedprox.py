@@ -56,6 +56,6 @@ class FedProx(FedAvg):
                 "received to its loss; if it ignores proximal-mu in the config record, this is FedAvg"
             )
 
-    def train_request(self, server_round: int, arrays: Weights) -> Train:
+    def train_request(self, exchange: int, arrays: Weights) -> Train:
         """Send θ and μ to every institution."""
-        return replace(super().train_request(server_round, arrays), proximal_mu=self.config.mu)
+        return replace(super().train_request(exchange, arrays), proximal_mu=self.config.mu)

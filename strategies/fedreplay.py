@@ -148,23 +148,23 @@ class FedReplay(OneShot):
 
     # --- stage 1 ------------------------------------------------------------------------------------------------------
 
-    def prepare(self, grid: Grid, server_round: int, arrays: StateDict, config: ConfigRecord) -> None:
+    def prepare(self, grid: Grid, exchange: int, arrays: StateDict, config: ConfigRecord) -> None:
         """Obtain the encoder, once."""
         self.at_once = max(1, int(UNDER_WAY_MB / self.config.chunk_mb))
         if self.encoder is not None:
             return
         if self.config.encoder == "institution":
-            self.encoder = self.train_encoder(grid, server_round, arrays, config)
+            self.encoder = self.train_encoder(grid, exchange, arrays, config)
         else:
             random = self.config.encoder == "random"
             given = arrays if random else read_encoder(Path(self.config.encoder_file), self.encoder_shapes)
             self.encoder = {name: given[name] for name in self.encoder_shapes}
         self.store = LatentStore(self.recorder.folder("latents", fresh=True), self.settings.run)
-        self.checkpoint(server_round - 1, arrays)
+        self.checkpoint(exchange - 1, arrays)
 
-    def train_encoder(self, grid: Grid, server_round: int, arrays: StateDict, config: ConfigRecord) -> StateDict:
+    def train_encoder(self, grid: Grid, exchange: int, arrays: StateDict, config: ConfigRecord) -> StateDict:
         """Have one institution train the backbone; with `largest`, if it fails, the next largest is asked."""
-        request = self.encode_request(server_round, arrays)
+        request = self.encode_request(exchange, arrays)
         encoders: list[Encoder] = []
 
         def take(member: Member, reply: Message) -> None:
@@ -175,8 +175,8 @@ class FedReplay(OneShot):
 
         asked, diverged = self.encoder_candidates(), list[str]()
         for member in asked:
-            self.exchange(grid, server_round, [self.message(member, request, config)], take=take)
-            diverged += self.exchange.diverged
+            self.exchanger(grid, exchange, [self.message(member, request, config)], take=take)
+            diverged += self.exchanger.diverged
             for answer in encoders:
                 self.recorder.saw(answer.examples_seen)
                 loss = "" if answer.validation_loss is None else f", validation loss {answer.validation_loss:.4f}"
@@ -192,10 +192,10 @@ class FedReplay(OneShot):
         one_of("strategy.encoder-institution", wanted, ("largest", *(member.name for member in by_size)))
         return by_size if wanted == "largest" else [member for member in by_size if member.name == wanted]
 
-    def encode_request(self, server_round: int, arrays: StateDict) -> Encode:
+    def encode_request(self, exchange: int, arrays: StateDict) -> Encode:
         """Ask to train the whole backbone and to return the part before the cut."""
         return Encode(
-            server_round=server_round,
+            server_round=exchange,
             arrays=arrays,
             run=self.settings.run,
             cut=self.cut,
@@ -212,16 +212,16 @@ class FedReplay(OneShot):
 
     # --- stage 2 ------------------------------------------------------------------------------------------------------
 
-    def missing(self, member: Member, server_round: int) -> Extract | None:
+    def missing(self, member: Member, exchange: int) -> Extract | None:
         """Ask for the first rows that an institution has not uploaded yet."""
         if self.encoder is None or (first := self.store.next_row(member.name)) is None:
             return None
-        return self.extract_request(self.encoder, first, server_round)
+        return self.extract_request(self.encoder, first, exchange)
 
-    def extract_request(self, encoder: StateDict, first: int, server_round: int) -> Extract:
+    def extract_request(self, encoder: StateDict, first: int, exchange: int) -> Extract:
         """Ask for the rows from `first` on that fit one message."""
         return Extract(
-            server_round=server_round,
+            server_round=exchange,
             arrays=encoder,
             run=self.settings.run,
             cut=self.cut,
@@ -354,15 +354,15 @@ class FedReplay(OneShot):
         with closing(self.ranks):
             return super().start(*args, **kwargs)
 
-    def learn(self, server_round: int, arrays: StateDict) -> tuple[StateDict, float]:
+    def learn(self, exchange: int, arrays: StateDict) -> tuple[StateDict, float]:
         """Train θ_C for one epoch on the union of the latents."""
         if not self.store.complete:
             raise RunError(f"no institution has uploaded its latents; {self.recorder.failures_line()}")
         training, task = self.settings.training, self.task
         refuse_single_batches(self.primary, len(self.store), training.batch_size)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr(server_round)
-        shuffle = torch_rng(self.settings.seed, "primary", server_round)
+            group["lr"] = self.lr(exchange)
+        shuffle = torch_rng(self.settings.seed, "primary", exchange)
         e, size = partial(self.store.batches, training.batch_size, shuffle), min(training.batch_size, len(self.store))
         losses = self.ranks.train(descend, self.primary, self.optimizer, training, task.loss, e, size)
         self.recorder.saw(len(losses) * size)

@@ -54,9 +54,9 @@ class FedSGD(Parallel):
 
     kept: StateDict | None = None  # the optimizer's state from the checkpoint, if the run is resumed
 
-    def train_request(self, server_round: int, arrays: Weights) -> Differentiate:
+    def train_request(self, exchange: int, arrays: Weights) -> Differentiate:
         """Send θ to every institution."""
-        return Differentiate(server_round=server_round, arrays=arrays, run=self.settings.run)
+        return Differentiate(server_round=exchange, arrays=arrays, run=self.settings.run)
 
     def combine(self, answers: Sequence[Trained]) -> StateDict:
         """Take one step: θ ← θ - η Σ_k (n_k / n) g_k; the optimizer may add momentum."""
@@ -67,7 +67,7 @@ class FedSGD(Parallel):
         for name, parameter in model.named_parameters():
             parameter.grad = torch.from_numpy(gradients[name])
         for group in optimizer.param_groups:
-            group["lr"] = self.lr(self.server_round)
+            group["lr"] = self.lr(self.exchange)
         optimizer.step()
         return to_arrays(model)
 

@@ -72,11 +72,11 @@ class FML(Parallel):
         super().check(config, settings, names)
         check_pair(config, settings)
 
-    def train_request(self, server_round: int, arrays: Weights) -> TrainMutually:
+    def train_request(self, exchange: int, arrays: Weights) -> TrainMutually:
         """Ask for one pass of both models."""
-        lr = self.lr(max(1, server_round))
+        lr = self.lr(max(1, exchange))
         return TrainMutually(
-            server_round=server_round,
+            server_round=exchange,
             arrays=joined(arrays, self.proxy_state),
             run=self.settings.run,
             lr=lr,
@@ -103,10 +103,10 @@ class FML(Parallel):
         """As for every parallel method; the state of the proxy's optimizer may travel with it."""
         return super().forecast(opened(joined(arrays, self.proxy_state)), num_rounds)
 
-    def evaluation(self, server_round: int, arrays: Weights) -> EvaluateWithProxy:
+    def evaluation(self, exchange: int, arrays: Weights) -> EvaluateWithProxy:
         """Each institution tests its private model and the averaged proxy."""
         own = self.config.listening
-        return EvaluateWithProxy(server_round=server_round, arrays=arrays, run=self.settings.run, **own)
+        return EvaluateWithProxy(server_round=exchange, arrays=arrays, run=self.settings.run, **own)
 
     def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
         """Return the averaged proxy, or the one that the institution has trained, without its optimizer's state."""

@@ -61,12 +61,12 @@ class Local(Relay):
     moves = False
     answer = TrainedOwn
 
-    def train_request(self, server_round: int, member: Member) -> TrainOwn:
+    def train_request(self, exchange: int, member: Member) -> TrainOwn:
         """Ask for one pass."""
         return TrainOwn(
-            server_round=server_round,
+            server_round=exchange,
             run=self.settings.run,
-            lr=self.lr(server_round),
+            lr=self.lr(exchange),
             init_seed=derived_seed(self.settings.seed, "model"),  # the same fresh weights as in every other method
             optimizer_state=self.config.optimizer_state,
         )
@@ -78,6 +78,6 @@ class Local(Relay):
         trainers = [member for member in self.members if times[member.name]]
         return [(member, self.train_request(0, member), answer, times[member.name]) for member in trainers]
 
-    def evaluation(self, server_round: int, arrays: Weights) -> EvaluateOwn:
+    def evaluation(self, exchange: int, arrays: Weights) -> EvaluateOwn:
         """Each institution tests its own model."""
-        return EvaluateOwn(server_round=server_round, run=self.settings.run)
+        return EvaluateOwn(server_round=exchange, run=self.settings.run)

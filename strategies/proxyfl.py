@@ -85,11 +85,11 @@ class ProxyFL(Gossip):
         super().check(config, settings, names)
         check_pair(config, settings)
 
-    def train_request(self, server_round: int, member: Member) -> TrainProxy:
+    def train_request(self, exchange: int, member: Member) -> TrainProxy:
         """Ask for one pass of both models."""
         return TrainProxy(
-            **self.instructions(server_round, member),
-            **self.config.instructions(self.settings.training, self.lr(server_round)),
+            **self.instructions(exchange, member),
+            **self.config.instructions(self.settings.training, self.lr(exchange)),
             private_seed=derived_seed(self.settings.seed, "model"),
             optimizer_state=self.config.optimizer_state,
         )
@@ -102,6 +102,6 @@ class ProxyFL(Gossip):
         """As in gossip; the state of the proxy's optimizer may travel with it."""
         return super().forecast(self.with_state(arrays), num_rounds)
 
-    def evaluation(self, server_round: int, arrays: Weights) -> EvaluatePair:
+    def evaluation(self, exchange: int, arrays: Weights) -> EvaluatePair:
         """Each institution tests its private model and, after mixing, its proxy."""
-        return EvaluatePair(server_round=server_round, run=self.settings.run, **self.config.listening)
+        return EvaluatePair(server_round=exchange, run=self.settings.run, **self.config.listening)

@@ -161,7 +161,7 @@ class SplitNN(Serial):
     # --- one visit ----------------------------------------------------------------------------------------------------
 
     def training(
-        self, member: Member, server_round: int, arrays: StateDict
+        self, member: Member, exchange: int, arrays: StateDict
     ) -> Generator[Request, Any, tuple[StateDict, float]]:
         """Train both parts at one institution; every `yield` sends a request and takes its answer.
 
@@ -174,10 +174,10 @@ class SplitNN(Serial):
         """
         server, losses = self.parts[1], []
         load_arrays(server, {name: arrays[name] for name in server.state_dict()})
-        optimizer = make_optimizer(server, self.settings.training, self.lr(server_round))
+        optimizer = make_optimizer(server, self.settings.training, self.lr(exchange))
         load_optimizer_arrays(optimizer, {name: array.copy() for name, array in self.kept.items()})  # a visit may fail
         sizes, b = self.group_sizes(member, self.num_replayed(member)), self.mixed_batch_size(member)
-        answer = yield self.train_request(server_round, arrays)  # θ_E → k; up: a, y of the first group
+        answer = yield self.train_request(exchange, arrays)  # θ_E → k; up: a, y of the first group
         for group, n in enumerate(sizes):
             a = [a_B.requires_grad_() for a_B in self.received(answer.activations, (n, *self.shapes[0]), b)]
             if self.config.share_labels:
@@ -186,31 +186,31 @@ class SplitNN(Serial):
                     losses.append(step(server, optimizer, batch_loss))  # θ_S ← θ_S − η ∇L(S(a), y)
             else:
                 s = [server(a_B) for a_B in a]
-                answer = yield self.head_loss(server_round, group, _joined(s))  # down: S(a); up: ∂L/∂S(a)
+                answer = yield self.head_loss(exchange, group, _joined(s))  # down: S(a); up: ∂L/∂S(a)
                 if len(answer.losses) != len(a):
                     raise WireError(f"{len(a)} batches have as many losses; got {len(answer.losses)}")
                 losses += torch.tensor(list(map(float, answer.losses)))
                 late_steps(server, optimizer, s, self.received(answer.gradients, (n, *self.shapes[1]), b))
             g = _joined([a_B.grad for a_B in a if a_B.grad is not None])  # ∂L/∂a
             # down: g; up: a, y of the next group, after the last one θ_E ← k
-            answer = yield self.next_batch(server_round, group + 1, g, last=group + 1 == len(sizes))
+            answer = yield self.next_batch(exchange, group + 1, g, last=group + 1 == len(sizes))
         loss, whole = mean_loss(losses), self.whole(answer, server, arrays)
         self.recorder.saw(sum(sizes))
         self.kept = optimizer_arrays(optimizer) if self.config.optimizer_state == "keep" else {}
         return whole, loss
 
     def exchange_round(
-        self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
+        self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Make one visit, message by message; if it fails, the next institution gets the same weights."""
-        member, trained = self.members.get(self.turn), dict(self.exchange.trained)
+        member, trained = self.members.get(self.turn), dict(self.exchanger.trained)
         if member is None:
-            self.exchange(grid, server_round, [])  # ends the run if no institution of a whole cycle is present
+            self.exchanger(grid, exchange, [])  # ends the run if no institution of a whole cycle is present
             return self.broken_off(trained)
-        training = self.training(member, server_round, opened(arrays))
+        training = self.training(member, exchange, opened(arrays))
         request = next(training)
         while True:
-            replies = self.exchange(grid, server_round, [self.message(member, request, config)])
+            replies = self.exchanger(grid, exchange, [self.message(member, request, config)])
             if not replies:
                 return self.broken_off(trained)
             try:
@@ -220,7 +220,7 @@ class SplitNN(Serial):
                 whole, loss = ended.value
                 return array_record(whole), MetricRecord({"train-loss": loss})
             except (DivergedError, WireError) as error:  # this institution's answer cannot be used
-                self.recorder.failed(server_round, member.name, str(error))
+                self.recorder.failed(exchange, member.name, str(error))
                 if self.stops_without_answers():
                     fault = f"{member.name}: {error}"
                     diverged = [fault] if isinstance(error, DivergedError) else []
@@ -230,35 +230,35 @@ class SplitNN(Serial):
     def broken_off(self, trained: dict[str, int]) -> tuple[None, None]:
         """Count a failed visit; its institution has saved no optimizer to continue with."""
         self.missed |= {self.turn}
-        self.exchange.trained = trained
+        self.exchanger.trained = trained
         return None, None
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def train_request(self, server_round: int, arrays: Weights) -> Enter:
+    def train_request(self, exchange: int, arrays: Weights) -> Enter:
         """Send the institution its part of the model; ask for the first activations."""
         request, servers = Enter if self.config.share_labels else EnterUnlabelled, self.parts[1].state_dict()
         part = {name: array for name, array in opened(arrays).items() if name not in servers}
-        return request(**self.where(server_round, 0), arrays=part)
+        return request(**self.where(exchange, 0), arrays=part)
 
-    def next_batch(self, server_round: int, group: int, gradients: NDArray[Any], last: bool) -> NextBatch | Leave:
+    def next_batch(self, exchange: int, group: int, gradients: NDArray[Any], last: bool) -> NextBatch | Leave:
         """Send the gradients of a group; ask for the activations of the next, or for the institution's part."""
         labelled = NextBatch if self.config.share_labels else NextBatchUnlabelled
-        return (Leave if last else labelled)(**self.where(server_round, group), gradients=gradients)
+        return (Leave if last else labelled)(**self.where(exchange, group), gradients=gradients)
 
-    def head_loss(self, server_round: int, group: int, outputs: NDArray[Any]) -> HeadLoss:
+    def head_loss(self, exchange: int, group: int, outputs: NDArray[Any]) -> HeadLoss:
         """Send the outputs S(a) of a group; ask for the gradients at S(a)."""
-        where = self.where(server_round, group)
+        where = self.where(exchange, group)
         return HeadLoss(**{**where, "message": where["message"] + 1}, outputs=outputs)
 
-    def where(self, server_round: int, group: int) -> dict[str, Any]:
+    def where(self, exchange: int, group: int) -> dict[str, Any]:
         """Return the instructions that every message of a visit has."""
         return {
-            "server_round": server_round,
+            "server_round": exchange,
             "run": self.settings.run,
             "cut": self.parts[0].stages[-1],
             "with_head": not self.config.share_labels,
-            "lr": self.lr(server_round),
+            "lr": self.lr(exchange),
             "optimizer_state": self.config.optimizer_state,
             "micro_batches": self.config.micro_batches,
             "message": group if self.config.share_labels else 2 * group,

@@ -74,7 +74,7 @@ class SynCentral(Movement):
         super().__init__(*args, **kwargs)
         if self.settings.synthesis is None or self.settings.model is None:
             raise ConfigError("SynCentral needs a generator and a model: give Settings(synthesis=..., model=...)")
-        self.buffers = Buffers(self.exchange, self.settings.synthesis, self.config.buffer)
+        self.buffers = Buffers(self.exchanger, self.settings.synthesis, self.config.buffer)
         self.model = placed(self.settings.model(0), self.settings.device)
 
     @cached_property
@@ -91,10 +91,10 @@ class SynCentral(Movement):
         return []
 
     def exchange_round(
-        self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
+        self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Collect the buffers that are missing, then train one epoch on their union."""
-        self.buffers.prepare(grid, server_round, config)
+        self.buffers.prepare(grid, exchange, config)
         if not self.buffers.numbers:
             raise RunError(f"no institution has sent a buffer; {self.recorder.failures_line()}")
         folder = self.recorder.folder(FOLDER)
@@ -104,11 +104,11 @@ class SynCentral(Movement):
         refuse_single_batches(self.model, len(y), self.settings.training.batch_size)
         load_arrays(self.model.train(), opened(arrays))
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr(server_round)
+            group["lr"] = self.lr(exchange)
         device, losses = self.settings.device, []
-        shuffle = torch_rng(self.settings.seed, "server", server_round)
+        shuffle = torch_rng(self.settings.seed, "server", exchange)
         drawn = batches(x.to(device), y.to(device), self.settings.training.batch_size, shuffle)
-        draws = partial(torch_rng, self.settings.seed, "server", server_round, "augment")
+        draws = partial(torch_rng, self.settings.seed, "server", exchange, "augment")
         for x_B, y_B in changed(drawn, augment_of(self.settings.training.changes, draws)):
             losses.append(step(self.model, self.optimizer, self.task.loss(self.model(x_B), y_B)))
             self.recorder.saw(len(y_B))

@@ -71,7 +71,7 @@ def stage_3(unions, *options, cut="conv1", fall=1.0):
     """Train a fresh primary, one epoch on the union of each round."""
     _, primary = cut_after(network(*options, purpose="primary"), cut)
     optimizer = sgd(primary)
-    for server_round, union in enumerate(unions, start=1):
+    for exchange, union in enumerate(unions, start=1):
         e, y = (torch.cat(column) for column in zip(*union.values(), strict=True))
-        descend(primary, e, y, shuffled(len(y), "primary", server_round), optimizer, LR * fall ** (server_round - 1))
+        descend(primary, e, y, shuffled(len(y), "primary", exchange), optimizer, LR * fall ** (exchange - 1))
     return primary

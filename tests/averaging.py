@@ -44,10 +44,10 @@ def run(folder, strategy, *options, names="cab", input_shape=None):
     return opened(method.start(grid, fresh(config), config.rounds).arrays), method
 
 
-def local_sgd(model, x, y, name, server_round, momentum=0.9, penalty=None):
+def local_sgd(model, x, y, name, exchange, momentum=0.9, penalty=None):
     """Train one pass with plain PyTorch."""
     steps = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
-    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(derived_seed(0, name, server_round)))
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(derived_seed(0, name, exchange)))
     for i in range(max(1, len(y) // B)):
         rows = order[i * B : (i + 1) * B]
         steps.zero_grad()

@@ -83,7 +83,7 @@ class Seen(Recorder):
     def saw(self, examples):
         self.examples += examples
 
-    def evaluated(self, server_round, pooled, own):
+    def evaluated(self, exchange, pooled, own):
         self.last = pooled, own
 
 

@@ -240,16 +240,16 @@ class Sealing(Hiding):
 
     # --- what leaves --------------------------------------------------------------------------------------------------
 
-    def closed(self, reply: Message, answer: type[Payload], server_round: int) -> None:
+    def closed(self, reply: Message, answer: type[Payload], exchange: int) -> None:
         """Seal the arrays of an answer, in its place; keep a tested model, which no server can."""
         if self.tested is not None:
-            self.store.save(TESTS, self.run, server_round, opened(self.tested), self.durable)
+            self.store.save(TESTS, self.run, exchange, opened(self.tested), self.durable)
         record = reply.content.array_records.get("arrays")
         if not record:
             return
         [kind] = {field.kind for field in answer.declared().values() if RECORD_OF[field.kind] == "arrays"}
         weight = float(metrics_in(reply.content).get("weight", 1.0))
-        reply.content["arrays"] = self.seal.close(record, self.run, self.options, kind, server_round, weight)
+        reply.content["arrays"] = self.seal.close(record, self.run, self.options, kind, exchange, weight)
 
 
 def _model(parcel: Opened, own: StateDict) -> ArrayRecord | None:

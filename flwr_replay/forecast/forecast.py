@@ -98,7 +98,7 @@ def exchanged(job: Job, present: Sequence[Present]) -> tuple[Movement, list[Expe
     for k, one in enumerate(present):
         sums = one.label_sum, one.label_squares
         strategy.members.add(Member(one.name, k, one.num_examples, one.raw_bytes, *sums))
-    strategy.exchange.scale_labels(strategy.members.label_scale())
+    strategy.exchanger.scale_labels(strategy.members.label_scale())
     strategy.begin_run()
     arrays = to_arrays(backbone(config.model, config.task)(0))
     by_name = {one.name: one for one in present}  # the members are in the order of their names

@@ -313,10 +313,10 @@ class InstitutionClient(NumPyClient):
                 f"the run has replay={self.replay_options.name}; {type(request).__name__} trains without it: choose "
                 "replay=none, or a method that replays"
             )
-        run, server_round, replayed = request.run, request.server_round, request.replayed or 0
+        run, exchange, replayed = request.run, request.server_round, request.replayed or 0
         if self.replay:
-            return self.replay.sampler(run, server_round, replayed)
-        return self.synthesis.sampler(run, server_round, request.buffers or (), replayed) if self.synthesis else None
+            return self.replay.sampler(run, exchange, replayed)
+        return self.synthesis.sampler(run, exchange, request.buffers or (), replayed) if self.synthesis else None
 
     def spent(self, run: str) -> dict[str, Any]:
         """Return the epsilon and delta that an answer states; none without DP."""

@@ -81,7 +81,7 @@ def guard(message: Message, context: Context, call_next: ClientAppCallable) -> M
             reply.content,
             found,
             run=str(instructions.get("run", context.run_id))[:LONGEST],
-            server_round=asked if type(asked := instructions.get("server-round", 0)) is int else 0,
+            exchange=asked if type(asked := instructions.get("server-round", 0)) is int else 0,
             stage=str(instructions.get("stage", message.metadata.message_type))[:LONGEST],
             split=str(instructions.get("split", ""))[:LONGEST],
         )

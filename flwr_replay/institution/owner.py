@@ -207,7 +207,7 @@ class Institution:
         rows: list[LedgerRow],
         *,
         run: str,
-        server_round: int,
+        exchange: int,
         stage: str,
         split: str,
     ) -> None:
@@ -216,7 +216,7 @@ class Institution:
         With `record`, the answer is kept before it leaves, and with record=all also what was asked.
         """
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        message = {"time": now, "run": run, "round": server_round, "stage": stage}
+        message = {"time": now, "run": run, "round": exchange, "stage": stage}
         message |= {"split": split} if split else {}
         kept = {}
         if self.record != "none":

@@ -165,7 +165,7 @@ class GenerativeStages:
         self.state.forget(f"codes-{source + 1:02d}", request.run)
         return Kept(num_examples=len(labels))
 
-    def sampler(self, run: str, server_round: int, replayed: int) -> ReplaySampler | None:
+    def sampler(self, run: str, exchange: int, replayed: int) -> ReplaySampler | None:
         """Return a sampler of the kept examples; None if the request replays none.
 
         Raises
@@ -175,7 +175,7 @@ class GenerativeStages:
         """
         if not replayed:
             return None
-        sources = self.sources(run, server_round, replayed)
+        sources = self.sources(run, exchange, replayed)
         if (have := sum(len(source.labels) for source in sources)) != replayed:
             raise TrainingError(
                 f"an institution replays the {replayed} examples that it has received; it has codes and decoder of "
@@ -183,7 +183,7 @@ class GenerativeStages:
             )
         return sampler_of(sources, self.replay_plan, self.institution.device)
 
-    def sources(self, run: str, server_round: int, replayed: int) -> tuple[Source, ...]:
+    def sources(self, run: str, exchange: int, replayed: int) -> tuple[Source, ...]:
         """Return the first codes that are kept, with their decoders, up to so many examples.
 
         An interrupted attempt, or an exchange whose answer was lost, may have left further ones.
@@ -191,16 +191,16 @@ class GenerativeStages:
         found, have = list[Source](), 0
         while (
             have < replayed
-            and (kept := self.kept("codes", len(found), run, server_round))
-            and (decoder := self.kept("decoder", len(found), run, server_round))
+            and (kept := self.kept("codes", len(found), run, exchange))
+            and (decoder := self.kept("decoder", len(found), run, exchange))
         ):
             found.append(Source(digest(kept) + digest(decoder), decoder, kept["codes"], kept["labels"]))
             have += len(kept["labels"])
         return tuple(found)
 
-    def kept(self, what: str, source: int, run: str, server_round: int) -> StateDict | None:
+    def kept(self, what: str, source: int, run: str, exchange: int) -> StateDict | None:
         """Return the codes or the decoder of a source."""
-        return self.state.load(f"{what}-{source:02d}", run, server_round + 1)
+        return self.state.load(f"{what}-{source:02d}", run, exchange + 1)
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 

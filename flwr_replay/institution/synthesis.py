@@ -242,7 +242,7 @@ class SynthesisStages:
         self.state.save(_key(request.number), request.run, request.server_round, arrays, self.institution.durable)
         return Kept(num_examples=len(labels))
 
-    def sampler(self, run: str, server_round: int, numbers: Sequence[int], expected: int) -> ImageSampler | None:
+    def sampler(self, run: str, exchange: int, numbers: Sequence[int], expected: int) -> ImageSampler | None:
         """Return a sampler of the buffers of these numbers; None of none.
 
         Raises
@@ -254,7 +254,7 @@ class SynthesisStages:
         """
         if len({*numbers}) != len(numbers):
             raise WireError(f"every buffer is named once; got {list(numbers)[:6]}: refused")
-        found = [self.state.load(_key(number), run, server_round + 1) for number in numbers]
+        found = [self.state.load(_key(number), run, exchange + 1) for number in numbers]
         buffers = [buffer for buffer in found if buffer is not None]
         if (have := sum(len(buffer["labels"]) for buffer in buffers)) != expected:
             raise TrainingError(

@@ -72,7 +72,7 @@ class OfChange(Trial):
         self.whole = len(self.change) == len(sent)  # so that it shows the head's bias
         self.statistics = {name: array for name, array in back.items() if is_statistic(name)}
         self.examples = int(self.answer.content.scalars["num-examples"])
-        self.server_round = int(self.request.scalars.get("server-round", 0))
+        self.exchange = int(self.request.scalars.get("server-round", 0))
         self.lr = float(self.request.scalars.get("lr", 1.0))
         self.passes = self.passes_made()
         size = min(self.batch_size, self.examples)
@@ -242,7 +242,7 @@ class OfChange(Trial):
 
     def _trained_anew(self, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Train as FedAvg's and CWT's institutions do; return the change of weights, and the rows of the first pass."""
-        model, shuffle = self.network(), self.shuffle(self.server_round)
+        model, shuffle = self.network(), self.shuffle(self.exchange)
         optimizer = make_optimizer(model, self.training, self.lr)
         seen: list[Tensor] = []
         for _ in range(self.passes):

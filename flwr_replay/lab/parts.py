@@ -107,7 +107,7 @@ class OfHalf(OfChange):
         """Step on the recorded gradients, batch by batch."""
         model, seen = self.network(), list[Tensor]()
         optimizer = make_optimizer(model, self.training, self.lr)
-        drawn = drawn_rows(len(y), self.batch_size, self.shuffle(self.server_round))
+        drawn = drawn_rows(len(y), self.batch_size, self.shuffle(self.exchange))
         for chosen, gradient in zip(drawn, self.gradients, strict=True):
             seen.append(chosen)
             late_steps(model, optimizer, [model(x[chosen])], [gradient])

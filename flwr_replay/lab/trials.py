@@ -164,8 +164,8 @@ class OfActivations(Trial):
         check_replay(self.evidence.config)
         if self.evidence.config.training.changes:
             raise DataError("institutions trained on images that were changed at random, which the judge does not have")
-        config, server_round = self.evidence.config, int(self.request.scalars.get("server-round", 0))
-        shuffle = torch_rng(config.seed, self.exhibit.institution, server_round)
+        config, exchange = self.evidence.config, int(self.request.scalars.get("server-round", 0))
+        shuffle = torch_rng(config.seed, self.exhibit.institution, exchange)
         first = slice(0, int(self.request.scalars["micro-batches"]))
         drawn = list(drawn_rows(len(originals.y_N), config.training.batch_size, shuffle, first))
         with torch.no_grad():

@@ -101,10 +101,14 @@ class Movement(Strategy):
         self.config, settings = checked_arguments(type(self).__name__, self.config_type, config, settings, unknown)
         refuse_fraction(type(self), settings)
         self.recorder = recorder or Recorder()
-        self.exchange = Exchanger(self, settings, self.recorder)
-        self.members, self.message, self.answers = self.exchange.members, self.exchange.message, self.exchange.answers
-        self.evaluations = Evaluations(self, self.exchange)
-        self.roll = Roll(self.exchange, type(self), self.all_stages)
+        self.exchanger = Exchanger(self, settings, self.recorder)
+        self.members, self.message, self.answers = (
+            self.exchanger.members,
+            self.exchanger.message,
+            self.exchanger.answers,
+        )
+        self.evaluations = Evaluations(self, self.exchanger)
+        self.roll = Roll(self.exchanger, type(self), self.all_stages)
         self.replay = self.new_replay()
         private = self.settings.privacy and "train" in self.stages
         observed = any(one.split != "test" for one in self.evaluations.observers)
@@ -115,8 +119,8 @@ class Movement(Strategy):
         """Return what the options say is replayed."""
         plan, synthesis = self.settings.replay_plan, self.settings.synthesis
         if plan:
-            return GenerativeReplay(self.exchange, self.roll, plan, self.checkpoint)
-        return BufferReplay(self.exchange, synthesis) if synthesis and synthesis.replays else None
+            return GenerativeReplay(self.exchanger, self.roll, plan, self.checkpoint)
+        return BufferReplay(self.exchanger, synthesis) if synthesis and synthesis.replays else None
 
     @classmethod
     def traits(cls) -> Traits:
@@ -150,12 +154,12 @@ class Movement(Strategy):
     @property
     def settings(self) -> Settings:
         """What every strategy needs in addition to its own options."""
-        return self.exchange.settings
+        return self.exchanger.settings
 
     @property
     def task(self) -> Task:
         """The task."""
-        return self.exchange.task
+        return self.exchanger.task
 
     def blank_labels(self, n: int) -> NDArray[Any]:
         """Return n blank labels of the task, as large as real ones."""
@@ -194,11 +198,11 @@ class Movement(Strategy):
         """Return the exchanges of training if every institution stays: member, request, answer, how often."""
 
     def exchange_round(
-        self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
+        self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Train in one server round: one exchange, unless a movement needs more."""
-        replies = self.exchange(grid, server_round, self.configure_train(server_round, arrays, config, grid))
-        return self.aggregate_train(server_round, replies)
+        replies = self.exchanger(grid, exchange, self.configure_train(exchange, arrays, config, grid))
+        return self.aggregate_train(exchange, replies)
 
     def forecast_evaluation(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """Return the exchanges of evaluation, those of the observers included."""
@@ -222,26 +226,26 @@ class Movement(Strategy):
 
     def addressed(self, member: Member, request: Request) -> Request:
         """Add to a request what depends on the institution: what it last did, and what it has for replay."""
-        request = self.exchange.addressed(member, request)
+        request = self.exchanger.addressed(member, request)
         if self.replay and isinstance(request, ExpectsReplay):
             request = replace(request, **self.replay.instructions(member.name))
         return request
 
     def examples_of(self, member: Member, request: type[Request], instructions: dict[str, Any]) -> range:
         """Return the numbers of examples that an answer may report; see `Exchanger.examples_of`."""
-        return self.exchange.examples_of(member, request, instructions)
+        return self.exchanger.examples_of(member, request, instructions)
 
     def stops_without_answers(self) -> bool:
         """Return whether an exchange without answers ends the run."""
         return True
 
-    def evaluation(self, server_round: int, arrays: Weights) -> Request:
+    def evaluation(self, exchange: int, arrays: Weights) -> Request:
         """Return the request to evaluate."""
-        return Evaluate(server_round=server_round, arrays=arrays, run=self.settings.run)
+        return Evaluate(server_round=exchange, arrays=arrays, run=self.settings.run)
 
-    def evaluation_on(self, split: str, server_round: int, arrays: Weights) -> Request:
+    def evaluation_on(self, split: str, exchange: int, arrays: Weights) -> Request:
         """Return the request to evaluate on a split, or before mixing on one."""
-        return replace(self.evaluation(server_round, arrays), split=SPLIT_OF.get(split, split))  # type: ignore[call-arg]
+        return replace(self.evaluation(exchange, arrays), split=SPLIT_OF.get(split, split))  # type: ignore[call-arg]
 
     def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
         """Return the weights that an institution is to test on a split; None: it has nothing to test there."""
@@ -308,28 +312,28 @@ class Movement(Strategy):
         """
         self.roll.refuse(grid, self.settings.split != "test")
         self.evaluations.refuse(evaluate_fn)
-        self.exchange.timeout = self.settings.timeout if timeout is None else timeout
+        self.exchanger.timeout = self.settings.timeout if timeout is None else timeout
         train, test = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         run = RunState(
             grid=grid, num_rounds=num_rounds, train_config=train, evaluate_config=test, evaluate_fn=evaluate_fn
         )
-        self.exchange.extra = frozenset([*train, *test])
+        self.exchanger.extra = frozenset([*train, *test])
         run.result.arrays = self.rounds(run, self.open(run, initial_arrays))
         return run.result
 
     def rounds(self, run: RunState, arrays: ArrayRecord) -> ArrayRecord:
         """Make the exchanges of all rounds; return the weights after the last."""
-        for server_round in range(1, run.num_rounds * self.exchanges_per_round() + 1):
-            arrays = self.step(run, server_round, arrays)
+        for exchange in range(1, run.num_rounds * self.exchanges_per_round() + 1):
+            arrays = self.step(run, exchange, arrays)
         return arrays
 
-    def step(self, run: RunState, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
+    def step(self, run: RunState, exchange: int, arrays: ArrayRecord) -> ArrayRecord:
         """Make an exchange, evaluate if that is due, write a checkpoint; a resumed run passes what was done before."""
-        if server_round <= run.done:
+        if exchange <= run.done:
             return arrays
-        arrays = self.train(run, server_round, arrays)
-        self.evaluate_if_due(run, server_round, arrays)
-        self.checkpoint(server_round, opened(arrays))
+        arrays = self.train(run, exchange, arrays)
+        self.evaluate_if_due(run, exchange, arrays)
+        self.checkpoint(exchange, opened(arrays))
         return arrays
 
     def open(self, run: RunState, initial_arrays: ArrayRecord) -> ArrayRecord:
@@ -338,14 +342,14 @@ class Movement(Strategy):
             initial_arrays = ArrayRecord()  # institutions make the fresh weights
         arrays, snapshot = initial_arrays, self.recorder.restore()
         if snapshot:
-            self.exchange.restore(snapshot)
+            self.exchanger.restore(snapshot)
         self.roll.assemble(run.grid)
         if not len(self.members):
             kind = RunError if self.roll.unfit else RefusedError
             raise kind(f"no institution takes part; {self.recorder.failures_line()}")
-        self.exchange.scale_labels(snapshot.label_scale if snapshot else self.members.label_scale())
+        self.exchanger.scale_labels(snapshot.label_scale if snapshot else self.members.label_scale())
         if snapshot:
-            arrays, run.done = self.resumed(snapshot, initial_arrays), snapshot.server_round
+            arrays, run.done = self.resumed(snapshot, initial_arrays), snapshot.exchange
         say_what_differs(self, run)
         self.begin_run()
         self.recorder.begin(self.config.name, run.num_rounds, self.exchanges_per_round(), run.done)
@@ -363,38 +367,38 @@ class Movement(Strategy):
             self.replay.restore(snapshot.state_values["replay"])
         return array_record({name: saved[name] for name in order})
 
-    def train(self, run: RunState, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
+    def train(self, run: RunState, exchange: int, arrays: ArrayRecord) -> ArrayRecord:
         """Make one exchange; return the weights after it, which are the same if it failed."""
-        self.roll.call(run.grid, server_round)
+        self.roll.call(run.grid, exchange)
         for name in self.members.left():
-            self.recorder.failed(server_round, name, "its node has gone; the run goes on without it until it returns")
+            self.recorder.failed(exchange, name, "its node has gone; the run goes on without it until it returns")
         if self.replay:
-            last = server_round > (run.num_rounds - 1) * self.exchanges_per_round()
-            self.replay.prepare(run.grid, server_round, opened(arrays), run.train_config, last)
-        trained, metrics = self.exchange_round(run.grid, server_round, arrays, run.train_config)
+            last = exchange > (run.num_rounds - 1) * self.exchanges_per_round()
+            self.replay.prepare(run.grid, exchange, opened(arrays), run.train_config, last)
+        trained, metrics = self.exchange_round(run.grid, exchange, arrays, run.train_config)
         if metrics is not None:
-            run.trained(ceil(server_round / self.exchanges_per_round()), metrics)
+            run.trained(ceil(exchange / self.exchanges_per_round()), metrics)
         if trained is None:
             return arrays
-        arrays = self.exchange.finite(trained)
-        self.evaluations.after_exchange(run, server_round, arrays, self.data_of(self.exchange.answered))
+        arrays = self.exchanger.finite(trained)
+        self.evaluations.after_exchange(run, exchange, arrays, self.data_of(self.exchanger.answered))
         return arrays
 
-    def evaluate_if_due(self, run: RunState, server_round: int, arrays: ArrayRecord) -> None:
+    def evaluate_if_due(self, run: RunState, exchange: int, arrays: ArrayRecord) -> None:
         """Have every institution evaluate, every `evaluate_every` rounds and after the last."""
-        self.evaluations.if_due(run, server_round, arrays)
+        self.evaluations.if_due(run, exchange, arrays)
 
-    def lr(self, server_round: int) -> float:
+    def lr(self, exchange: int) -> float:
         """Return the learning rate of the pass that this exchange belongs to."""
-        return learning_rate(self.settings.training, (server_round - 1) // self.exchanges_per_round())
+        return learning_rate(self.settings.training, (exchange - 1) // self.exchanges_per_round())
 
     def summary(self) -> None:
         """Log the strategy and its options."""
         self.recorder.log(f"{type(self).__name__} {self.config}")
 
-    def checkpoint(self, server_round: int, arrays: StateDict) -> None:
+    def checkpoint(self, exchange: int, arrays: StateDict) -> None:
         """Give the recorder all that a resumed run needs."""
         state_arrays, state_values = self.state()
         if self.replay:
             state_values = {**state_values, "replay": self.replay.state()}
-        self.recorder.end_exchange(self.exchange.snapshot(server_round, arrays, state_arrays, state_values))
+        self.recorder.end_exchange(self.exchanger.snapshot(exchange, arrays, state_arrays, state_values))

@@ -43,7 +43,7 @@ class Observer:
         """Return the number of tests in a run, given its numbers of training exchanges and of evaluations with it."""
         return 0
 
-    def after_exchange(self, server_round: int, data_of: Sequence[str], test_on: TestOn) -> None:
+    def after_exchange(self, exchange: int, data_of: Sequence[str], test_on: TestOn) -> None:
         """Observe the weights after an exchange that trained on the data of these institutions."""
 
     def before_evaluation(self, test_on: TestOn) -> None:
@@ -66,10 +66,10 @@ class Forgetting(Observer):
         """Return one test for each exchange."""
         return exchanges
 
-    def after_exchange(self, server_round: int, data_of: Sequence[str], test_on: TestOn) -> None:
+    def after_exchange(self, exchange: int, data_of: Sequence[str], test_on: TestOn) -> None:
         """Test, and record the row."""
         if found := test_on(self.split):
-            self.recorder.forgetting_row(server_round, data_of, found[1])
+            self.recorder.forgetting_row(exchange, data_of, found[1])
 
 
 class FurtherTests(Observer):
@@ -114,10 +114,10 @@ class EvaluatingMethod(Protocol):
     def exchanges_per_round(self) -> int:
         """Return how many exchanges make a round."""
 
-    def evaluation(self, server_round: int, arrays: Weights) -> Request:
+    def evaluation(self, exchange: int, arrays: Weights) -> Request:
         """Return the request to evaluate."""
 
-    def evaluation_on(self, split: str, server_round: int, arrays: Weights) -> Request:
+    def evaluation_on(self, split: str, exchange: int, arrays: Weights) -> Request:
         """Return the request to evaluate on a split."""
 
     def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
@@ -139,14 +139,14 @@ class Evaluations:
     ----------
     method : EvaluatingMethod
         Whose models are tested.
-    exchange : Exchanger
+    exchanger : Exchanger
         Has the members and the settings, and makes the exchanges.
     """
 
-    def __init__(self, method: EvaluatingMethod, exchange: Exchanger) -> None:
-        self.method, self.exchange = method, exchange
-        self.members, self.recorder = exchange.members, exchange.recorder
-        settings = exchange.settings
+    def __init__(self, method: EvaluatingMethod, exchanger: Exchanger) -> None:
+        self.method, self.exchanger = method, exchanger
+        self.members, self.recorder = exchanger.members, exchanger.recorder
+        settings = exchanger.settings
         judged, unmixed = settings.split, settings.evaluate_before_mixing
         at_end = judged != "test"  # then nobody tests on test examples before
         self.observers: list[Observer] = [FurtherTests(UNMIXED_ON[judged])] if unmixed else []
@@ -162,47 +162,47 @@ class Evaluations:
             "omit it",
         )
         require(
-            evaluate_fn is None or not self.exchange.settings.sealed,
+            evaluate_fn is None or not self.exchanger.settings.sealed,
             "evaluate_fn needs weights that the server can read; in a sealed run it can read none: omit it",
         )
 
     @property
     def split(self) -> str:
         """The split that rounds are judged by; where no ClientApp is this package's, their own tests."""
-        return self.exchange.settings.split if self.members.ours else "test"
+        return self.exchanger.settings.split if self.members.ours else "test"
 
-    def judging(self, server_round: int, arrays: Weights) -> Request:
+    def judging(self, exchange: int, arrays: Weights) -> Request:
         """Return the request to evaluate on the split that rounds are judged by."""
-        request = self.method.evaluation(server_round, arrays)
+        request = self.method.evaluation(exchange, arrays)
         return request if self.split == "test" else replace(request, split=self.split)  # type: ignore[call-arg]
 
     def testers(self) -> list[Member]:
         """Return the institutions that can test: with `fraction`, a model of its own is made when one first trains."""
-        waiting = self.method.own_models and self.exchange.settings.fraction < 1
-        return [member for member in self.members if not waiting or member.name in self.exchange.trained]
+        waiting = self.method.own_models and self.exchanger.settings.fraction < 1
+        return [member for member in self.members if not waiting or member.name in self.exchanger.trained]
 
-    def requests(self, server_round: int, arrays: Weights) -> list[tuple[Member, Request]]:
+    def requests(self, exchange: int, arrays: Weights) -> list[tuple[Member, Request]]:
         """Return the request of an evaluation for each of all that can test."""
-        request, testers = self.judging(server_round, arrays), self.testers()
+        request, testers = self.judging(exchange, arrays), self.testers()
         if len(testers) < len(self.members):
             self.recorder.log(f"{len(testers)} of {len(self.members)} institutions have trained a model to test so far")
         return [(member, request) for member in testers]
 
-    def if_due(self, run: RunState, server_round: int, arrays: ArrayRecord) -> None:
+    def if_due(self, run: RunState, exchange: int, arrays: ArrayRecord) -> None:
         """Have every institution evaluate, every `evaluate_every` rounds and after the last."""
-        completed, rest = divmod(server_round, self.method.exchanges_per_round())
+        completed, rest = divmod(exchange, self.method.exchanges_per_round())
         last = completed == run.num_rounds
-        if rest or not (last or completed % self.exchange.settings.evaluate_every == 0):
+        if rest or not (last or completed % self.exchanger.settings.evaluate_every == 0):
             return
         at_end = last and self.split != "test"
         for observer in self.observers:
             if at_end or not observer.at_end:
-                observer.before_evaluation(partial(self.test, run, server_round, arrays))
+                observer.before_evaluation(partial(self.test, run, exchange, arrays))
         if at_end and any(one.split == "test" and not one.found for one in self.observers):
             raise self._untested()
-        messages = self.method.configure_evaluate(server_round, arrays, run.evaluate_config, run.grid)
-        replies = self.exchange(run.grid, server_round, messages, needed=False)
-        metrics = self.method.aggregate_evaluate(server_round, replies)
+        messages = self.method.configure_evaluate(exchange, arrays, run.evaluate_config, run.grid)
+        replies = self.exchanger(run.grid, exchange, messages, needed=False)
+        metrics = self.method.aggregate_evaluate(exchange, replies)
         if metrics is not None:
             run.result.evaluate_metrics_clientapp[completed] = metrics
         elif last and self.members.ours:
@@ -214,32 +214,32 @@ class Evaluations:
         failures = self.recorder.failures_line()
         return RunError(f"no institution could evaluate the last round; {failures}: resume the run")
 
-    def after_exchange(self, run: RunState, server_round: int, arrays: ArrayRecord, data_of: Sequence[str]) -> None:
+    def after_exchange(self, run: RunState, exchange: int, arrays: ArrayRecord, data_of: Sequence[str]) -> None:
         """Tell the observers the weights after an exchange that trained on the data of these institutions."""
         for observer in self.observers:
-            observer.after_exchange(server_round, data_of, partial(self.test, run, server_round, arrays))
+            observer.after_exchange(exchange, data_of, partial(self.test, run, exchange, arrays))
 
-    def test(self, run: RunState, server_round: int, arrays: ArrayRecord, split: str) -> Pooled | None:
+    def test(self, run: RunState, exchange: int, arrays: ArrayRecord, split: str) -> Pooled | None:
         """Have every institution test these weights on the examples of a split."""
         tested = [(m, self.method.tested_on(split, m, arrays)) for m in self.testers() if m.ours]
-        asked = [(m, self.method.evaluation_on(split, server_round, w)) for m, w in tested if w is not None]
-        messages = (self.exchange.message(member, request, run.evaluate_config) for member, request in asked)
-        replies = self.exchange(run.grid, server_round, messages, needed=False)
-        return self.pooled(server_round, replies, self.recorder.tested if split == "test" else {})
+        asked = [(m, self.method.evaluation_on(split, exchange, w)) for m, w in tested if w is not None]
+        messages = (self.exchanger.message(member, request, run.evaluate_config) for member, request in asked)
+        replies = self.exchanger(run.grid, exchange, messages, needed=False)
+        return self.pooled(exchange, replies, self.recorder.tested if split == "test" else {})
 
     def pooled(
-        self, server_round: int, replies: Iterable[Message], sums: dict[str, Evaluation] | None = None
+        self, exchange: int, replies: Iterable[Message], sums: dict[str, Evaluation] | None = None
     ) -> Pooled | None:
         """Pool the answers to an evaluation; an invalid one counts as its sender's failure. `sums` is filled."""
-        refuse, settings = partial(self.recorder.failed, server_round), self.exchange.settings
-        answers = self.exchange.answers(replies)
+        refuse, settings = partial(self.recorder.failed, exchange), self.exchanger.settings
+        answers = self.exchanger.answers(replies)
         return pool_answers(answers, settings.task, refuse, self.method.evaluated, settings.input_shape, sums)
 
-    def completed(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+    def completed(self, exchange: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Pool the answers, add what the observers have found, and record both."""
         tested = any(one.split == "test" and one.found for one in self.observers)  # at the end, if not in every round
         sums = {} if tested else self.recorder.tested  # the recorder shows those of the test examples
-        found = self.pooled(server_round, replies, sums)
+        found = self.pooled(exchange, replies, sums)
         if found is None and not tested:
             return None
         found = found or ({}, {})  # nobody has validation examples
@@ -249,7 +249,7 @@ class Evaluations:
         for observer in self.observers:
             found = observer.completed(found)
         pooled, own = found
-        self.recorder.evaluated(server_round, pooled, own)
+        self.recorder.evaluated(exchange, pooled, own)
         return MetricRecord(dict(pooled))
 
     def forecast(
@@ -266,7 +266,7 @@ class Evaluations:
         trains_in : Mapping of str to Sequence of int
             By institution: the rounds in which it trains.
         """
-        rounds, every = range(1, num_rounds + 1), self.exchange.settings.evaluate_every
+        rounds, every = range(1, num_rounds + 1), self.exchanger.settings.evaluate_every
         evaluated = {at for at in rounds if at % every == 0 or at == num_rounds}
 
         def times(member: Member, observer: Observer | None) -> int:

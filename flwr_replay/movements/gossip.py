@@ -109,25 +109,25 @@ class Gossip(Relay):
         """The seed of the fresh weights, the same for all institutions."""
         return derived_seed(self.settings.seed, self.seed_of)
 
-    def instructions(self, server_round: int, member: Member) -> dict[str, Any]:
+    def instructions(self, exchange: int, member: Member) -> dict[str, Any]:
         """Return the instructions of every request to train."""
         return {
-            "server_round": server_round,
+            "server_round": exchange,
             "run": self.settings.run,
-            "lr": self.lr(server_round),
+            "lr": self.lr(exchange),
             "init_seed": self.init_seed,
             "committed": self.mailbox.committed.get(member.name, 0),
             "exchanged": self.exchanged,
         }
 
-    def has_edges(self, server_round: int, institutions: int) -> bool:
+    def has_edges(self, exchange: int, institutions: int) -> bool:
         """Return whether P(t) has an edge between two institutions; without one, no model leaves an institution."""
-        p = self.agreed(server_round, institutions)
+        p = self.agreed(exchange, institutions)
         return any(receivers(p, k)[0] for k in range(institutions))
 
-    def evaluation_on(self, split: str, server_round: int, arrays: Weights) -> Request:
+    def evaluation_on(self, split: str, exchange: int, arrays: Weights) -> Request:
         """Return the request to evaluate on another split, or what was released before it was mixed."""
-        request = super().evaluation_on(split, server_round, arrays)
+        request = super().evaluation_on(split, exchange, arrays)
         return replace(request, mixed=False) if split in SPLIT_OF else request  # type: ignore[call-arg]
 
     def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
@@ -137,27 +137,27 @@ class Gossip(Relay):
     # --- a round ------------------------------------------------------------------------------------------------------
 
     def exchange_round(
-        self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
+        self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Deliver what is waiting, have the others train, assign shares of what they release, deliver these."""
-        self.bring(grid, server_round, config)
+        self.bring(grid, exchange, config)
         if not self.mailbox.posted:
-            self.shares(server_round, len(self.members))  # refuse an invalid matrix before anybody trains
+            self.shares(exchange, len(self.members))  # refuse an invalid matrix before anybody trains
         waiting = self.mailbox.waiting
-        free = sum(member.name not in waiting for member in self.trainers(server_round))
-        self.exchanged = self.has_edges(server_round, free)
-        asked = [m for m in self.configure_train(server_round, arrays, config, grid) if self.receiver(m) not in waiting]
+        free = sum(member.name not in waiting for member in self.trainers(exchange))
+        self.exchanged = self.has_edges(exchange, free)
+        asked = [m for m in self.configure_train(exchange, arrays, config, grid) if self.receiver(m) not in waiting]
         released: dict[str, Released] = {}
 
         def take(member: Member, reply: Message) -> None:
             released[member.name] = self.released(member, reply)
 
-        self.exchange(grid, server_round, asked, needed=bool(asked), take=take)
+        self.exchanger(grid, exchange, asked, needed=bool(asked), take=take)
         self.count_missed()
         self.releasing = set(released)
         self.recorder.saw(sum(answer.examples_seen for answer in released.values()))
-        self.deal(server_round, released)
-        self.bring(grid, server_round, config)
+        self.deal(exchange, released)
+        self.bring(grid, exchange, config)
         self.mailbox.keep(self.recorder.folder("mailbox"), self.settings.run)
         return ArrayRecord(), None
 
@@ -187,31 +187,31 @@ class Gossip(Relay):
             raise WireError(f"released a model with w = {answer.weight:g}; after its mixings it must be {w:g}")
         return replace(answer, arrays=reply.content.array_records.get("arrays", answer.arrays))  # the same bytes
 
-    def deal(self, server_round: int, released: dict[str, Released]) -> None:
+    def deal(self, exchange: int, released: dict[str, Released]) -> None:
         """Put the shares of all senders into the mailbox; a sender's shares are its column of P(t)."""
         names = sorted(released)
-        p = self.agreed(server_round, len(names)) if self.exchanged else np.eye(len(names))
+        p = self.agreed(exchange, len(names)) if self.exchanged else np.eye(len(names))
         for k, name in enumerate(names):
             back = self.mailbox.coming_back.pop(name, [])
-            self.mailbox.waiting[name] = Delivery(server_round, released[name].weight, float(p[k, k]), back)
+            self.mailbox.waiting[name] = Delivery(exchange, released[name].weight, float(p[k, k]), back)
         for k, name in enumerate(names):  # senders by name
             number, w = self.mailbox.post(array_record(released[name].arrays)), released[name].weight
             for to, share in receivers(p, k)[0].items():
                 self.mailbox.waiting[names[to]].parcels.append(ModelShare(number, name, share, w))
 
-    def agreed(self, server_round: int, institutions: int) -> Matrix:
+    def agreed(self, exchange: int, institutions: int) -> Matrix:
         """Return P(t); if a user's own matrix has another size, all institutions keep what they have."""
         try:
-            return self.shares(server_round, institutions)
+            return self.shares(exchange, institutions)
         except ConfigError as error:
-            self.recorder.log(f"exchange {server_round}: all keep what they have, since {error}")
+            self.recorder.log(f"exchange {exchange}: all keep what they have, since {error}")
             return np.eye(institutions)
 
-    def shares(self, server_round: int, institutions: int) -> Matrix:
+    def shares(self, exchange: int, institutions: int) -> Matrix:
         """Return P(t), checked: a user's own method may override `matrix`."""
         if not institutions:
             return np.eye(0)
-        p = np.asarray(self.matrix(server_round, institutions), np.float64)
+        p = np.asarray(self.matrix(exchange, institutions), np.float64)
         what = f"{type(self).__name__}.matrix"
         require(
             p.shape == (institutions, institutions),
@@ -220,17 +220,17 @@ class Gossip(Relay):
         found: Matrix = checked(p[None], what, stacked=False)[0]
         return found
 
-    def matrix(self, server_round: int, institutions: int) -> Matrix:
+    def matrix(self, exchange: int, institutions: int) -> Matrix:
         """Return P(t): P[k', k] is the share that k sends to k', institutions in the order of their names.
 
         A method may override it. If it raises a ConfigError, since not all have released, all keep what they have.
         """
-        return mixing_matrix(self.config.topology, institutions, server_round - 1, self.settings.seed, self.matrices)
+        return mixing_matrix(self.config.topology, institutions, exchange - 1, self.settings.seed, self.matrices)
 
-    def bring(self, grid: Grid, server_round: int, config: ConfigRecord) -> None:
+    def bring(self, grid: Grid, exchange: int, config: ConfigRecord) -> None:
         """Deliver what is waiting; forget what is acknowledged; return what nobody acknowledges for long."""
         present = [(member, self.mailbox.waiting.get(member.name)) for member in self.members]
-        asked = (self.message(m, self.delivery(server_round, waiting), config) for m, waiting in present if waiting)
+        asked = (self.message(m, self.delivery(exchange, waiting), config) for m, waiting in present if waiting)
         acknowledged: dict[str, Sequence[int]] = {}
 
         def check(member: Member, reply: Message) -> None:
@@ -239,22 +239,22 @@ class Gossip(Relay):
                 raise WireError(f"must acknowledge the parcels that it received; got {list(held)[:6]}")
             acknowledged[member.name] = held
 
-        self.exchange(grid, server_round, asked, needed=False, take=check)
+        self.exchanger(grid, exchange, asked, needed=False, take=check)
         for name, held in sorted(acknowledged.items()):
             if twice := self.mailbox.acknowledged(name, held):
                 self.recorder.log(f"{name} has mixed {twice} parcels that have also gone back to their senders")
         for name, waiting in self.mailbox.waiting.items():
-            if server_round - waiting.exchange >= PATIENCE and waiting.parcels:
+            if exchange - waiting.exchange >= PATIENCE and waiting.parcels:
                 self.recorder.log(f"{name} does not acknowledge: the parcels that wait for it go back to their senders")
                 self.mailbox.give_back(name)
 
-    def delivery(self, server_round: int, waiting: Delivery) -> Deliver:
+    def delivery(self, exchange: int, waiting: Delivery) -> Deliver:
         """Return the request that delivers an institution's parcels."""
         parcels = waiting.parcels
         models = ArrayRecord()
         models.update(nested({sender_name(i): self.mailbox.models[parcel.number] for i, parcel in enumerate(parcels)}))
         return Deliver(
-            server_round=server_round,
+            server_round=exchange,
             arrays=models,
             run=self.settings.run,
             exchange=waiting.exchange,
@@ -277,14 +277,14 @@ class Gossip(Relay):
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """A release and a delivery for all that train in a round, by that round's matrix."""
         found: list[Exchange] = []
-        for server_round in range(1, num_rounds + 1):
-            members = self.trainers(server_round)
-            self.mailbox, self.exchanged = Mailbox(), self.has_edges(server_round, len(members))
+        for exchange in range(1, num_rounds + 1):
+            members = self.trainers(exchange)
+            self.mailbox, self.exchanged = Mailbox(), self.has_edges(exchange, len(members))
             answer = self.answer.empty(self.travelling(arrays) if self.exchanged else {})
-            found += [(member, self.train_request(server_round, member), answer, 1) for member in members]
-            self.deal(server_round, {member.name: answer for member in members})
+            found += [(member, self.train_request(exchange, member), answer, 1) for member in members]
+            self.deal(exchange, {member.name: answer for member in members})
             for member in members:
-                request = self.delivery(server_round, self.mailbox.waiting[member.name])
+                request = self.delivery(exchange, self.mailbox.waiting[member.name])
                 found.append((member, request, Committed(num_examples=0, parcels=request.parcels), 1))
         self.mailbox = Mailbox()
         return found

@@ -52,7 +52,7 @@ class Hops(ABC):
     at_once: int | None = None  # how many may train at a time; None: all
 
     @abstractmethod
-    def begin_round(self, server_round: int, present: Sequence[str]) -> None:
+    def begin_round(self, exchange: int, present: Sequence[str]) -> None:
         """Begin a round of these institutions."""
 
     @abstractmethod
@@ -98,10 +98,10 @@ class Cycles(Hops):
         self.left: list[str] = []  # who has not begun in this round
         self.new: set[str] = set()  # where a model begins in this round
 
-    def begin_round(self, server_round: int, present: Sequence[str]) -> None:
+    def begin_round(self, exchange: int, present: Sequence[str]) -> None:
         """Draw the cycle, and move the models; the model of an absent institution waits there."""
         here = sorted(name for name in present if name in self.at)
-        cycle = mixing_matrix("random", max(1, len(here)), server_round - 1, self.seed)
+        cycle = mixing_matrix("random", max(1, len(here)), exchange - 1, self.seed)
         self.before = {here[to]: name for k, name in enumerate(here) for to in receivers(cycle, k)[0]}
         if not self.stay:
             self.at |= {name: self.at[before] for name, before in self.before.items()}
@@ -163,7 +163,7 @@ class Queues(Hops):
         self.left = 0  # turns of this round that have not begun
         self.present: list[str] = []
 
-    def begin_round(self, server_round: int, present: Sequence[str]) -> None:
+    def begin_round(self, exchange: int, present: Sequence[str]) -> None:
         """Begin a round; a model that waits at an absent institution goes on waiting."""
         self.present, self.left, self.training = sorted(present), len(present), {}
         for name in self.present:

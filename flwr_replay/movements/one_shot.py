@@ -27,11 +27,11 @@ class OneShot(Movement):
     at_once: int | None = None  # uploads requested, and so in memory, at a time; None: those of all institutions
 
     @abstractmethod
-    def prepare(self, grid: Grid, server_round: int, arrays: StateDict, config: ConfigRecord) -> None:
+    def prepare(self, grid: Grid, exchange: int, arrays: StateDict, config: ConfigRecord) -> None:
         """Do what must be done once before any upload; called at the start of every round."""
 
     @abstractmethod
-    def missing(self, member: Member, server_round: int) -> Request | None:
+    def missing(self, member: Member, exchange: int) -> Request | None:
         """Return the request for the next upload of an institution; None if all its uploads are there."""
 
     @abstractmethod
@@ -45,7 +45,7 @@ class OneShot(Movement):
         """
 
     @abstractmethod
-    def learn(self, server_round: int, arrays: StateDict) -> tuple[StateDict, float]:
+    def learn(self, exchange: int, arrays: StateDict) -> tuple[StateDict, float]:
         """Train one epoch at the server; return the whole model's weights and the mean training loss."""
 
     def exchanges_per_round(self) -> int:
@@ -61,18 +61,18 @@ class OneShot(Movement):
         return False
 
     def exchange_round(
-        self, grid: Grid, server_round: int, arrays: ArrayRecord, config: ConfigRecord
+        self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Collect the missing uploads, chunk by chunk, then train one epoch."""
         weights = opened(arrays)
-        self.prepare(grid, server_round, weights, config)
+        self.prepare(grid, exchange, weights, config)
         self.failed_before = len(self.recorder.failures)
-        while requests := self.requests(server_round):
+        while requests := self.requests(exchange):
             messages = (self.message(member, request, config) for member, request in requests)
-            self.exchange(grid, server_round, messages, take=self.keep, at_once=self.at_once)
-            if not self.exchange.answered:  # those that failed are asked again in the next round
+            self.exchanger(grid, exchange, messages, take=self.keep, at_once=self.at_once)
+            if not self.exchanger.answered:  # those that failed are asked again in the next round
                 break
-        trained, loss = self.learn(server_round, weights)
+        trained, loss = self.learn(exchange, weights)
         return array_record(trained), MetricRecord({"train-loss": loss})
 
     def configure_train(
@@ -81,10 +81,10 @@ class OneShot(Movement):
         """Ask each institution for its next missing chunk."""
         return [self.message(member, request, config) for member, request in self.requests(server_round)]
 
-    def requests(self, server_round: int) -> list[tuple[Member, Request]]:
+    def requests(self, exchange: int) -> list[tuple[Member, Request]]:
         """Return the institutions with missing uploads, and their requests; without those that failed in this round."""
         failed = {failure["institution"] for failure in self.recorder.failures[self.failed_before :]}
-        pairs = [(member, self.missing(member, server_round)) for member in self.members if member.name not in failed]
+        pairs = [(member, self.missing(member, exchange)) for member in self.members if member.name not in failed]
         return [(member, request) for member, request in pairs if request is not None]
 
     def aggregate_train(

@@ -30,10 +30,10 @@ class Parallel(AtOnce):
     answer: ClassVar[type[Trained]] = Trained
     returned: Mapping[str, ArrayRecord]  # by institution: what it has trained in this exchange, if that is to be tested
     sent: StateDict  # the global weights of this exchange, as sent to all
-    server_round: int
+    exchange: int
 
     @abstractmethod
-    def train_request(self, server_round: int, arrays: Weights) -> Request:
+    def train_request(self, exchange: int, arrays: Weights) -> Request:
         """Return the request to train, the same for every institution."""
 
     @abstractmethod
@@ -52,7 +52,7 @@ class Parallel(AtOnce):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Send the same request to all that train."""
-        self.sent, self.server_round = opened(arrays), server_round
+        self.sent, self.exchange = opened(arrays), server_round
         request = self.train_request(server_round, arrays)
         return (self.message(member, request, config) for member in self.trainers(server_round))
 
@@ -92,9 +92,9 @@ class Parallel(AtOnce):
         DivergedError
             If weights of an institution are too large, or the mean is.
         """
-        if lacking := [member.name for member in self.members.known if member.name not in self.exchange.answered]:
+        if lacking := [member.name for member in self.members.known if member.name not in self.exchanger.answered]:
             raise RunError(
-                f"with masked=true an exchange needs every institution; exchange {self.server_round} has no answer of "
+                f"with masked=true an exchange needs every institution; exchange {self.exchange} has no answer of "
                 f"{', '.join(lacking)}; {self.recorder.failures_line()}: resume the run when all are there"
             )
         mean = mean_of([opened(answer.arrays) for answer in answers], like=self.sent)

@@ -62,11 +62,11 @@ class AtOnce(Movement):
         """One: all institutions train in it."""
         return 1
 
-    def trainers(self, server_round: int) -> list[Member]:
+    def trainers(self, exchange: int) -> list[Member]:
         """Return the institutions that train in an exchange, by name."""
         present = {member.name: member for member in self.members}
         return [
-            present[name] for name in participants([*present], self.settings.fraction, self.settings.seed, server_round)
+            present[name] for name in participants([*present], self.settings.fraction, self.settings.seed, exchange)
         ]
 
     def trains_in(self, num_rounds: int) -> Mapping[str, Sequence[int]]:
@@ -81,8 +81,8 @@ class AtOnce(Movement):
 
     def stops_without_answers(self) -> bool:
         """Stop once all that are present have failed since the last answer: the same one may be drawn again."""
-        return {member.name for member in self.members} <= self.missed | {*self.exchange.failed}
+        return {member.name for member in self.members} <= self.missed | {*self.exchanger.failed}
 
     def count_missed(self) -> None:
         """Add those that failed in the last exchange, unless somebody answered it."""
-        self.missed = frozenset() if self.exchange.answered else self.missed | {*self.exchange.failed}
+        self.missed = frozenset() if self.exchanger.answered else self.missed | {*self.exchanger.failed}

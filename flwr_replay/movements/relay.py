@@ -29,7 +29,7 @@ class Relay(AtOnce):
     answer: ClassVar[type[Payload]]
 
     @abstractmethod
-    def train_request(self, server_round: int, member: Member) -> Request:
+    def train_request(self, exchange: int, member: Member) -> Request:
         """Return the request to train for one institution."""
 
     def begin_run(self) -> None:

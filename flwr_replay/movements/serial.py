@@ -34,7 +34,7 @@ class Serial(Movement):
     turn: str = ""  # the institution whose turn it is
 
     @abstractmethod
-    def train_request(self, server_round: int, arrays: Weights) -> Request:
+    def train_request(self, exchange: int, arrays: Weights) -> Request:
         """Return the request to train for the visited institution."""
 
     def order(self, cycle: int, names: list[str]) -> list[str]:

@@ -27,16 +27,16 @@ class ForgettingMatrix:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def add(self, server_round: int, trained_on: Sequence[str], own: dict[str, float]) -> None:
+    def add(self, exchange: int, trained_on: Sequence[str], own: dict[str, float]) -> None:
         """Add a row: the institutions the exchange trained on, and the main metric on each institution's own data."""
         lines = Lines(self.path)
-        lines.append([{"round": server_round, "taught": list(trained_on), "own": own}])
+        lines.append([{"round": exchange, "taught": list(trained_on), "own": own}])
         lines.close()
 
-    def rewind(self, server_round: int) -> None:
+    def rewind(self, exchange: int) -> None:
         """Drop the rows written after a checkpoint."""
         if self.path.exists():
-            kept = [row for row in read_lines(self.path, FORM) if row["round"] <= server_round]
+            kept = [row for row in read_lines(self.path, FORM) if row["round"] <= exchange]
             write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def summary(self, metric: str, higher_is_better: bool) -> dict[str, Any] | None:

@@ -41,7 +41,7 @@ class Display:
     def begin(self, progress: Progress) -> None:
         """Show that a run begins."""
 
-    def exchange(self, server_round: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
+    def exchange(self, exchange: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
         """Show that an exchange has ended; `metrics` are the pooled ones, none if nobody evaluated after it."""
 
     def close(self) -> None:
@@ -94,19 +94,19 @@ class LogDisplay(Display):
         self.progress = progress
         logging.getLogger("flwr").info("%s: %s", progress.strategy, shown_rounds(progress))
 
-    def exchange(self, server_round: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
+    def exchange(self, exchange: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
         """Log the round, metric, bytes and times."""
         progress = self.progress
         if not self.due(metrics):
             return
         logging.getLogger("flwr").info(
             "round %.3g/%s  %s  %s  elapsed %s%s",
-            server_round / progress.per_round,
+            exchange / progress.per_round,
             progress.rounds,
             shown_metrics(metrics),
             shown_bytes(total_bytes),
             shown_time(seconds),
-            self.remaining(server_round),
+            self.remaining(exchange),
         )
 
     def due(self, metrics: dict[str, float]) -> bool:
@@ -116,18 +116,18 @@ class LogDisplay(Display):
         self.told = now if due else self.told
         return due
 
-    def remaining(self, server_round: int) -> str:
+    def remaining(self, exchange: int) -> str:
         """Estimate the time left, from the pace since the first exchange, which may prepare for all others.
 
         In a resumed run all exchanges of this process count.
         """
         now, progress = time.monotonic(), self.progress
-        if server_round > progress.done and self.first is None:
-            self.first = (progress.done, progress.began) if progress.done else (server_round, now)
-        done = server_round - self.first[0] if self.first else 0
+        if exchange > progress.done and self.first is None:
+            self.first = (progress.done, progress.began) if progress.done else (exchange, now)
+        done = exchange - self.first[0] if self.first else 0
         if not self.first or not done:
             return ""
-        left = progress.rounds * progress.per_round - server_round
+        left = progress.rounds * progress.per_round - exchange
         return f"  remaining {shown_time((now - self.first[1]) / done * left)}"
 
 
@@ -161,21 +161,21 @@ class TerminalDisplay(LogDisplay):
         handlers = [one for one in logging.getLogger("flwr").handlers if isinstance(one, logging.StreamHandler)]
         self.moved = [one for one in handlers if one.stream is self.terminal and one.setStream(sys.stderr)]
 
-    def exchange(self, server_round: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
+    def exchange(self, exchange: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
         """Move the bar; print a line at the end of a round or, if there is no terminal, of an exchange."""
         progress = self.progress
-        where = f"round {server_round / progress.per_round:.3g}/{progress.rounds}"
+        where = f"round {exchange / progress.per_round:.3g}/{progress.rounds}"
         known = f"{where}  {shown_metrics(metrics)}  {shown_bytes(total_bytes)}"
-        elapsed, left = shown_time(seconds), self.remaining(server_round)
+        elapsed, left = shown_time(seconds), self.remaining(exchange)
         if not self.console.is_terminal:
             if not self.due(metrics):
                 return
             self.console.print(f"{known}  elapsed {elapsed}{left}", soft_wrap=True)
             return
-        if server_round % progress.per_round == 0:
+        if exchange % progress.per_round == 0:
             whole = f"{known}  {elapsed}"  # the bar has the time, too
             self.console.print(whole if len(whole) <= self.console.width else known)
-        self.bar.update(self.line, completed=server_round, description=where, left=left.strip())
+        self.bar.update(self.line, completed=exchange, description=where, left=left.strip())
 
     def close(self) -> None:
         """Take the bar away, if there is one."""

@@ -54,7 +54,7 @@ class Checkpoints:
 
     def write(
         self,
-        server_round: int,
+        exchange: int,
         arrays: StateDict,
         values: Mapping[str, Any],
         first: Callable[[], None] | None = None,
@@ -74,7 +74,7 @@ class Checkpoints:
         changed = [_opened(part) for part, counted in grown.items() if counted != self._tallies.get(part)]
         self._tallies = grown
         values = {**values, "files": {part.name: counted for part, counted in grown.items()}}
-        file = self.folder / f"{server_round:06d}.safetensors"
+        file = self.folder / f"{exchange:06d}.safetensors"
         texts = {"values": json.dumps(values), OF_RUN: self._mark}
         self._writing = self._writer.submit(_write, file, arrays, texts, changed, first)
 

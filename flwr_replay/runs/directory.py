@@ -146,7 +146,7 @@ class RunDirectory(Recorder):
 
     def travelled(
         self,
-        server_round: int,
+        exchange: int,
         member: Member,
         direction: str,
         found: list[LedgerRow],
@@ -156,7 +156,7 @@ class RunDirectory(Recorder):
         content: RecordDict | None = None,
     ) -> None:
         """Write a message's fields to the ledger; with `record`, first the message itself."""
-        message = {"round": server_round, "institution": member.name, "direction": direction, "stage": stage}
+        message = {"round": exchange, "institution": member.name, "direction": direction, "stage": stage}
         message |= {"split": split} if split else {}
         if content is not None and (name := self._recording.keep({**message, OF_RUN: self._mark}, content)):
             message["message"] = name
@@ -171,41 +171,41 @@ class RunDirectory(Recorder):
         """Add to the number of training examples used."""
         self.counters.examples_seen += examples
 
-    def evaluated(self, server_round: int, pooled: dict[str, float], own: dict[str, dict[str, float]]) -> None:
+    def evaluated(self, exchange: int, pooled: dict[str, float], own: dict[str, dict[str, float]]) -> None:
         """Write a round's metrics."""
-        self.history.append((server_round, pooled, own))
+        self.history.append((exchange, pooled, own))
         if spent := largest(self.released.values()):
             named = f"epsilon (dp={spent.dp}{'' if spent.proven else ', no proof'})"
             self.spent_then = {named: inf if spent.epsilon is None else spent.epsilon}
         counts = {name: list(one.confusion) for name, one in self.tested.items() if one.confusion}
         if examples := {name: one.num_examples for name, one in self.tested.items()}:
-            write_of(self.path, CONFUSION, {"round": server_round, "institutions": counts, "examples": examples})
+            write_of(self.path, CONFUSION, {"round": exchange, "institutions": counts, "examples": examples})
         known = {"metric": self.leading, "final": {"global": pooled}}
         found = warnings(known, counts, self.config.task.class_names, {})
         self.worthless = self.worthless + 1 if found else 0
         for line in found if self.worthless == IN_A_ROW else []:
             self.log(f"warning: {line}")
-        at = server_round // self.per_round
+        at = exchange // self.per_round
         self._metrics.append(
-            {"round": at, "exchange": server_round, "institution": name, "metric": metric, "value": value}
+            {"round": at, "exchange": exchange, "institution": name, "metric": metric, "value": value}
             for name, metrics in [("", pooled), *own.items()]
             for metric, value in metrics.items()
         )
         self._tracking.tell(self.history, self.per_round, self.spent_then)
 
-    def forgetting_row(self, server_round: int, data_of: Sequence[str], own: dict[str, dict[str, float]]) -> None:
+    def forgetting_row(self, exchange: int, data_of: Sequence[str], own: dict[str, dict[str, float]]) -> None:
         """Write a row of the forgetting matrix."""
         leading = {name: metrics[self.leading] for name, metrics in own.items() if self.leading in metrics}
-        self.forgetting.add(server_round, data_of, leading)  # a user's own ClientApp may not report it
+        self.forgetting.add(exchange, data_of, leading)  # a user's own ClientApp may not report it
 
     def spent(
-        self, server_round: int, name: str, epsilon: float | None, delta: float, mechanism: str, *, proven: bool
+        self, exchange: int, name: str, epsilon: float | None, delta: float, mechanism: str, *, proven: bool
     ) -> None:
         """Record what epsilon an institution has spent; the ledger records its messages."""
-        super().spent(server_round, name, epsilon, delta, mechanism, proven=proven)
+        super().spent(exchange, name, epsilon, delta, mechanism, proven=proven)
         self.released[name]["dp"] = self.config.privacy.dp
         with closing(Lines(self.path / "privacy.jsonl")) as lines:
-            lines.append([{"round": server_round, "institution": name, **self.released[name]}])
+            lines.append([{"round": exchange, "institution": name, **self.released[name]}])
 
     def generated(
         self, name: str, network: str, losses: list[float], **figures: Sequence[float] | float | None
@@ -220,9 +220,9 @@ class RunDirectory(Recorder):
         before = [row for row in self._lines("generator") if (row["institution"], row["network"]) != (name, network)]
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in [*before, *rows]))
 
-    def failed(self, server_round: int, name: str, reason: str) -> None:
+    def failed(self, exchange: int, name: str, reason: str) -> None:
         """Record which institution takes no part, and why."""
-        super().failed(server_round, name, reason)
+        super().failed(exchange, name, reason)
         with closing(Lines(self.path / "failures.jsonl")) as lines:
             lines.append([self.failures[-1]])
 
@@ -230,26 +230,26 @@ class RunDirectory(Recorder):
         """Write a checkpoint, delete all but the last two, show progress."""
         seconds = self.counters.seconds + time.monotonic() - self.started
         values = {
-            "server-round": snapshot.server_round,
+            "server-round": snapshot.exchange,
             "examples-seen": self.counters.examples_seen,
             "seconds": seconds,
             "state": snapshot.state_values,
             "label-scale": snapshot.label_scale,
         }
-        self._timings.append([{"round": snapshot.server_round, "seconds": seconds}])
+        self._timings.append([{"round": snapshot.exchange, "seconds": seconds}])
         self._members.note(snapshot)
         for lines in (self._ledger, self._metrics, self._timings):  # the checkpoint records their length
             lines.flush()
         state = {name: array.copy() for name, array in snapshot.state_arrays.items()}  # training goes on
         named = nested({"arrays": snapshot.arrays, "state": state}, mark="/")
-        best = not self.no_best and self.history and best_of(self.history, *self._judged())[0] == snapshot.server_round
-        first = partial(self._best.write, snapshot.server_round, snapshot.arrays) if best else None
-        self._checkpoints.write(snapshot.server_round, named, values, first)
-        self._best.settle(snapshot.server_round - 2)  # a resumed run may begin at the checkpoint before the last
+        best = not self.no_best and self.history and best_of(self.history, *self._judged())[0] == snapshot.exchange
+        first = partial(self._best.write, snapshot.exchange, snapshot.arrays) if best else None
+        self._checkpoints.write(snapshot.exchange, named, values, first)
+        self._best.settle(snapshot.exchange - 2)  # a resumed run may begin at the checkpoint before the last
         metrics = {}
-        if self.history and self.history[-1][0] == snapshot.server_round:
+        if self.history and self.history[-1][0] == snapshot.exchange:
             metrics = without_beside(self.history[-1][1], confusion_of(self.path)) | self.spent_then
-        self.display.exchange(snapshot.server_round, metrics, sum(self.traffic.bytes.values()), seconds)
+        self.display.exchange(snapshot.exchange, metrics, sum(self.traffic.bytes.values()), seconds)
 
     def restore(self) -> Snapshot | None:
         """Return the last checkpoint of a resumed run, and drop the metrics written after it.
@@ -301,11 +301,11 @@ class RunDirectory(Recorder):
             raise RunError(
                 f"{self.path / 'metrics.jsonl'} must hold the last round's metrics; it has none: begin a new run"
             )
-        server_round, pooled, own = self.history[-1]
+        exchange, pooled, own = self.history[-1]
         judging, higher_is_better = self._judged()
         metric, said = judging.removeprefix(VALIDATION), VALIDATED if judging.startswith(VALIDATION) else TESTED
         best = best_of(self.history, judging, higher_is_better)
-        last = models.get("global") if best[0] == server_round and not self.no_best else None
+        last = models.get("global") if best[0] == exchange and not self.no_best else None
         kept = self._best.end(best[0], last)
         config, sent = self.config, self.traffic.bytes
         names = {*own, *self.notes.get("untrained", ()), *self._members.names}
@@ -318,7 +318,7 @@ class RunDirectory(Recorder):
             "metrics-note": f"{note.rstrip('.')}. {said}" if (note := config.strategy.traits.metrics_note) else said,
             "nodes": len(names),
             "untested": sorted(names - {*own}),
-            "rounds": server_round // self.per_round,
+            "rounds": exchange // self.per_round,
             "seed": config.seed,
             "metric": metric,
             "unit": config.task.unit,
@@ -331,7 +331,7 @@ class RunDirectory(Recorder):
             },
             "forgetting": self.forgetting.summary(self.leading, higher_is_better),
             "examples-seen": self.counters.examples_seen,
-            "bytes": {**sent, "per-round": round(sum(sent.values()) / (server_round // self.per_round))},
+            "bytes": {**sent, "per-round": round(sum(sent.values()) / (exchange // self.per_round))},
             "bytes-by-kind": self.traffic.by_kind,
             "recorded": self._recording.summary(),
             "privacy": {name: self.released.get(name) for name in sorted({*own, *self.released})},
@@ -368,10 +368,10 @@ class RunDirectory(Recorder):
         self._tracking.close(self.finished)
         self.display.close()
 
-    def _rewind(self, server_round: int) -> None:
+    def _rewind(self, exchange: int) -> None:
         """Reload the metrics up to a checkpoint, and the bytes of all messages sent, repeated ones included."""
         metrics = self.path / "metrics.jsonl"
-        kept = [entry for entry in self._lines("metrics") if entry["exchange"] <= server_round]
+        kept = [entry for entry in self._lines("metrics") if entry["exchange"] <= exchange]
         self._metrics.close()
         write_atomic(metrics, "".join(json.dumps(entry) + "\n" for entry in kept))
         self._metrics = Lines(metrics)
@@ -382,7 +382,7 @@ class RunDirectory(Recorder):
         if lacking := [at for at, own in rounds.items() if "" not in own]:
             raise RunError(f"{metrics} must have pooled metrics; exchange {lacking[0]} has none: begin a new run")
         self.history = [(at, own.pop(""), own) for at, own in rounds.items()]
-        self.forgetting.rewind(server_round)
+        self.forgetting.rewind(exchange)
         self.traffic = Traffic(ledger_lines(self.path, FORMS[LEDGER]))
         self.failures = self._lines("failures")
         for one in self.failures:

@@ -161,9 +161,9 @@ def untrained(strategy: Movement) -> list[str]:
 
     Where nothing goes on from an institution's last training, as in FedSGD, the server does not note who trained.
     """
-    if strategy.settings.fraction == 1 or not strategy.exchange.trained:
+    if strategy.settings.fraction == 1 or not strategy.exchanger.trained:
         return []
-    return sorted(member.name for member in strategy.members.known if member.name not in strategy.exchange.trained)
+    return sorted(member.name for member in strategy.members.known if member.name not in strategy.exchanger.trained)
 
 
 def without_best(strategy: Movement) -> str:
@@ -227,7 +227,7 @@ def run_job(
                 recorder.notes["untrained"] = names
             if plan := job.settings.privacy:
                 recorder.notes["noise"] = _noise(plan, strategy, recorder, config.rounds)
-            if scale := strategy.exchange.label_scale:
+            if scale := strategy.exchanger.label_scale:
                 recorder.notes["label-scale"] = scale
             return recorder.finish(models, claim(strategy), missing), recorder.path
         finally:

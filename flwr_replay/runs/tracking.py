@@ -70,7 +70,7 @@ class Tracker(ABC):
         """
 
     @abstractmethod
-    def tell(self, server_round: int, values: Mapping[str, float]) -> None:
+    def tell(self, exchange: int, values: Mapping[str, float]) -> None:
         """Tell the values of a round."""
 
     @abstractmethod
@@ -90,10 +90,10 @@ class TensorBoard(Tracker):
             self.writer.add_text("options", "\n".join(f"    {key}: {value}" for key, value in options.items()))
         return name
 
-    def tell(self, server_round: int, values: Mapping[str, float]) -> None:
+    def tell(self, exchange: int, values: Mapping[str, float]) -> None:
         """Write the values to the file."""
         for name, value in values.items():
-            self.writer.add_scalar(name, value, server_round)
+            self.writer.add_scalar(name, value, exchange)
         self.writer.flush()
 
     def close(self, finished: bool) -> None:
@@ -123,12 +123,12 @@ class MLflow(Tracker):
             self.client.log_batch(self.run, params=params[start : start + AT_ONCE])
         return self.run
 
-    def tell(self, server_round: int, values: Mapping[str, float]) -> None:
+    def tell(self, exchange: int, values: Mapping[str, float]) -> None:
         """Send the values."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        metrics = [Metric(name, value, now, server_round) for name, value in values.items()]
+        metrics = [Metric(name, value, now, exchange) for name, value in values.items()]
         for start in range(0, len(metrics), AT_ONCE):
             self.client.log_batch(self.run, metrics=metrics[start : start + AT_ONCE])
 
@@ -166,9 +166,9 @@ class WandB(Tracker):
         )
         return run_id
 
-    def tell(self, server_round: int, values: Mapping[str, float]) -> None:
+    def tell(self, exchange: int, values: Mapping[str, float]) -> None:
         """Send the values."""
-        self.run.log(dict(values), step=server_round)
+        self.run.log(dict(values), step=exchange)
 
     def close(self, finished: bool) -> None:
         """End the run."""

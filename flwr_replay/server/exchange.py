@@ -95,13 +95,13 @@ class Exchanger:
             self.settings = replace(self.settings, task=self.task.scaled(*scale))
 
     def snapshot(
-        self, server_round: int, arrays: StateDict, state_arrays: StateDict, state_values: dict[str, Any]
+        self, exchange: int, arrays: StateDict, state_arrays: StateDict, state_values: dict[str, Any]
     ) -> Snapshot:
         """Return the snapshot of a run after an exchange."""
         examples = {member.name: member.num_examples for member in self.members.known}
         bindings = {member.name: (member.node_id, member.proof) for member in self.members.known}
         trained, scale = dict(self.trained), self.label_scale
-        return Snapshot(server_round, arrays, state_arrays, state_values, trained, examples, scale, bindings)
+        return Snapshot(exchange, arrays, state_arrays, state_values, trained, examples, scale, bindings)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Restore what a snapshot has of members and trainings; labels are scaled once the task is known."""
@@ -132,7 +132,7 @@ class Exchanger:
     def __call__(
         self,
         grid: Grid,
-        server_round: int,
+        exchange: int,
         messages: Iterable[Message],
         needed: bool = True,
         take: Take | None = None,
@@ -145,7 +145,7 @@ class Exchanger:
         ----------
         grid : Grid
             Flower's, or `flwr_replay.engines.inline.InlineGrid`.
-        server_round : int
+        exchange : int
             The number of the exchange.
         messages : iterable of Message
             Drawn one by one, each just before it is sent.
@@ -170,11 +170,11 @@ class Exchanger:
         answered, trained, failed = list[str](), list[str](), list[str]()
         diverged, lost = list[str](), list[str]()
         take = take or (lambda member, reply: good.append((member.name, reply)))
-        noted = map(partial(self.noted, server_round), messages)
+        noted = map(partial(self.noted, exchange), messages)
         for message, reply in ask(grid, noted, self.timeout, at_once, self.silent):
             member = self.members.by_node(message.metadata.dst_node_id)
             assert member is not None
-            fault = self.fault_of(server_round, member, message, reply)
+            fault = self.fault_of(exchange, member, message, reply)
             if reply is None or (reply.has_error() and reply.error.code in LOST):
                 lost.append(member.name)
             elif worker_failed(grid, reply):
@@ -189,7 +189,7 @@ class Exchanger:
             if fault is not None:
                 fault = fault if member.ours else with_advice(fault, message, type(self.method).__name__)
                 failed.append(member.name)
-                self.recorder.failed(server_round, member.name, str(fault))
+                self.recorder.failed(exchange, member.name, str(fault))
                 diverged += [f"{member.name}: {fault}"] if isinstance(fault, DivergedError) else []
                 if missed:
                     missed(member)
@@ -201,7 +201,7 @@ class Exchanger:
                 self.longest[request.stage_name] = max(took, self.longest[request.stage_name])
             if request is not None and "continues" in request.declared():
                 trained.append(member.name)
-        self.trained |= dict.fromkeys(trained, server_round)  # only now: in an exchange some train several times
+        self.trained |= dict.fromkeys(trained, exchange)  # only now: in an exchange some train several times
         self.answered, self.failed, self.diverged, self.lost = sorted(answered), failed, diverged, lost
         if max(self.faults.values(), default=0) >= SAME_FAULTS:  # a simulation continues to send to a dead worker
             raise RunError(
@@ -210,23 +210,23 @@ class Exchanger:
                 "and resume the run"
             )
         if needed and not answered and self.method.stops_without_answers():
-            why = f"no institution answered in exchange {server_round}; {self.recorder.failures_line()}"
+            why = f"no institution answered in exchange {exchange}; {self.recorder.failures_line()}"
             raise stopped(why, len(failed), diverged)
         return [reply for _, reply in sorted(good, key=lambda pair: pair[0])]
 
-    def noted(self, server_round: int, message: Message) -> Message:
+    def noted(self, exchange: int, message: Message) -> Message:
         """Write a request to the ledger before it is sent, so that it has it even if the process is killed."""
         member, request = self.members.by_node(message.metadata.dst_node_id), request_of(message)
         assert member is not None
         found, stage = list(rows(message.content, request, self.extra)), request.stage_name if request else ""
         self.recorder.travelled(
-            server_round, member, "down", found, stage, split=split_of(message), content=message.content
+            exchange, member, "down", found, stage, split=split_of(message), content=message.content
         )
         self.recorder.flush()
         return message
 
     def fault_of(
-        self, server_round: int, member: Member, message: Message, reply: Message | None
+        self, exchange: int, member: Member, message: Message, reply: Message | None
     ) -> FlwrReplayError | None:
         """Write an answer to the ledger; return why it is invalid, or None."""
         if reply is None or reply.has_error():
@@ -251,9 +251,9 @@ class Exchanger:
         if (plan := self.settings.privacy) and "delta" in metrics:
             epsilon, delta = metrics.get("epsilon"), metrics["delta"]
             proven = epsilon is not None and not plan.unproven
-            self.recorder.spent(server_round, member.name, epsilon, delta, plan.mechanism, proven=proven)
+            self.recorder.spent(exchange, member.name, epsilon, delta, plan.mechanism, proven=proven)
         raw_bytes, split = metrics.get("raw-bytes"), split_of(message)
-        self.recorder.travelled(server_round, member, "up", found, stage, raw_bytes, split, reply.content)
+        self.recorder.travelled(exchange, member, "up", found, stage, raw_bytes, split, reply.content)
         if refusal:
             diverged = refusal.error == DivergedError.__name__
             return (DivergedError if diverged else RefusedError)(refusal.failure)

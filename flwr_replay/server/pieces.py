@@ -44,22 +44,22 @@ class Asking:
 
     Parameters
     ----------
-    exchange : Exchanger
+    exchanger : Exchanger
         Writes, sends and reads messages.
     roll : Roll | None
         Tells who has come back; None: nobody is waited for.
     grid : Grid
         Flower's.
-    server_round : int
+    exchange : int
         The number of the exchange.
     extra : ConfigRecord
         Further instructions, sent unchanged.
     """
 
-    exchange: Exchanger
+    exchanger: Exchanger
     roll: Roll | None
     grid: Grid
-    server_round: int
+    exchange: int
     extra: ConfigRecord
 
     def train(self, totals: Mapping[Member, int], request: Request, declared: type[Answer]) -> dict[str, list[Answer]]:
@@ -88,7 +88,7 @@ class Asking:
         while asked:
             began, going_on = time.monotonic(), list[Member]()
             answers = self.answers({m: further if heard[m.name] else request for m in asked}, declared)
-            gone = {*self.exchange.lost}
+            gone = {*self.exchanger.lost}
             for member in asked:
                 name, before = member.name, heard[member.name]
                 lost[name] = 0 if name in answers else lost[name] + 1
@@ -98,12 +98,12 @@ class Asking:
                         _check_going_on(made, answer, totals[member])
                         _check_form(sent, answer)
                     except WireError as error:
-                        self.exchange.recorder.failed(self.server_round, name, str(error))
+                        self.exchanger.recorder.failed(self.exchange, name, str(error))
                         continue
                     before.append(answer)
                     if answer.steps_left:
                         seconds = time.monotonic() - began
-                        self.exchange.recorder.log(shown_progress(name, request.stage, made, answer, seconds))
+                        self.exchanger.recorder.log(shown_progress(name, request.stage, made, answer, seconds))
                         going_on.append(member)
                     else:
                         complete[name] = before
@@ -115,23 +115,23 @@ class Asking:
     def answers(self, requests: Mapping[Member, Request], declared: type[Read]) -> dict[str, Read]:
         """Send a request to each institution; return the valid answers by name. Others are recorded as failures."""
         # one that was away may have come back as another node
-        there = [(self.exchange.members.get(member.name) or member, request) for member, request in requests.items()]
-        messages = [self.exchange.message(member, request, self.extra) for member, request in there]
+        there = [(self.exchanger.members.get(member.name) or member, request) for member, request in requests.items()]
+        messages = [self.exchanger.message(member, request, self.extra) for member, request in there]
         found: dict[str, Read] = {}
-        replies = self.exchange(self.grid, self.server_round, messages, needed=False)
-        for member, reply in self.exchange.answers(replies):
+        replies = self.exchanger(self.grid, self.exchange, messages, needed=False)
+        for member, reply in self.exchanger.answers(replies):
             try:
                 found[member.name] = declared.decode(reply.content)
             except WireError as error:
-                self.exchange.recorder.failed(self.server_round, member.name, str(error))
+                self.exchanger.recorder.failed(self.exchange, member.name, str(error))
         return found
 
     def waited_for(self, member: Member, roll: Roll) -> bool:
         """Wait until an institution is there, for as long as at the beginning of a run; return whether it is."""
-        deadline = time.monotonic() + self.exchange.settings.wait
+        deadline = time.monotonic() + self.exchanger.settings.wait
         while True:
-            roll.call(self.grid, self.server_round)
-            if self.exchange.members.get(member.name):
+            roll.call(self.grid, self.exchange)
+            if self.exchanger.members.get(member.name):
                 return True
             if time.monotonic() >= deadline:
                 return False

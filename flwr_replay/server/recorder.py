@@ -30,7 +30,7 @@ REASONS, CUT = 10_000, 100  # characters of an institution's reasons that are ke
 class Snapshot:
     """All that a run needs to continue after an exchange with the same bits."""
 
-    server_round: int
+    exchange: int
     arrays: StateDict  # the global weights
     state_arrays: StateDict  # the strategy's own arrays
     state_values: dict[str, Any]  # plain values that JSON holds
@@ -71,7 +71,7 @@ class Recorder:
 
     def travelled(
         self,
-        server_round: int,
+        exchange: int,
         member: Member,
         direction: str,
         found: list[LedgerRow],
@@ -91,14 +91,13 @@ class Recorder:
     def saw(self, examples: int) -> None:
         """Count training examples used, with repetition."""
 
-    def evaluated(self, server_round: int, pooled: dict[str, float], own: dict[str, dict[str, float]]) -> None:
+    def evaluated(self, exchange: int, pooled: dict[str, float], own: dict[str, dict[str, float]]) -> None:
         """Note the metrics of a round, pooled and by institution."""
         self.log(
-            f"round {server_round // self.per_round}: "
-            + ", ".join(f"{name} {value:.4f}" for name, value in pooled.items())
+            f"round {exchange // self.per_round}: " + ", ".join(f"{name} {value:.4f}" for name, value in pooled.items())
         )
 
-    def forgetting_row(self, server_round: int, data_of: Sequence[str], own: dict[str, dict[str, float]]) -> None:
+    def forgetting_row(self, exchange: int, data_of: Sequence[str], own: dict[str, dict[str, float]]) -> None:
         """Note the metrics on each institution's training examples, after an exchange that trained on `data_of`."""
 
     def advised(self, advice: str) -> None:
@@ -121,7 +120,7 @@ class Recorder:
         self.log(f"{network} at {name}: {'; '.join(said)}")
 
     def spent(
-        self, server_round: int, name: str, epsilon: float | None, delta: float, mechanism: str, *, proven: bool
+        self, exchange: int, name: str, epsilon: float | None, delta: float, mechanism: str, *, proven: bool
     ) -> None:
         """Note the epsilon and delta that an institution states for all its releases so far.
 
@@ -131,14 +130,14 @@ class Recorder:
         stated = {"epsilon": epsilon, "delta": delta, "proven": proven}
         self.released[name] = {**stated, "mechanism": kind, "accountant": "rdp"}
 
-    def failed(self, server_round: int, name: str, reason: str) -> None:
+    def failed(self, exchange: int, name: str, reason: str) -> None:
         """Note that an institution refused, failed or did not answer; of long reasons without end, their beginnings."""
         reason = one_line(reason)
         kept = reason if self.said[name] < REASONS or len(reason) <= CUT else f"{reason[: CUT - 2]} …"
         self.said[name] += len(kept)
-        self.failures.append({"round": server_round, "institution": name, "reason": kept})
-        about = f" (round {ceil(server_round / self.per_round)})" if self.per_round > 1 else ""
-        logging.getLogger("flwr").warning("%s takes no part in exchange %s%s: %s", name, server_round, about, reason)
+        self.failures.append({"round": exchange, "institution": name, "reason": kept})
+        about = f" (round {ceil(exchange / self.per_round)})" if self.per_round > 1 else ""
+        logging.getLogger("flwr").warning("%s takes no part in exchange %s%s: %s", name, exchange, about, reason)
 
     def failures_line(self) -> str:
         """Return the failures of the last exchange that had any, in one line, each reason once."""

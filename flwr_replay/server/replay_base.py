@@ -21,18 +21,18 @@ class Replay(ABC):
 
     Parameters
     ----------
-    exchange : Exchanger
+    exchanger : Exchanger
         Writes, sends and reads messages.
     options : ReplayConfig
         The options.
     """
 
-    def __init__(self, exchange: Exchanger, options: ReplayConfig) -> None:
-        self.exchange, self.options = exchange, options
+    def __init__(self, exchanger: Exchanger, options: ReplayConfig) -> None:
+        self.exchanger, self.options = exchanger, options
         self.missing: dict[str, str] = {}  # by institution: what is incomplete in the last round
-        self.server_round = 0
+        self.exchange = 0
 
-    def prepare(self, grid: Grid, server_round: int, arrays: StateDict, extra: ConfigRecord, last: bool) -> None:
+    def prepare(self, grid: Grid, exchange: int, arrays: StateDict, extra: ConfigRecord, last: bool) -> None:
         """Make the exchanges that are due; called before every exchange of the method.
 
         Raises
@@ -41,11 +41,11 @@ class Replay(ABC):
             If no institution could train a generator, or if replay is incomplete for the last round and
             replay.missing=stop.
         """
-        self.grid, self.server_round, self.extra = grid, server_round, extra
+        self.grid, self.exchange, self.extra = grid, exchange, extra
         self.complete(arrays)
         if not self.begun or (last and self.lacking() != self.missing):  # not again if already accepted
             self.complete(arrays)
-        failures = self.exchange.recorder.failures_line()
+        failures = self.exchanger.recorder.failures_line()
         if not self.begun:
             raise RunError(f"no institution could train the generator; {failures}: resume the run when one can")
         self.missing = self.lacking() if last else {}

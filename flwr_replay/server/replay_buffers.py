@@ -27,9 +27,9 @@ class BufferReplay(Replay):
 
     stages = STAGES  # type: ignore[assignment]
 
-    def __init__(self, exchange: Exchanger, plan: SynthesisPlan) -> None:
-        super().__init__(exchange, plan.replay)
-        self.buffers = Buffers(exchange, plan, plan.replay.images)
+    def __init__(self, exchanger: Exchanger, plan: SynthesisPlan) -> None:
+        super().__init__(exchanger, plan.replay)
+        self.buffers = Buffers(exchanger, plan, plan.replay.images)
 
     @property
     def begun(self) -> bool:
@@ -38,17 +38,17 @@ class BufferReplay(Replay):
 
     def complete(self, arrays: StateDict) -> None:
         """Have generators trained and buffers drawn where they lack; deliver them to those who lack them."""
-        self.buffers.prepare(self.grid, self.server_round, self.extra, self.givers())
-        wanted = {member.name: self.others(member.name) for member in self.exchange.members}
-        self.buffers.deliver(self.grid, self.server_round, wanted, self.extra)
+        self.buffers.prepare(self.grid, self.exchange, self.extra, self.givers())
+        wanted = {member.name: self.others(member.name) for member in self.exchanger.members}
+        self.buffers.deliver(self.grid, self.exchange, wanted, self.extra)
 
     def givers(self) -> list[str]:
         """Return all that are there, if others are known, who may be away now; one institution alone draws nothing."""
-        return [member.name for member in self.exchange.members] if len(self.ours()) > 1 else []
+        return [member.name for member in self.exchanger.members] if len(self.ours()) > 1 else []
 
     def ours(self) -> set[str]:
         """Return the institutions that are there, and those that have been."""
-        members = self.exchange.members
+        members = self.exchanger.members
         return {member.name for member in members.known if member.ours} | {member.name for member in members}
 
     def others(self, name: str) -> list[int]:
@@ -61,7 +61,7 @@ class BufferReplay(Replay):
 
     def lacking(self) -> dict[str, str]:
         """Return who is not replayed, and who lacks others' buffers."""
-        members = self.exchange.members
+        members = self.exchanger.members
         found = {m.name: "has received no replays" for m in members if self.held(m.name) != self.others(m.name)}
         ours = self.ours()
         silent = dict.fromkeys(ours - {*self.buffers.numbers}, "is not replayed") if len(ours) > 1 else {}

@@ -69,7 +69,7 @@ class GenerativeReplay(Replay):
 
     Parameters
     ----------
-    exchange : Exchanger
+    exchanger : Exchanger
         Writes, sends and reads messages.
     roll : Roll
         Tells who has come back.
@@ -80,11 +80,11 @@ class GenerativeReplay(Replay):
     """
 
     def __init__(
-        self, exchange: Exchanger, roll: Roll, replay_plan: ReplayPlan, checkpoint: Callable[[int, StateDict], None]
+        self, exchanger: Exchanger, roll: Roll, replay_plan: ReplayPlan, checkpoint: Callable[[int, StateDict], None]
     ) -> None:
-        super().__init__(exchange, replay_plan.replay)
+        super().__init__(exchanger, replay_plan.replay)
         self.roll, self.replay_plan, self.checkpoint = roll, replay_plan, checkpoint
-        self.run = exchange.settings.run
+        self.run = exchanger.settings.run
         self.model = replay_plan.fresh_generator()
         self.itinerary: list[str] = []  # names in the order of visits; a failed one is added again
         self.visits = 0  # visits made, failed ones included
@@ -121,15 +121,15 @@ class GenerativeReplay(Replay):
     def complete(self, arrays: StateDict) -> None:
         """Make the visits that are due, then send the results to the institutions that lack them."""
         self.train(arrays)
-        if lacking := [member for member in self.exchange.members if self.lacks(member)]:
+        if lacking := [member for member in self.exchanger.members if self.lacks(member)]:
             self.distribute(lacking)
 
     def lacking(self) -> dict[str, str]:
         """Return, by institution, what is incomplete."""
-        found = {member.name: "has received no replays" for member in self.exchange.members if self.lacks(member)}
+        found = {member.name: "has received no replays" for member in self.exchanger.members if self.lacks(member)}
         if self.unfinished:
             found |= dict.fromkeys(self.uncoded, "has not encoded its images once more")
-        ours = {member.name for member in self.exchange.members.known if member.ours}
+        ours = {member.name for member in self.exchanger.members.known if member.ours}
         names = ({*self.itinerary} | ours) - {*self.visited}
         return dict(sorted((found | dict.fromkeys(names, "is not replayed")).items()))
 
@@ -167,7 +167,7 @@ class GenerativeReplay(Replay):
 
     def train(self, arrays: StateDict) -> None:
         """Let the generator visit, one after another, the institutions whose images are not replayed yet."""
-        members = self.exchange.members
+        members = self.exchanger.members
         if self.visits == len(self.itinerary):
             self.itinerary += [member.name for member in members if member.name not in self.visited]
         while self.visits < len(self.itinerary):
@@ -175,10 +175,10 @@ class GenerativeReplay(Replay):
                 self.trained.append(self.visits)
                 self.held = {} if self.codes_travel else self.held  # their codes and decoders are now outdated
             self.visits += 1
-            self.checkpoint(self.server_round - 1, arrays)
+            self.checkpoint(self.exchange - 1, arrays)
         if self.unfinished:
             self.encode_once_more()
-            self.checkpoint(self.server_round - 1, arrays)
+            self.checkpoint(self.exchange - 1, arrays)
 
     def visit(self, member: Member) -> bool:
         """Have an institution train the generator and encode, or train a prior; return whether it succeeded."""
@@ -191,11 +191,11 @@ class GenerativeReplay(Replay):
             return False
         weights = opened(generated.arrays or {})
         if fault := self.fault_of(weights):
-            self.exchange.recorder.failed(self.server_round, member.name, fault)
+            self.exchanger.recorder.failed(self.exchange, member.name, fault)
             return False
-        self.exchange.recorder.saw(generated.examples_seen)
+        self.exchanger.recorder.saw(generated.examples_seen)
         perplexity = list(generated.perplexity)
-        self.exchange.recorder.generated(member.name, "generator", list(generated.losses), perplexity=perplexity)
+        self.exchanger.recorder.generated(member.name, "generator", list(generated.losses), perplexity=perplexity)
         if not self.codes_travel:
             return self.take_prior(member, weights)
         codes = self.encoded(member, weights, 0 if stale else self.num_replay_examples)
@@ -225,21 +225,21 @@ class GenerativeReplay(Replay):
                     f"codes and labels of {n} examples were asked for; got {len(answer.codes)}, or invalid labels"
                 )
         except WireError as error:
-            self.exchange.recorder.failed(self.server_round, member.name, str(error))
+            self.exchanger.recorder.failed(self.exchange, member.name, str(error))
             return None
         return {"codes": answer.codes, "labels": answer.labels}
 
     def accepts(self, answer: Codes) -> bool:
         """Return whether labels can be the task's; those of masks must be zeros."""
         masks = self.replay_plan.kind == "segmentation"
-        return not answer.labels.any() if masks else bool(self.exchange.task.accepts(answer.labels))
+        return not answer.labels.any() if masks else bool(self.exchanger.task.accepts(answer.labels))
 
     def encode_once_more(self) -> None:
         """Have every institution encode its real images with the current generator; e changes once all have."""
         found: list[StateDict] = []
         self.uncoded = []
         for name in self.visited:
-            member = self.exchange.members.get(name)
+            member = self.exchanger.members.get(name)
             codes = self.encoded(member, self.generator, 0) if member else None
             if codes is None:
                 self.uncoded.append(name)
@@ -255,10 +255,10 @@ class GenerativeReplay(Replay):
         if answer is None:
             return False
         if fault := self.fault_of_prior(member, answer):
-            self.exchange.recorder.failed(self.server_round, member.name, fault)
+            self.exchanger.recorder.failed(self.exchange, member.name, fault)
             return False
-        self.exchange.recorder.saw(answer.examples_seen)
-        self.exchange.recorder.generated(member.name, "prior", list(answer.losses))
+        self.exchanger.recorder.saw(answer.examples_seen)
+        self.exchanger.recorder.generated(member.name, "prior", list(answer.losses))
         self.keep("generator", self.visits, weights)
         self.keep("source", self.visits, nested({"decoder": self.decoder(weights)}) | opened(answer.arrays or {}))
         self.counts.append(list(answer.label_counts))
@@ -279,7 +279,7 @@ class GenerativeReplay(Replay):
     def fault_of_prior(self, member: Member, answer: TrainedPrior) -> str:
         """Return why a prior is unusable, before anybody receives it; empty if it draws codes."""
         prior = self.replay_plan.fresh_prior(self.model).eval()
-        plan, counts, n = self.exchange.settings.privacy, answer.label_counts, member.num_examples
+        plan, counts, n = self.exchanger.settings.privacy, answer.label_counts, member.num_examples
         slack = 6 * plan.config.count_sigma * prior.classes if plan and plan.covers("prior") else 0.0
         if len(counts) != prior.classes or not sum(counts) > 0 or abs(sum(counts) - n) > slack:
             return f"must count its {n} examples of {prior.classes} kinds of label; it reported {sum(counts)}"
@@ -310,9 +310,9 @@ class GenerativeReplay(Replay):
     def give(self, members: list[Member], requests: list[Request]) -> list[Member]:
         """Send requests, one after another, to all; return the institutions that have saved everything."""
         for request in requests if members else []:
-            asked = [self.exchange.message(member, request, self.extra) for member in members]
-            replies = self.exchange(self.grid, self.server_round, asked, needed=False)
-            members = [member for member, _ in self.exchange.answers(replies)]
+            asked = [self.exchanger.message(member, request, self.extra) for member in members]
+            replies = self.exchanger(self.grid, self.exchange, asked, needed=False)
+            members = [member for member, _ in self.exchanger.answers(replies)]
         return members
 
     @property
@@ -323,7 +323,7 @@ class GenerativeReplay(Replay):
     @property
     def head(self) -> dict[str, Any]:
         """The instructions of every request."""
-        return {"run": self.run, "server_round": self.server_round}
+        return {"run": self.run, "server_round": self.exchange}
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -348,7 +348,7 @@ class GenerativeReplay(Replay):
     @property
     def asking(self) -> Asking:
         """What asks institutions in this exchange."""
-        return Asking(self.exchange, self.roll, self.grid, self.server_round, self.extra)
+        return Asking(self.exchanger, self.roll, self.grid, self.exchange, self.extra)
 
     def trained_by(
         self, member: Member, request: Request, declared: type[Answer], config: VQVAE2Config | PriorConfig
@@ -376,11 +376,11 @@ class GenerativeReplay(Replay):
 
     def file(self, what: str, visit: int) -> StateDict:
         """Read a file of a visit."""
-        return read_own(self.exchange.recorder.folder("replay") / f"{what}-{visit:03d}.safetensors", self.run)
+        return read_own(self.exchanger.recorder.folder("replay") / f"{what}-{visit:03d}.safetensors", self.run)
 
     def keep(self, what: str, visit: int, arrays: StateDict) -> None:
         """Write a file of a visit; the next checkpoint refers to it."""
-        file = self.exchange.recorder.folder("replay") / f"{what}-{visit:03d}.safetensors"
+        file = self.exchanger.recorder.folder("replay") / f"{what}-{visit:03d}.safetensors"
         write_tensors(file, arrays, {OF_RUN: self.run})
 
     def keep_all(self, parts: list[StateDict]) -> None:

@@ -42,7 +42,7 @@ class Roll:
 
     Parameters
     ----------
-    exchange : Exchanger
+    exchanger : Exchanger
         Writes the messages, and has the members.
     method : type[AdmittingMethod]
         The strategy's class.
@@ -52,16 +52,18 @@ class Roll:
 
     ours_only = False  # whether this run needs this package's client everywhere
 
-    def __init__(self, exchange: Exchanger, method: type[AdmittingMethod], stages: Callable[[], Sequence[str]]) -> None:
-        self.exchange, self.method, self.stages = exchange, method, stages
-        self.settings, self.recorder, self.members = exchange.settings, exchange.recorder, exchange.members
+    def __init__(
+        self, exchanger: Exchanger, method: type[AdmittingMethod], stages: Callable[[], Sequence[str]]
+    ) -> None:
+        self.exchanger, self.method, self.stages = exchanger, method, stages
+        self.settings, self.recorder, self.members = exchanger.settings, exchanger.recorder, exchanger.members
         self.nodes = max(1, self.settings.nodes)
         known = method.one_form and self.settings.model is not None
         self.form = form_of(to_arrays(self.settings.model(0))) if known else ""  # type: ignore[misc]
         self.bereft: set[int] = set()  # nodes that had gone without a word when the roll was called, until they answer
         self.unfit = False  # whether an institution was refused for its answer
 
-    def request(self, server_round: int = 0) -> RollCall:
+    def request(self, exchange: int = 0) -> RollCall:
         """Return the request to a node that joins or returns."""
         return RollCall(
             strategy=self.method.config_type.name,
@@ -71,7 +73,7 @@ class Roll:
             training=digest_of(repr(self.settings.training)),
             record=self.settings.record,
             sealed="all" if self.settings.sealed else "sums" if self.settings.masked else "",
-            server_round=server_round,
+            server_round=exchange,
         )
 
     @property
@@ -125,7 +127,7 @@ class Roll:
         """Say whether an institution may come back: its node had gone at the roll call, or just before."""
         return len(self.members) < self.nodes and (bool(self.bereft) or len(self.members.online) < self.nodes)
 
-    def call(self, grid: Grid, server_round: int) -> None:
+    def call(self, grid: Grid, exchange: int) -> None:
         """Call the roll for nodes that join or return; report and leave out those that refuse or answer invalidly.
 
         In a user's own app nobody is asked, since a ClientApp that lacks the query would log an error.
@@ -134,12 +136,12 @@ class Roll:
             for member in self.members.unasked(grid.get_node_ids()):
                 self.recorder.log(f"{member.name} is Flower's node {member.node_id}")
             return
-        request = self.request(server_round)
+        request = self.request(exchange)
         newcomers = self.members.newcomers(grid.get_node_ids())
-        asked = [self.exchange.message(Member(str(node_id), node_id), request) for node_id in newcomers]
+        asked = [self.exchanger.message(Member(str(node_id), node_id), request) for node_id in newcomers]
         calls = {message.metadata.dst_node_id: message for message in asked}
-        silent = partial(self.exchange.silent, hint=AGAIN if deployed(grid) else "")
-        pairs = ask(grid, asked, self.exchange.timeout, silent=silent)
+        silent = partial(self.exchanger.silent, hint=AGAIN if deployed(grid) else "")
+        pairs = ask(grid, asked, self.exchanger.timeout, silent=silent)
         replies = {message.metadata.dst_node_id: reply for message, reply in pairs}
         arrived: list[Member] = []
         faults: dict[int, str] = {}
@@ -180,10 +182,10 @@ class Roll:
             reply = replies[node_id]
             asking, answer = list(rows(message.content, RollCall)), self.answer_of(reply)
             came = reply.content if answer and reply is not None else None
-            self.recorder.travelled(server_round, member, "down", asking, "roll-call", content=message.content)
-            self.recorder.travelled(server_round, member, "up", answer, "roll-call", content=came)
+            self.recorder.travelled(exchange, member, "down", asking, "roll-call", content=message.content)
+            self.recorder.travelled(exchange, member, "up", answer, "roll-call", content=came)
             if node_id in faults:
-                self.recorder.failed(server_round, member.name, faults[node_id])
+                self.recorder.failed(exchange, member.name, faults[node_id])
         self.recorder.flush()
 
     def answer_of(self, reply: Message | None) -> list[LedgerRow]:

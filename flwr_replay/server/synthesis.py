@@ -46,7 +46,7 @@ class Buffers:
 
     Parameters
     ----------
-    exchange : Exchanger
+    exchanger : Exchanger
         Writes, sends and reads messages.
     plan : SynthesisPlan
         The generators and the form of their images.
@@ -59,9 +59,9 @@ class Buffers:
     """
 
     def __init__(
-        self, exchange: Exchanger, plan: SynthesisPlan, size: int, refreshed: bool = False, always: bool = False
+        self, exchanger: Exchanger, plan: SynthesisPlan, size: int, refreshed: bool = False, always: bool = False
     ) -> None:
-        self.exchange, self.plan, self.size, self.refreshed, self.always = exchange, plan, size, refreshed, always
+        self.exchanger, self.plan, self.size, self.refreshed, self.always = exchanger, plan, size, refreshed, always
         self.trained: set[str] = set()  # institutions whose generator is complete
         self.numbers: dict[str, int] = {}  # by institution: the number of its buffer
         self.drew_none: list[Member] = []  # their generator may be lost: they are asked to train once more
@@ -80,7 +80,7 @@ class Buffers:
 
     # --- generators and buffers ---------------------------------------------------------------------------------------
 
-    def prepare(self, grid: Grid, server_round: int, extra: ConfigRecord, givers: Container[str] | None = None) -> None:
+    def prepare(self, grid: Grid, exchange: int, extra: ConfigRecord, givers: Container[str] | None = None) -> None:
         """Have the institutions that lack a trained generator train it, and those that lack a buffer draw one.
 
         Parameters
@@ -90,40 +90,40 @@ class Buffers:
         """
         if not self.size and not self.always:
             return
-        self.train(grid, server_round, extra)
+        self.train(grid, exchange, extra)
         if not self.size:
             return
-        lacking = [m for m in self.exchange.members if m.name in self.trained and self.lacks(m, givers)]
+        lacking = [m for m in self.exchanger.members if m.name in self.trained and self.lacks(m, givers)]
         numbers = {member.name: self.made + i for i, member in enumerate(lacking, 1)}
         self.made += len(lacking)
 
         def take(member: Member, reply: Message) -> None:
             buffer: Any = Buffer.decode(reply.content)
-            path = self.exchange.recorder.folder(FOLDER) / f"{numbers[member.name]:06d}.safetensors"
+            path = self.exchanger.recorder.folder(FOLDER) / f"{numbers[member.name]:06d}.safetensors"
             images = buffer.images if self.sealed else self.checked(buffer)
-            write_tensors(path, images, {OF_RUN: self.exchange.settings.run})
+            write_tensors(path, images, {OF_RUN: self.exchanger.settings.run})
             self.numbers[member.name] = numbers[member.name]
 
-        asked = (self.exchange.message(m, self.draw(server_round), extra) for m in lacking)
-        self.exchange(grid, server_round, asked, needed=False, take=take, at_once=1, missed=self.drew_none.append)
+        asked = (self.exchanger.message(m, self.draw(exchange), extra) for m in lacking)
+        self.exchanger(grid, exchange, asked, needed=False, take=take, at_once=1, missed=self.drew_none.append)
 
     def lacks(self, member: Member, givers: Container[str] | None) -> bool:
         """Return whether an institution is to draw a buffer."""
         wanted = givers is None or member.name in givers
         return wanted and (self.refreshed or member.name not in self.numbers)
 
-    def train(self, grid: Grid, server_round: int, extra: ConfigRecord) -> None:
+    def train(self, grid: Grid, exchange: int, extra: ConfigRecord) -> None:
         """Send message after message until every generator is complete, or its institution fails."""
-        asked = [m for m in self.exchange.members if m.name not in self.trained or m in self.drew_none]
+        asked = [m for m in self.exchanger.members if m.name not in self.trained or m in self.drew_none]
         self.drew_none.clear()
-        request = TrainSlice(server_round=server_round, run=self.exchange.settings.run)
+        request = TrainSlice(server_round=exchange, run=self.exchanger.settings.run)
         totals = {member: self.plan.steps(member.num_examples) for member in asked}
-        found = Asking(self.exchange, None, grid, server_round, extra).train(totals, request, GeneratorSlice)
+        found = Asking(self.exchanger, None, grid, exchange, extra).train(totals, request, GeneratorSlice)
         for name, (*_, last) in found.items():
             self.trained.add(name)
             losses = [answer.loss for answer in found[name] if answer.loss is not None]
             figures = {"margin": last.margin, "diversity": last.diversity, "precision": last.precision}
-            self.exchange.recorder.generated(name, "generator", losses, **figures)
+            self.exchanger.recorder.generated(name, "generator", losses, **figures)
             faults = []
             if last.diversity is not None and last.diversity < ALIKE:
                 faults.append(
@@ -139,16 +139,16 @@ class Buffers:
                     "%s: %s: train longer (%s), or choose another generator", name, fault, self.plan.generator.length
                 )
 
-    def draw(self, server_round: int) -> DrawBuffer:
+    def draw(self, exchange: int) -> DrawBuffer:
         """Ask for a buffer."""
         refresh = "round" if self.refreshed else "never"
-        run = self.exchange.settings.run
-        return DrawBuffer(server_round=server_round, run=run, buffer=self.size, buffer_refresh=refresh)
+        run = self.exchanger.settings.run
+        return DrawBuffer(server_round=exchange, run=run, buffer=self.size, buffer_refresh=refresh)
 
     @property
     def sealed(self) -> bool:
         """Whether buffers are sealed; then their receivers check them."""
-        return self.exchange.settings.sealed
+        return self.exchanger.settings.sealed
 
     def checked(self, buffer: Buffer) -> StateDict:
         """Return a buffer's arrays; refuse one that is not what was asked for, before anybody receives it.
@@ -162,14 +162,14 @@ class Buffers:
         shape = (self.size, form.channels, form.size, form.size)
         if buffer.images.shape != shape or len(buffer.labels) != self.size:
             raise WireError(f"a buffer must hold images {shape}, each with a label; got {buffer.images.shape}")
-        if not self.exchange.task.accepts(buffer.labels):
+        if not self.exchanger.task.accepts(buffer.labels):
             raise WireError(f"a buffer's labels must be classes below {form.classes}; got others")
         return {"images": buffer.images, "labels": buffer.labels}
 
     # --- delivery -----------------------------------------------------------------------------------------------------
 
     def deliver(
-        self, grid: Grid, server_round: int, wanted: Mapping[str, Sequence[int]], extra: ConfigRecord
+        self, grid: Grid, exchange: int, wanted: Mapping[str, Sequence[int]], extra: ConfigRecord
     ) -> dict[str, list[int]]:
         """Send every institution the buffers that it is to train on and lacks; return those that it has.
 
@@ -180,7 +180,7 @@ class Buffers:
         """
         lacking = [
             (member, number)
-            for member in self.exchange.members
+            for member in self.exchanger.members
             for number in wanted.get(member.name, ())
             if number not in self.held.get(member.name, ())
         ]
@@ -189,23 +189,23 @@ class Buffers:
         def messages() -> Iterable[Message]:
             for member, number in lacking:
                 sent.setdefault(member.name, []).append(number)
-                yield self.exchange.message(member, self.keep(server_round, number), extra)
+                yield self.exchanger.message(member, self.keep(exchange, number), extra)
 
         def take(member: Member, reply: Message) -> None:
             Kept.decode(reply.content)
             self.held.setdefault(member.name, []).append(sent[member.name][-1])
 
-        self.exchange(grid, server_round, messages(), needed=False, take=take, at_once=1)
+        self.exchanger(grid, exchange, messages(), needed=False, take=take, at_once=1)
         return {name: [n for n in numbers if n in self.held.get(name, ())] for name, numbers in wanted.items()}
 
-    def keep(self, server_round: int, number: int) -> KeepBuffer:
+    def keep(self, exchange: int, number: int) -> KeepBuffer:
         """Send a buffer."""
-        file = self.exchange.recorder.folder(FOLDER) / f"{number:06d}.safetensors"
-        buffer = read_own(file, self.exchange.settings.run)
+        file = self.exchanger.recorder.folder(FOLDER) / f"{number:06d}.safetensors"
+        buffer = read_own(file, self.exchanger.settings.run)
         images: Any = buffer.get("images", buffer)  # sealed: all of it
-        run, labels = self.exchange.settings.run, buffer.get("labels")
+        run, labels = self.exchanger.settings.run, buffer.get("labels")
         return KeepBuffer(
-            server_round=server_round,
+            server_round=exchange,
             run=run,
             number=number,
             buffer=self.size,
@@ -227,15 +227,15 @@ class Buffers:
         """
         if not self.size and not self.always:
             return []
-        form, run = self.plan.form, self.exchange.settings.run
+        form, run = self.plan.form, self.exchanger.settings.run
         shape = (self.size, form.channels, form.size, form.size)
         images: Any = np.broadcast_to(np.zeros((), np.uint8), shape)
         labels: Any = np.zeros(self.size, np.int64)
         if self.sealed:
-            whole = blank({"images": images, "labels": labels}, run, "synthetic", self.exchange.members.names)
+            whole = blank({"images": images, "labels": labels}, run, "synthetic", self.exchanger.members.names)
             images, labels = opened(whole), None
         found: list[tuple[Member, Request, Payload, int]] = []
-        for member in self.exchange.members:
+        for member in self.exchanger.members:
             slices = self.plan.slices(member.num_examples)
             answer = GeneratorSlice(num_examples=0, steps=0, steps_left=0, loss=0.0)
             last = replace(

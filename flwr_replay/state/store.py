@@ -177,15 +177,15 @@ class StateStore:
             return file.tell() - 1
 
     def save(
-        self, key: str, run: str, server_round: int, arrays: StateDict, to_disk: bool = True, give: bool = False
+        self, key: str, run: str, exchange: int, arrays: StateDict, to_disk: bool = True, give: bool = False
     ) -> None:
-        """Keep arrays as they are after exchange `server_round`; of a key, the last three are kept.
+        """Keep arrays as they are after an exchange; of a key, the last three are kept.
 
         Without `to_disk` they outlive this process, but perhaps not a power failure. With `give` they are also held in
         memory; the caller must not write to them any more.
         """
-        file = self._file(key, run, server_round)
-        others = [self._file(key, run, exchange) for exchange in self._exchanges(key, run) if exchange != server_round]
+        file = self._file(key, run, exchange)
+        others = [self._file(key, run, saved) for saved in self._exchanges(key, run) if saved != exchange]
         if not others:
             private_folder(file.parent)
         spare = others[:-2]
@@ -212,25 +212,25 @@ class StateStore:
             _recent.drop(file)
         return arrays
 
-    def at(self, key: str, run: str, server_round: int) -> StateDict | None:
+    def at(self, key: str, run: str, exchange: int) -> StateDict | None:
         """Return the arrays saved after one exchange, for reading only; None if there are none."""
-        file = self._file(key, run, server_round)
+        file = self._file(key, run, exchange)
         return _recent.read(file, self.origin) if there(file) else None
 
-    def has(self, key: str, run: str, server_round: int) -> bool:
+    def has(self, key: str, run: str, exchange: int) -> bool:
         """Return whether arrays were saved after one exchange."""
-        return there(self._file(key, run, server_round))
+        return there(self._file(key, run, exchange))
 
     def newest(self, key: str, run: str, before: int) -> int:
         """Return the last exchange before this one after which arrays were saved under a key; 0: none."""
         file = self._latest(key, run, before)
         return int(file.stem.rpartition("-")[2]) if file else 0
 
-    def forget_after(self, key: str, run: str, server_round: int) -> None:
+    def forget_after(self, key: str, run: str, exchange: int) -> None:
         """Remove what later exchanges saved; these exchanges are repeated."""
-        for exchange in self._exchanges(key, run):
-            if exchange > server_round:
-                remove(self._file(key, run, exchange))
+        for saved in self._exchanges(key, run):
+            if saved > exchange:
+                remove(self._file(key, run, saved))
 
     def forget(self, key: str, run: str) -> None:
         """Remove everything saved under a key, or under longer keys `key-…`."""

@@ -109,7 +109,7 @@ def test_why_a_run_ended_is_listed_until_it_goes_on(capsys, tmp_path, monkeypatc
         def begin(self, progress):
             ended.append((tmp_path / "runs" / "cut" / "ended.txt").exists())
 
-        def exchange(self, server_round, *progress):
+        def exchange(self, exchange, *progress):
             if len(ended) == 1:
                 raise KeyboardInterrupt
 

@@ -28,9 +28,9 @@ class Killing(Display):
     def __init__(self, after):
         self.after = after
 
-    def exchange(self, server_round, *progress):
+    def exchange(self, exchange, *progress):
         workers = [one for one in psutil.Process().children() if "multiprocessing.spawn" in " ".join(one.cmdline())]
-        if server_round == self.after:
+        if exchange == self.after:
             self.killed = workers
             for worker in workers:
                 worker.kill()

@@ -65,9 +65,9 @@ class Killing(Display):
     def __init__(self, kill, after):
         self.kill, self.after = kill, after
 
-    def exchange(self, server_round, *progress):
+    def exchange(self, exchange, *progress):
         self.on_sigterm = signal.getsignal(signal.SIGTERM)
-        if server_round == self.after:
+        if exchange == self.after:
             self.kill()
 
 

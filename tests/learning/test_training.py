@@ -58,10 +58,10 @@ def client(tmp_path):
 def visits(new, arrays, rounds, **more):
     """Send the model to fresh clients, visit after visit; return its weights after each."""
     found = {}
-    for server_round in rounds:
-        visit = Train(server_round=server_round, arrays=arrays, **{"run": "r", "lr": 0.1, **more})
+    for exchange in rounds:
+        visit = Train(server_round=exchange, arrays=arrays, **{"run": "r", "lr": 0.1, **more})
         arrays = opened(new().train(visit).arrays)
-        found[server_round] = arrays
+        found[exchange] = arrays
     return found
 
 
@@ -85,15 +85,15 @@ def test_a_visit_has_max_1_floor_n_over_b_full_batches_of_different_examples(n, 
 
 
 def test_every_round_has_a_fresh_shuffle_that_the_seed_alone_decides(client):
-    def order(server_round, **kept):
-        torch.manual_seed(server_round)  # the global state has no say
+    def order(exchange, **kept):
+        torch.manual_seed(exchange)  # the global state has no say
         data = client().training_data()
-        return next(y_B.tolist() for _, y_B in batches(data.x, torch.arange(N), N, client().shuffle(server_round)))
+        return next(y_B.tolist() for _, y_B in batches(data.x, torch.arange(N), N, client().shuffle(exchange)))
 
-    orders = [order(server_round) for server_round in range(1, 6)]
+    orders = [order(exchange) for exchange in range(1, 6)]
     assert all(sorted(found) == list(range(N)) for found in orders)
     assert len({tuple(found) for found in orders}) == 5
-    assert orders == [order(server_round) for server_round in range(1, 6)]
+    assert orders == [order(exchange) for exchange in range(1, 6)]
     twin = torch.randperm(N, generator=torch.Generator().manual_seed(derived_seed(5, "a", 1)))
     assert orders[0] == twin.tolist()
 
@@ -116,12 +116,12 @@ def twin(arrays, rounds, keep, optimizer="sgd", momentum=0.9, weight_decay=0.0):
     model = build(0)
     model.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in arrays.items()})
     x, y, steps = torch.from_numpy(DATA.x) / 255, torch.from_numpy(DATA.y), None
-    for server_round in rounds:
+    for exchange in rounds:
         if steps is None or not keep:
             adam = torch.optim.Adam(model.parameters(), lr=0.1, weight_decay=weight_decay, fused=True)
             sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum, weight_decay=weight_decay)
             steps = adam if optimizer == "adam" else sgd
-        order = torch.randperm(N, generator=torch.Generator().manual_seed(derived_seed(5, "a", server_round)))
+        order = torch.randperm(N, generator=torch.Generator().manual_seed(derived_seed(5, "a", exchange)))
         for i in range(N // B):
             rows = order[i * B : (i + 1) * B]
             steps.zero_grad()

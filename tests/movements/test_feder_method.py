@@ -36,7 +36,7 @@ def shuffles(n, times, *purpose):
     return [torch.randperm(n, generator=draws) for _ in range(times)]
 
 
-def eq_4(weights, shard, buffer, name, server_round):
+def eq_4(weights, shard, buffer, name, exchange):
     """Train for E passes on D_i and, in batches of their own, on the buffer, if there is one."""
     model = BUILD(0)
     load_arrays(model, weights)
@@ -45,8 +45,8 @@ def eq_4(weights, shard, buffer, name, server_round):
     (x, y), steps = shard, len(shard[1]) // B
     if buffer:
         x_b, y_b = buffer
-        order_b = torch.cat(shuffles(len(y_b), E * steps * B // len(y_b) + 1, name, server_round, "buffer"))
-    for epoch, order in enumerate(shuffles(len(y), E, name, server_round)):
+        order_b = torch.cat(shuffles(len(y_b), E * steps * B // len(y_b) + 1, name, exchange, "buffer"))
+    for epoch, order in enumerate(shuffles(len(y), E, name, exchange)):
         for i in range(steps):
             rows, loss = order[i * B : (i + 1) * B], 0
             if buffer:  # first: running statistics of batch norm depend on the order
@@ -72,16 +72,16 @@ def test_a_model_is_trained_by_eq_4_on_its_predecessors_buffer_or_those_of_all_o
 
     fresh = to_arrays(BUILD(derived_seed(0, "model")))
     models = {name: eq_4(fresh, data[name], None, name, 1) for name in SIZES}
-    for server_round in range(2, ROUNDS + 1):
+    for exchange in range(2, ROUNDS + 1):
         trained = {}
         for at, asked, _ in ran.grid.log:
-            if at.stage == "train-with-buffers" and at.exchange == server_round:
+            if at.stage == "train-with-buffers" and at.exchange == exchange:
                 sent = opened(asked.content["arrays"])
                 before = next((name for name, model in models.items() if same(model, sent)), None)  # whose it is
-                assert before not in (None, at.name), f"round {server_round}, {at.name}: no other's model is that sent"
+                assert before not in (None, at.name), f"round {exchange}, {at.name}: no other's model is that sent"
                 sources = [before] if memory == "predecessor" else sorted({*SIZES} - {at.name})
                 buffer = [torch.cat(parts) for parts in zip(*(buffers[name] for name in sources), strict=True)]
-                trained[at.name] = eq_4(models[before], data[at.name], buffer, at.name, server_round)
+                trained[at.name] = eq_4(models[before], data[at.name], buffer, at.name, exchange)
         models = trained
     assert set(models) == set(SIZES)
     for name, model in models.items():

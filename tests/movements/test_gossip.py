@@ -215,7 +215,7 @@ def with_matrix(folder, matrix):
     """Return AvgPush with a P(t) that a class of the user's own gives, and where it runs."""
 
     class Own(AvgPush):
-        def matrix(self, server_round, institutions):
+        def matrix(self, exchange, institutions):
             return matrix
 
     overrides = [*SMALL, *JOB]

@@ -21,9 +21,9 @@ def made(order, seed=0):
     return Queues(seed, [1, 3, 2, 1, 5] if order == "durations" else ())
 
 
-def played(hops, server_round, present, outcomes):
+def played(hops, exchange, present, outcomes):
     """Play a round, ending the turns in the order in which they began; return them."""
-    hops.begin_round(server_round, present)
+    hops.begin_round(exchange, present)
     turns, open_turns = [], []
     while True:
         while turn := hops.start():
@@ -38,8 +38,8 @@ def played(hops, server_round, present, outcomes):
 @given(ROUNDS, ORDERS)
 def test_no_model_is_lost_or_doubled_whoever_is_absent_or_fails(rounds, order):
     hops, known = made(order), set()  # along cycles a model is there once it has been trained
-    for server_round, (present, outcomes) in enumerate(rounds, 1):
-        turns = played(hops, server_round, sorted(present), outcomes)
+    for exchange, (present, outcomes) in enumerate(rounds, 1):
+        turns = played(hops, exchange, sorted(present), outcomes)
         before, known = known, known | present if order != "cycles" else {*hops.at}
         assert before <= known <= before | present
         assert {turn.institution for turn in turns} <= present
@@ -56,23 +56,23 @@ def test_no_model_is_lost_or_doubled_whoever_is_absent_or_fails(rounds, order):
 @given(ROUNDS, ORDERS, st.integers(0, 12))
 def test_a_restored_order_goes_on_as_it_would_have(rounds, order, broken):
     whole, other = made(order), made(order)
-    for server_round, (present, outcomes) in enumerate(rounds, 1):
-        if server_round == broken:
+    for exchange, (present, outcomes) in enumerate(rounds, 1):
+        if exchange == broken:
             state = json.loads(json.dumps(other.state()))
             other = made(order)
             other.restore(state)
-        ours, theirs = (played(one, server_round, sorted(present), outcomes) for one in (whole, other))
+        ours, theirs = (played(one, exchange, sorted(present), outcomes) for one in (whole, other))
         assert ours == theirs
 
 
 @given(st.integers(0, 50), st.integers(3, 5))
 def test_every_round_is_one_cycle_over_those_present(seed, count):
     cycles = Cycles(seed)
-    for server_round in range(1, 10):
-        present = NAMES[:count] if server_round % 3 else NAMES[1:count]
+    for exchange in range(1, 10):
+        present = NAMES[:count] if exchange % 3 else NAMES[1:count]
         before = dict(cycles.at)
-        turns = {turn.institution: turn for turn in played(cycles, server_round, present, [True])}
-        if server_round > 1:
+        turns = {turn.institution: turn for turn in played(cycles, exchange, present, [True])}
+        if exchange > 1:
             at, seen = present[0], []
             for _ in present:
                 seen.append(at)
@@ -86,8 +86,8 @@ def test_every_round_is_one_cycle_over_those_present(seed, count):
 @given(st.integers(0, 50))
 def test_the_fast_do_not_wait_for_the_slow_until_their_models_do(seed):
     queues, turns = Queues(seed, [1, 1, 9]), []
-    for server_round in range(1, 201):
-        turns += played(queues, server_round, ["a", "b", "c"], [True])
+    for exchange in range(1, 201):
+        turns += played(queues, exchange, ["a", "b", "c"], [True])
     first = [turn.institution for turn in turns].index("c")
     assert first >= 2  # whoever is done before the slow has its turn counted first
     # Everyone is drawn equally often, so that models gather in the slow one's queue: turns even out.
@@ -113,8 +113,8 @@ def test_a_queue_is_first_in_first_out():
 def test_a_model_comes_from_where_it_was_trained_last():
     queues = Queues(3, [1, 2, 3])
     last = {}
-    for server_round in range(1, 8):
-        queues.begin_round(server_round, ["a", "b", "c"])
+    for exchange in range(1, 8):
+        queues.begin_round(exchange, ["a", "b", "c"])
         while turn := queues.start():
             assert turn.before == last.get(turn.model, "")
             trained = turn.model != "b"
@@ -126,6 +126,6 @@ def test_a_model_comes_from_where_it_was_trained_last():
 @pytest.mark.parametrize("durations", [(), (2.0,)])
 def test_who_is_alone_keeps_its_model(durations):
     queues = Queues(0, durations)
-    for server_round in range(1, 4):
-        (turn,) = played(queues, server_round, ["a"], [True])
+    for exchange in range(1, 4):
+        (turn,) = played(queues, exchange, ["a"], [True])
         assert turn[:2] == ("a", "a")

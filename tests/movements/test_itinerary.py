@@ -20,9 +20,9 @@ def begun(strategy, names):
 def names(strategy, exchanges, done=0):
     found = []
 
-    def train(run, server_round, arrays):
+    def train(run, exchange, arrays):
         found.append(strategy.turn)
-        assert server_round == done + len(found)
+        assert exchange == done + len(found)
         return arrays
 
     strategy.train, strategy.evaluate_if_due = train, lambda *args: None

@@ -24,7 +24,7 @@ JOB = ["task=medmnist", "task.size=8", "classes=2", "model=mlp", "model.width=8"
 class Kept(Recorder):
     """Keeps the pooled metrics of the last evaluation."""
 
-    def evaluated(self, server_round, pooled, own):
+    def evaluated(self, exchange, pooled, own):
         self.pooled, self.own = pooled, own
 
 

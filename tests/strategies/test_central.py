@@ -63,10 +63,10 @@ def test_one_institution_trains_on_the_union_and_all_evaluate(job, rule):
         x, y = torch.from_numpy(file["train_images"][own, None]) / 255, torch.from_numpy(file["train_labels"][own])
     model = backbone(config.model, config.task)(derived_seed(0, "model"))
     steps = None
-    for server_round in (1, 2, 3):
+    for exchange in (1, 2, 3):
         if steps is None or rule == "reset":
             steps = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        seed = derived_seed(0, "institution-1", server_round)
+        seed = derived_seed(0, "institution-1", exchange)
         order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
         for i in range(len(y) // B):
             rows = order[i * B : (i + 1) * B]

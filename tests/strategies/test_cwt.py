@@ -59,12 +59,12 @@ def twin(shards, visits, momentum=0.9, keep=False):
     config = compose(JOB)
     model = backbone(config.model, config.task)(derived_seed(0, "model"))
     velocity = defaultdict(lambda: [0.0 for _ in model.parameters()])
-    for server_round, name in enumerate(visits, start=1):
+    for exchange, name in enumerate(visits, start=1):
         if name is None:  # a visit that came to nothing
             continue
         x, y = shards[name]
-        who = name if keep else server_round
-        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(derived_seed(0, name, server_round)))
+        who = name if keep else exchange
+        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(derived_seed(0, name, exchange)))
         for i in range(max(1, len(y) // B)):
             rows = order[i * B : (i + 1) * B]
             gradients = torch.autograd.grad(cross_entropy(model(x[rows]), y[rows]), list(model.parameters()))

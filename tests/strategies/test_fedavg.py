@@ -60,17 +60,17 @@ def twin(shards, rounds=3, epochs=1, keep=False, failing=(), optimizer=torch.opt
     config = compose(JOB)
     build = backbone(config.model, config.task)
     arrays, kept = build(derived_seed(0, "model")).state_dict(), {}
-    for server_round in range(1, rounds + 1):
+    for exchange in range(1, rounds + 1):
         trained, sizes = [], []
         for name, (x, y) in shards.items():
-            if (name, server_round) in failing:
+            if (name, exchange) in failing:
                 continue
             model = build(0)
             model.load_state_dict(arrays)
             steps = optimizer(model.parameters(), lr=0.05, **settings)
             if keep and name in kept:
                 steps.load_state_dict(kept[name])
-            shuffle = torch.Generator().manual_seed(derived_seed(0, name, server_round))
+            shuffle = torch.Generator().manual_seed(derived_seed(0, name, exchange))
             for _ in range(epochs):
                 order = torch.randperm(len(y), generator=shuffle)
                 for i in range(max(1, len(y) // B)):

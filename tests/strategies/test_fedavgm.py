@@ -20,12 +20,12 @@ def twin(shards, beta):
     model = build(derived_seed(0, "model"))
     weights = {name for name, _ in model.named_parameters()}
     state, velocity = {name: v.double() for name, v in model.state_dict().items()}, dict.fromkeys(weights, 0.0)
-    for server_round in (1, 2, 3):
+    for exchange in (1, 2, 3):
         trained = []
         for name, (x, y) in shards.items():
             model = build(0)
             model.load_state_dict(state)
-            local_sgd(model, x, y, name, server_round)
+            local_sgd(model, x, y, name, exchange)
             trained.append(model.state_dict())
         averaged = mean(trained, [len(y) for _, y in shards.values()])
         for name in weights:

@@ -41,12 +41,12 @@ def test_it_is_fedavg_on_ones_own_and_what_others_gave(tmp_path, shards):
     config = compose(JOB)
     build = backbone(config.model, config.task)
     state = build(derived_seed(0, "model")).state_dict()
-    for server_round in (1, 2, 3):
+    for exchange in (1, 2, 3):
         trained = []
         for name, (x, y) in enlarged.items():
             model = build(0)
             model.load_state_dict(state)
-            local_sgd(model, x, y, name, server_round)
+            local_sgd(model, x, y, name, exchange)
             trained.append(model.state_dict())
         state = mean(trained, [len(y) for _, y in enlarged.values()])
     agree(run(tmp_path, "fedavgshare", "share=0.2")[0], {name: value.numpy() for name, value in state.items()})

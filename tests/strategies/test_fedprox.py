@@ -14,7 +14,7 @@ def twin(shards, mu):
     config = compose(JOB)
     build = backbone(config.model, config.task)
     state = build(derived_seed(0, "model")).state_dict()
-    for server_round in (1, 2, 3):
+    for exchange in (1, 2, 3):
         trained = []
         for name, (x, y) in shards.items():
             model, anchor = build(0), build(0)
@@ -25,7 +25,7 @@ def twin(shards, mu):
             def penalty(model, fixed=fixed):
                 return mu / 2 * sum(((p - q) ** 2).sum() for p, q in zip(model.parameters(), fixed, strict=True))
 
-            local_sgd(model, x, y, name, server_round, penalty=penalty)
+            local_sgd(model, x, y, name, exchange, penalty=penalty)
             trained.append(model.state_dict())
         state = mean(trained, [len(y) for _, y in shards.values()])
     return {name: value.numpy() for name, value in state.items()}

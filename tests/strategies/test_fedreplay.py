@@ -264,8 +264,8 @@ def test_who_joins_late_uploads_then_and_counts_from_then_on(start, nodes, shard
     def joins_after_2(grid):
         here, grid.contexts = grid.contexts, {node: grid.contexts[node] for node in list(grid.contexts)[:2]}
 
-        def joins(server_round, arrays):
-            grid.contexts = here if server_round == 2 else grid.contexts
+        def joins(exchange, arrays):
+            grid.contexts = here if exchange == 2 else grid.contexts
 
         return joins
 

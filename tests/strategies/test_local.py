@@ -75,10 +75,10 @@ def twin(x, y, name, keep):
     config = compose(JOB)
     model = backbone(config.model, config.task)(derived_seed(0, "model"))
     steps = None
-    for server_round in (1, 2, 3):
+    for exchange in (1, 2, 3):
         if steps is None or not keep:
             steps = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(derived_seed(0, name, server_round)))
+        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(derived_seed(0, name, exchange)))
         for i in range(max(1, len(y) // B)):
             rows = order[i * B : (i + 1) * B]
             steps.zero_grad()
@@ -131,10 +131,10 @@ def test_a_run_that_broke_off_goes_on_with_the_same_bits(tmp_path, start, nodes)
 
 
 def test_who_has_not_trained_yet_has_nothing_to_evaluate(start):
-    failing = [("train-own", "b", server_round) for server_round in (1, 2)]
+    failing = [("train-own", "b", exchange) for exchange in (1, 2)]
     found, recorder = start(failing=failing, forgetful=False)
     reasons = [(failure["round"], failure["reason"]) for failure in recorder.failures]
-    assert [server_round for server_round, _ in reasons] == [1, 1, 2, 2]
+    assert [exchange for exchange, _ in reasons] == [1, 1, 2, 2]
     assert all("has no model yet" in reason for _, reason in reasons[1::2])
     assert sorted(recorder.last[1]) == ["a", "b", "c"]  # the third round did
     alone = start(folder="other")[0]

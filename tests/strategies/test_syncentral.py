@@ -37,8 +37,8 @@ def test_the_server_trains_on_the_union_of_all_buffers(ran):
     x, y = (torch.from_numpy(np.concatenate([one[key] for one in buffers])) for key in ("images", "labels"))
     assert x.shape == (60, 1, 8, 8)
     steps = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for server_round in (1, 2):
-        order = torch.randperm(60, generator=torch.Generator().manual_seed(derived_seed(0, "server", server_round)))
+    for exchange in (1, 2):
+        order = torch.randperm(60, generator=torch.Generator().manual_seed(derived_seed(0, "server", exchange)))
         for i in range(60 // 16):
             rows = order[i * 16 : (i + 1) * 16]
             steps.zero_grad()

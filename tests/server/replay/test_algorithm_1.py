@@ -101,12 +101,12 @@ def generators(shards, codes):
     return model, e, labels
 
 
-def update_classifier(model, shard, name, server_round, replays=None):
+def update_classifier(model, shard, name, exchange, replays=None):
     """Lines 1-6."""
     x_k, y_k = shard
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    order = torch.randperm(len(y_k), generator=drawing(name, server_round))
-    again = replays and endless(len(replays[1]), B, drawing(name, server_round, "replay"))
+    order = torch.randperm(len(y_k), generator=drawing(name, exchange))
+    again = replays and endless(len(replays[1]), B, drawing(name, exchange, "replay"))
     for i in range(max(1, len(y_k) // B)):
         rows = order[i * B : (i + 1) * B]
         x_U, y_U = x_k[rows], y_k[rows]
@@ -120,8 +120,8 @@ def update_classifier(model, shard, name, server_round, replays=None):
 
 def cyclic(shards, replays=None):
     model = BUILD(derived_seed(0, "model"))
-    for server_round, name in enumerate("abcabc", 1):
-        update_classifier(model, shards[name], name, server_round, replays)
+    for exchange, name in enumerate("abcabc", 1):
+        update_classifier(model, shards[name], name, exchange, replays)
     return to_arrays(model)
 
 
@@ -154,11 +154,11 @@ def test_fedavg_with_replay_is_its_plain_loop(folder, shards, learned):
     model, e, labels = learned("paper")
     replays = images(model.eval(), e), labels
     whole = BUILD(derived_seed(0, "model"))
-    for server_round in (1, 2):
+    for exchange in (1, 2):
         trained = []
         for name, shard in shards.items():
             local = copy.deepcopy(whole)
-            update_classifier(local, shard, name, server_round, replays)
+            update_classifier(local, shard, name, exchange, replays)
             trained.append(local.state_dict())
         whole.load_state_dict(mean(trained, [len(y) for _, y in shards.values()]))
     assert same(ran.weights, to_arrays(whole))

@@ -49,13 +49,13 @@ class MyMethod(FedAvg):
     stages = ("train-mymethod", "evaluate")
     answer = TrainedMyMethod
 
-    def train_request(self, server_round: int, arrays: Weights) -> TrainMyMethod:
+    def train_request(self, exchange: int, arrays: Weights) -> TrainMyMethod:
         """Send θ to every institution."""
         return TrainMyMethod(
-            server_round=server_round,
+            server_round=exchange,
             arrays=arrays,
             run=self.settings.run,
-            lr=self.lr(server_round),
+            lr=self.lr(exchange),
             local_epochs=self.config.local_epochs,
             optimizer_state=self.config.optimizer_state,
         )
