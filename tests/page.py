@@ -1,6 +1,8 @@
 """A page as a browser or a screen reader has it."""
 
+import re
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 
 class Page(HTMLParser):
@@ -40,3 +42,22 @@ class Page(HTMLParser):
     def handle_data(self, data):
         if self.open and self.open[-1] != "style":
             self.words.append(data)
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+HREF = "{http://www.w3.org/1999/xlink}href"
+
+
+def drawn(text):
+    """Return the marks of points and the outlines of bands as (x, y), and the texts with their x."""
+    tree = ElementTree.fromstring(text)
+    marks, outlines = [], []
+    shapes = {path.get("id"): path.get("d") for path in tree.iter(f"{SVG}path") if path.get("id")}
+    for use in tree.iter(f"{SVG}use"):
+        x, y = float(use.get("x")), float(use.get("y"))
+        if "fill-opacity" in use.get("style"):
+            numbers = [float(one) for one in re.findall(r"-?[\d.]+", shapes[use.get(HREF)[1:]])]
+            outlines.append([(x + a, y + b) for a, b in zip(numbers[::2], numbers[1::2], strict=True)])
+        else:
+            marks.append((x, y))
+    return marks, outlines, [(text.text, float(text.get("x"))) for text in tree.iter(f"{SVG}text")]

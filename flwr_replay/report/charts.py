@@ -1,80 +1,67 @@
-"""Line charts and bars as numbers: where each point, tick and label of an inline SVG stands.
+"""Line charts and bars of the pages, as SVG that stands in the page itself; Matplotlib draws them.
 
-`flwr_replay.report.templates` draws them. Colours and dashes are classes of the style sheet, so that pictures follow
-light and dark.
+Its colours become variables of the style sheet and its letters those of the page, so that pictures follow light and
+dark.
 """
 
 from __future__ import annotations
 
+import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from warnings import catch_warnings, filterwarnings
 
-__all__ = ["Bars", "Curves", "bars", "curves", "ticks"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-WIDTH, HEIGHT = 640, 260  # of a line chart
+__all__ = ["Curves", "bars", "curves"]
+
+WIDTH, HEIGHT = 640, 260  # of a line chart, in units of its view box
 LEFT, RIGHT, TOP, BOTTOM = 72, 12, 12, 40  # around its axes
-NAMES, BAR, GAP = 200, 18, 8  # of bars: room for names, height, distance
+NAMES, VALUES, ROW = 200, 70, 26  # of bars: room for names and for values, height of a row
 LOGARITHMIC = 10  # times the smallest value that the largest is, from which an axis of given values is logarithmic
-LOOKS = 8  # colours and dashes in the style sheet
+POINTS = 40  # a line with more has no marks
+INK, GRID = "#1b1b1b", "#c9c9c9"
+COLOURS = ("#0072b2", "#b34700", "#007a5a", "#8f4a9e", "#6b6b00", "#a3003d", "#4d4d4d", "#00708a")
+DASHES = ("-", (0, (6, 3)), (0, (2, 3)), (0, (8, 3, 2, 3)), (0, (12, 4)), (0, (4, 4)), (0, (1, 4)), (0, (10, 2, 2, 2)))
+VARIABLES = {INK: "--ink", GRID: "--line"} | {colour: f"--c{look}" for look, colour in enumerate(COLOURS)}
+NOT_OF_A_PAGE = (  # of a file that stands alone: its size, its own styles, numbers that no element refers to
+    r"^.*?(?=<svg)",
+    r"<metadata>.*?</metadata>",
+    r"<defs>\s*<style.*?</defs>",
+    r' (width|height)="[\d.]+pt"',
+    r' id="\w+_\d+"',
+    r"(font|font-size|font-family): [^;\"]*;? ?",
+)
 
 
 @dataclass(frozen=True)
 class Curves:
-    """A line chart, in units of its view box."""
+    """A line chart."""
 
-    width: int
-    height: int
-    lines: Sequence[tuple[str, int, str, str]]  # name, look, SVG points, what the legend says of it
-    bands: Sequence[tuple[int, str]]  # look, SVG points of the outline
-    xs: Sequence[tuple[float, str]]  # ticks
-    ys: Sequence[tuple[float, str]]
-    x_name: str
-    y_name: str
-
-
-@dataclass(frozen=True)
-class Bars:
-    """Horizontal bars with a mark each, in units of their view box."""
-
-    width: int
-    height: int
-    rows: Sequence[tuple[str, float, float, str, float | None]]  # name, y, length, value, x of the mark
-    left: int
-    bar: int
-
-
-def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Return round numbers from low to high, at most so many and at least one.
-
-    >>> ticks(0.13, 0.92)
-    [0.2, 0.4, 0.6, 0.8]
-    >>> ticks(1, 3)
-    [1.0, 1.5, 2.0, 2.5, 3.0]
-    """
-    span = max(high - low, 1e-9)
-    size = 10.0 ** math.floor(math.log10(span / most))
-    step = next(size * times for times in (1, 2, 2.5, 5, 10, 20) if span / (size * times) <= most - 1 + 1e-9)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [round(at * step, 12) for at in range(first, last + 1)] or [round(low, 3)]
+    svg: str
+    legend: Sequence[tuple[str, int, str]]  # of each line: its name, its look in the style sheet, what is said of it
 
 
 def curves(
     lines: Mapping[str, Sequence[tuple[float, float]]],
     x_name: str,
-    y_name: str,
     bands: Mapping[str, Sequence[tuple[float, float, float]]] | None = None,
     values: Sequence[float] = (),
     told: Mapping[str, str] | None = None,
 ) -> Curves | None:
-    """Place lines in a chart; None if none has a point that can be drawn.
+    """Draw lines in a chart; None if none has a point that can be drawn.
 
     Parameters
     ----------
     lines : Mapping
         By name: (x, y) in order. Points that are not finite are left out.
-    x_name, y_name : str
-        Under and beside the axes.
+    x_name : str
+        Under the axis.
     bands : Mapping
         By the name of a line: (x, lowest, highest) in order, shaded behind it.
     values : sequence of float
@@ -83,58 +70,82 @@ def curves(
     told : Mapping
         By name: what the legend says; else the last y.
     """
-    finite = {name: [(x, y) for x, y in line if math.isfinite(y)] for name, line in lines.items()}
-    shaded = {
-        name: [place for place in band if math.isfinite(place[1]) and math.isfinite(place[2])]
-        for name, band in (bands or {}).items()
-    }
-    points = [point for line in finite.values() for point in line]
-    if not points:
+    from matplotlib.ticker import MaxNLocator, NullLocator
+
+    figure, axes = _axes(WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM)
+    legend = []
+    for place, (name, line) in enumerate(lines.items()):
+        look = place % len(COLOURS)
+        if finite := [(x, y) for x, y in line if math.isfinite(y)]:
+            xs, ys = zip(*finite, strict=True)
+            marker = "o" if len(finite) <= POINTS else ""
+            axes.plot(xs, ys, marker, color=COLOURS[look], linestyle=DASHES[look])
+            legend.append((name, look, (told or {}).get(name, f"{ys[-1]:.3f} at the end")))
+        band = [ends for ends in (bands or {}).get(name, ()) if all(map(math.isfinite, ends))]
+        if len(band) > 1:
+            xs, low, high = zip(*band, strict=True)
+            axes.fill_between(xs, low, high, color=COLOURS[look], alpha=0.15, linewidth=0)
+    if not legend:
         return None
-    log = len(values) > 1 and values[0] > 0 and values[-1] >= LOGARITHMIC * values[0]
-    left, right = min(x for x, _ in points), max(x for x, _ in points)
-    heights = [y for _, y in points] + [y for band in shaded.values() for _, *ends in band for y in ends]
-    low, high = min(heights), max(heights)
-    margin = max(0.06 * (high - low), 1e-3 * max(1.0, abs(high)))
-    low, high = low - margin, high + margin
-
-    def x_at(x: float) -> float:
-        x, first, last = (math.log(one) for one in (x, left, right)) if log else (x, left, right)
-        share = (x - first) / (last - first) if last > first else 0.5
-        return round(LEFT + 10 + share * (WIDTH - LEFT - RIGHT - 20), 1)
-
-    def y_at(y: float) -> float:
-        return round(TOP + (high - y) / (high - low) * (HEIGHT - TOP - BOTTOM), 1)
-
-    def placed(line: Sequence[tuple[float, float]]) -> str:
-        return " ".join(f"{x_at(x)},{y_at(y)}" for x, y in line)
-
-    looks = {name: look % LOOKS for look, name in enumerate(finite)}
-    drawn = [
-        (name, looks[name], placed(line), (told or {}).get(name, f"{line[-1][1]:.3f} at the end"))
-        for name, line in finite.items()
-        if line
-    ]
-    outlines = [
-        (looks[name], placed([(x, y) for x, y, _ in band] + [(x, y) for x, _, y in reversed(band)]))
-        for name, band in shaded.items()
-        if len(band) > 1
-    ]
-    xs = [(x_at(x), f"{x:g}") for x in values or ticks(left, right, 8) if x_name != "round" or x == int(x)]
-    ys = [(y_at(y), f"{y:g}") for y in ticks(low, high)]
-    return Curves(WIDTH, HEIGHT, drawn, outlines, xs, ys, f"{x_name}, logarithmic" if log else x_name, y_name)
+    if values:
+        log = len(values) > 1 and values[0] > 0 and values[-1] >= LOGARITHMIC * values[0]
+        axes.set_xscale("log" if log else "linear")
+        axes.set_xticks(values, [f"{value:g}" for value in values])
+        axes.xaxis.set_minor_locator(NullLocator())
+        x_name = f"{x_name}, logarithmic" if log else x_name
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=x_name == "round"))
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    axes.grid(axis="y", color=GRID)
+    axes.set_xlabel(x_name, color=INK, parse_math=False)
+    return Curves(_svg(figure), legend)
 
 
-def bars(values: Mapping[str, tuple[float, float | None]]) -> Bars:
-    """Place a bar for each name: its value, and a second value that a mark shows, or None."""
-    longest = max([abs(v) for pair in values.values() for v in pair if v is not None and math.isfinite(v)], default=1.0)
-    room = (WIDTH - NAMES - 70) / (longest or 1.0)
+def bars(values: Mapping[str, tuple[float, float | None]]) -> str:
+    """Draw a bar for each name: its value, and a second value that a mark shows, or None."""
+    figure, axes = _axes(WIDTH, ROW * len(values), NAMES, VALUES, 0, 0)
+    axes.set_axis_off()
+    axes.set_ylim(len(values) - 0.5, -0.5)
+    drawn = {
+        name: tuple(abs(v) if v is not None and math.isfinite(v) else 0.0 for v in values[name]) for name in values
+    }
+    axes.set_xlim(0, max(map(max, drawn.values()), default=0.0) or 1.0)
+    for at, (name, (length, mark)) in enumerate(drawn.items()):
+        short = name if len(name) <= 20 else f"{name[:19]}…"
+        near: dict[str, Any] = {"va": "center", "color": INK, "parse_math": False, "textcoords": "offset points"}
+        axes.barh(at, length, 0.7, color=COLOURS[0])
+        axes.annotate(short, (0, at), (-8, 0), ha="right", **near)
+        axes.annotate(f"{values[name][0]:.3f}", (max(length, mark), at), (8, 0), **near)
+        if values[name][1] is not None:
+            axes.plot(
+                [mark, mark], [at - 0.45, at + 0.45], color=INK, linestyle=(0, (3, 2)), linewidth=2, clip_on=False
+            )
+    return _svg(figure)
 
-    def length(value: float) -> float:
-        return round(room * abs(value), 1) if math.isfinite(value) else 0.0
 
-    rows = [
-        (name, float(GAP + at * (BAR + GAP)), length(value), f"{value:.3f}", None if m is None else NAMES + length(m))
-        for at, (name, (value, m)) in enumerate(values.items())
-    ]
-    return Bars(WIDTH, GAP + len(rows) * (BAR + GAP), rows, NAMES, BAR)
+def _axes(width: int, height: int, left: int, right: int, top: int, bottom: int) -> tuple[Figure, Axes]:
+    """Return a figure of a size in points, and its axes, which leave room around them."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width / 72, height / 72), facecolor="none")
+    place = left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height
+    axes = figure.add_axes(place, facecolor="none")
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0, labelcolor=INK)
+    return figure, axes
+
+
+def _svg(figure: Figure) -> str:
+    """Return a picture as an element of a page; texts in it are escaped."""
+    from matplotlib import rc_context
+
+    file = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "flwr-replay"}), catch_warnings():
+        filterwarnings("ignore", "Glyph")  # that Matplotlib's font lacks; the page's may have it
+        figure.savefig(file, format="svg")
+    text = file.getvalue()
+    for superfluous in NOT_OF_A_PAGE:
+        text = re.sub(superfluous, "", text, flags=re.DOTALL)
+    for colour, variable in VARIABLES.items():
+        text = text.replace(colour, f"var({variable})")
+    return text

@@ -57,7 +57,7 @@ def write_compare_page(folder: Path, report: Mapping[str, Any]) -> Path:
         else None,
         bars_caption=f"{metric}, mean over seeds{better}; dashed: {against}",
         sweeps=sweeps(report),
-        chart=curves(lines, "round", metric, bands),
+        chart=curves(lines, "round", bands),
         chart_caption=f"{judging(report)} by round, mean over seeds" + "; band: lowest to highest seed" * bool(bands),
         notes=[*filter(None, faults), *(note for note in notes(report) if note not in said)],
         pages=[

@@ -180,7 +180,7 @@ def _curves(
                 lines.setdefault(name, []).append((row["round"] * result["rounds"] / exchanges, row["value"]))
         if len(lines) > MOST_LINES + 1:
             lines = {name: line for name, line in lines.items() if name == "all institutions"}
-        if chart := curves(lines, "round", metric):
+        if chart := curves(lines, "round"):
             drawn.append(
                 (
                     chart,

@@ -65,7 +65,6 @@ def _drawn(
     chart = curves(
         {name: [(value, row["mean"]) for value, row in line] for name, line in lines.items()},
         key,
-        metric,
         bands={
             name: [(value, min(row["values"].values()), max(row["values"].values())) for value, row in line]
             for name, line in lines.items()

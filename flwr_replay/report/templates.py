@@ -40,9 +40,8 @@ th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px so
 thead th { font-weight: 600; } .warning { border-left: 4px solid var(--c1); padding-left: .8rem; }
 .scroll { overflow-x: auto; } figure { margin: 1rem 0; } figure svg { max-width: 44rem; width: 100%; }
 figure img { max-width: 100%; image-rendering: pixelated; } svg text { font: 12px system-ui, sans-serif; fill: var(--ink); }
-.grid { stroke: var(--line); } polyline, .legend line { fill: none; stroke-width: 2; } .mark { stroke: var(--ink); stroke-width: 2; stroke-dasharray: 3 2; }
-{% for n in range(8) %}.look{{ n }} { stroke: var(--c{{ n }}); fill: var(--c{{ n }}); stroke-dasharray: {{ ['none', '6 3', '2 3', '8 3 2 3', '12 4', '4 4', '1 4', '10 2 2 2'][n] }}; } {% endfor %}
-polyline { fill: none !important; } polygon { fill-opacity: .15; } polygon, circle, rect { stroke-dasharray: none !important; stroke: none !important; }
+.legend line { stroke-width: 2; }
+{% for n in range(8) %}.look{{ n }} { stroke: var(--c{{ n }}); stroke-dasharray: {{ ['none', '6 3', '2 3', '8 3 2 3', '12 4', '4 4', '1 4', '10 2 2 2'][n] }}; } {% endfor %}
 .legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; } .legend li { min-width: 0; overflow-wrap: anywhere; } tbody th { min-width: 8.5rem; max-width: 16rem; overflow-wrap: anywhere; }
 .legend svg { width: 30px; height: 10px; margin-right: .4rem; }
 .confusion td, .confusion th { text-align: right; padding: .2rem .5rem; } .confusion tbody th { min-width: 6rem; }
@@ -63,29 +62,20 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 </html>
 """
 
-# Inline SVG and tables; `flwr_replay.report.charts` has the places.
+# Pictures, which `flwr_replay.report.charts` draws, and tables.
 CHARTS = """\
 {% macro line_chart(chart, title, alt='') %}
 <figure>
-<div class="scroll"><svg viewBox="0 0 {{ chart.width }} {{ chart.height }}" role="img" aria-label="{{ alt or title }}">
-{% for y, text in chart.ys %}<line class="grid" x1="72" x2="{{ chart.width - 12 }}" y1="{{ y }}" y2="{{ y }}"/><text x="66" y="{{ y + 4 }}" text-anchor="end">{{ text }}</text>
-{% endfor %}{% for x, text in chart.xs %}<text x="{{ x }}" y="{{ chart.height - 24 }}" text-anchor="middle">{{ text }}</text>
-{% endfor %}<text x="{{ (chart.width + 60) / 2 }}" y="{{ chart.height - 6 }}" text-anchor="middle">{{ chart.x_name }}</text>
-{% for look, points in chart.bands %}<polygon class="look{{ look }}" points="{{ points }}"/>
-{% endfor %}{% for name, look, points, told in chart.lines %}{% set places = points.split(' ') %}{% if places | length > 1 %}<polyline class="look{{ look }}" points="{{ points }}"/>
-{% endif %}{% for point in places if places | length <= 40 %}{% set x, y = point.split(',') %}<circle class="look{{ look }}" cx="{{ x }}" cy="{{ y }}" r="3"/>{% endfor %}
-{% endfor %}</svg></div>
+<div class="scroll" role="img" aria-label="{{ alt or title }}">{{ chart.svg | safe }}</div>
 <figcaption>{{ title }}</figcaption>
-<ul class="legend">{% for name, look, points, told in chart.lines %}
+<ul class="legend">{% for name, look, told in chart.legend %}
 <li><svg viewBox="0 0 30 10" aria-hidden="true"><line class="look{{ look }}" x1="0" x2="30" y1="5" y2="5"/></svg>{{ name }}: {{ told }}</li>{% endfor %}
 </ul>
 </figure>
 {% endmacro %}
-{% macro bar_chart(chart, title) %}
+{% macro bar_chart(svg, title) %}
 <figure>
-<div class="scroll"><svg viewBox="0 0 {{ chart.width }} {{ chart.height }}" role="img" aria-label="{{ title }}">
-{% for name, y, length, value, mark in chart.rows %}<text x="{{ chart.left - 8 }}" y="{{ y + 13 }}" text-anchor="end">{{ name | truncate(20, true, '…', 0) }}</text><rect class="look0" x="{{ chart.left }}" y="{{ y }}" width="{{ length }}" height="{{ chart.bar }}"/>{% if mark is not none %}<line class="mark" x1="{{ mark }}" x2="{{ mark }}" y1="{{ y - 3 }}" y2="{{ y + chart.bar + 3 }}"/>{% endif %}<text x="{{ [chart.left + length, mark or 0] | max + 8 }}" y="{{ y + 13 }}">{{ value }}</text>
-{% endfor %}</svg></div>
+<div class="scroll" role="img" aria-label="{{ title }}">{{ svg | safe }}</div>
 <figcaption>{{ title }}</figcaption>
 </figure>
 {% endmacro %}

@@ -64,7 +64,7 @@ def test_options_are_explained_on_80_columns(flwr_replay, monkeypatch):
 def test_a_run_imports_no_more_than_it_uses(tmp_path):
     """These would take longer than all that a small run needs."""
     words = ["strategy=fedavg", "model=mlp", "model.width=4", "partition.size=40", "nodes=2", "rounds=1"]
-    large = ("torch._dynamo", "sklearn", "scipy", "pandas", "matplotlib", "opacus", "torchvision", "ray")
+    large = ("torch._dynamo", "sklearn", "scipy", "pandas", "opacus", "torchvision", "ray")
     script = (
         "import sys; from flwr_replay.cli.main import main\n"
         f"sys.argv = ['flwr-replay', 'run', *{words!r}, '--runs-dir', {str(tmp_path)!r}]\n"

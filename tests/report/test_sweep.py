@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from page import Page
+from page import Page, drawn
 
 from flwr_replay.report.sweep import sweeps
 from flwr_replay.studies.compare import compare_strategies
@@ -25,8 +25,8 @@ def test_a_sweep_has_a_picture_of_the_metric_by_the_option(tmp_path, monkeypatch
     alt = f"{caption}. fedavg: {shown}; local: {local:.3f} at 0.01, {local:.3f} at 1."
     assert f'aria-label="{alt}"' in text
     ((chart, _, _),) = sweeps(report)
-    assert [name for name, *_ in chart.lines] == ["fedavg", "local"]  # cwt has one value, and no other
-    assert [len(points.split()) for _, points in chart.bands] == [6, 4]
+    assert [name for name, *_ in chart.legend] == ["fedavg", "local"]  # cwt has one value, and no other
+    assert [len({x for x, _ in outline}) for outline in drawn(chart.svg)[1]] == [3, 2]
     assert "training.lr, logarithmic" in page.text
     judged = {}
     for cell in report["cells"]:
@@ -35,7 +35,7 @@ def test_a_sweep_has_a_picture_of_the_metric_by_the_option(tmp_path, monkeypatch
     told = f"fedavg: best {rows[chosen]['mean']:.3f} at {float(chosen.rpartition('=')[2]):g}, by validation examples"
     assert told in page.text
     assert f"local: {local:.3f}, without this option" in page.text
-    assert text.count("<polygon") == 2 + len(rows)
+    assert text.count("fill-opacity: 0.15") == 2 + len(rows)
 
 
 def test_a_metric_of_test_examples_alone_is_not_said_to_be_of_validation_examples(tmp_path, monkeypatch):
@@ -43,7 +43,7 @@ def test_a_metric_of_test_examples_alone_is_not_said_to_be_of_validation_example
     options = ["task=digits", "nodes=2", "rounds=1", "model=mlp", "model.width=4", "external=true", "fedavg.lr=0.01|1"]
     _, report = compare_strategies(["fedavg"], options, "", 1, tmp_path, "external-accuracy")
     ((chart, _, _),) = sweeps(report)
-    assert "validation" not in chart.lines[0][3]
+    assert "validation" not in chart.legend[0][2]
     text = Page(Path(report["folder"]) / "report.html").text
     assert "external-accuracy by round" in text
 
@@ -62,7 +62,7 @@ def test_no_picture_of_a_sweep_without_one_and_one_for_each_option():
     assert sweeps(report("cwt:lr=1", "fedavg:lr=2")) == []  # neither is swept
     both = sweeps(report("cwt:lr=1:width=8", "cwt:lr=2:width=8", "cwt:lr=1:width=16", "cwt:lr=2:width=16"))
     assert [caption for _, caption, _ in both] == ["loss by lr", "loss by width"]
-    assert [(name, told) for name, _, _, told in both[0][0].lines] == [
+    assert [(name, told) for name, _, told in both[0][0].legend] == [
         ("cwt:width=8", "best 0.100 at 1"),
         ("cwt:width=16", "best 0.300 at 1"),
     ]
@@ -70,4 +70,4 @@ def test_no_picture_of_a_sweep_without_one_and_one_for_each_option():
     failed["strategies"]["cwt:lr=2"] = {"mean": None, "values": {}}
     ((chart, _, alt),) = sweeps(failed)
     assert alt == "loss by lr. cwt: 0.100 at 1, 0.300 at 3."
-    assert chart.bands == []
+    assert drawn(chart.svg)[1] == []
