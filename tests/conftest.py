@@ -80,7 +80,8 @@ class Examples:
 def pytest_configure(config):
     config.addinivalue_line(
         "markers",
-        "sampled(n, *names): of the cases with the same values of these parameters run n, for each commit in CI others",
+        "sampled(n, *names, of=function): of the cases with the same values of these parameters run n, for each commit "
+        "in CI others; `of` names what tests of several functions have in common",
     )
     config.pluginmanager.register(Examples())  # a hook in this file would be asked about tests/ only
 
@@ -103,11 +104,12 @@ def surplus(items, commit):
     for item in items:
         if commit != "all" and (mark := item.get_closest_marker("sampled")):
             most, *names = mark.args
-            kind = (item.path, item.originalname, most, *(repr(item.callspec.params[name]) for name in names))
+            of = mark.kwargs.get("of", (item.path, item.originalname))
+            kind = (of, most, *(repr(item.callspec.params[name]) for name in names))
             kinds.setdefault(kind, []).append(item)
     for cases in kinds.values():
         cases.sort(key=lambda item: sha256(f"{commit} {item.nodeid}".encode()).digest())
-    return {item for (_, _, most, *_), cases in kinds.items() for item in cases[most:]}
+    return {item for (_, most, *_), cases in kinds.items() for item in cases[most:]}
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -87,6 +87,7 @@ def visits(file):
     return found
 
 
+@pytest.mark.sampled(1, of="cluster")
 def test_a_machine_dies_and_the_others_go_on_to_the_bits_of_one_process(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     work, seen = tmp_path / "work", tmp_path / "seen"
@@ -116,6 +117,7 @@ def test_a_machine_dies_and_the_others_go_on_to_the_bits_of_one_process(cluster,
     assert list(second.values()) == [{"0"}]
 
 
+@pytest.mark.sampled(1, of="cluster")
 def test_killed_workers_are_replaced_and_asked_again(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     options, killed = [*FEW, "strategy=fedavg", "rounds=2", "model=mlp", "width=4", "device=cpu"], []
@@ -133,6 +135,7 @@ def test_killed_workers_are_replaced_and_asked_again(cluster, tmp_path, monkeypa
         assert (folder / name).read_bytes() == (one / name).read_bytes()
 
 
+@pytest.mark.sampled(1, of="cluster")
 def test_each_machine_keeps_its_institutions_state_and_a_resumed_run_finds_it(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "first"))
     own = {"FLWR_REPLAY_HOME": str(tmp_path / "second")}
@@ -167,6 +170,7 @@ def state(home, folder):
     }
 
 
+@pytest.mark.sampled(2, of="Ray")
 def test_the_actors_end_with_the_process_that_started_them(cluster, tmp_path):
     command = [sys.executable, "-c", "from flwr_replay.cli.main import main; main()", "run", "--engine", "ray"]
     command += [*SMALL, "strategy=fedavg", "model=mlp", "width=4", "rounds=5000", "device=cpu", f"client-cpus={HEAD}"]
@@ -185,6 +189,7 @@ def test_the_actors_end_with_the_process_that_started_them(cluster, tmp_path):
     assert not cluster.actors()
 
 
+@pytest.mark.sampled(1, of="cluster")
 def test_flowers_own_simulation_joins_the_cluster(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "replay"))
     own = {"RAY_ADDRESS": cluster.address, "FLWR_HOME": str(tmp_path / "flwr"), **QUIET}

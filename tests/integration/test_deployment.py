@@ -238,6 +238,7 @@ def test_two_runs_at_once_keep_apart_what_they_leave(deployment: Any, said: dict
             )
 
 
+@pytest.mark.sampled(1, of="deployments that end")
 def test_whatever_is_killed_one_command_goes_on(deployment: Any, tmp_path: Path) -> None:
     """The last one, since it kills all that works for a run, at moments that are drawn.
 

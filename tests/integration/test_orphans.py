@@ -81,6 +81,7 @@ def check_resumed(folder: Path, may_fail: bool = False) -> None:
         assert (folder / name).read_bytes() == (once / name).read_bytes()
 
 
+@pytest.mark.sampled(2, of="Ray")
 def test_a_simulation_that_is_interrupted_leaves_no_process_and_can_go_on(started, tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))  # where the institutions' state lies, then too
     run = start(started, tmp_path, *ON_RAY, "run-name=x")
@@ -96,7 +97,7 @@ def test_a_simulation_that_is_interrupted_leaves_no_process_and_can_go_on(starte
     check_resumed(tmp_path / "x")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2, of="Ray")
 @pytest.mark.parametrize("killed", KILLED)
 def test_whoever_is_killed_no_process_stays_and_the_run_goes_on(started, tmp_path, monkeypatch, killed):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
@@ -119,6 +120,7 @@ def test_whoever_is_killed_no_process_stays_and_the_run_goes_on(started, tmp_pat
     check_resumed(tmp_path / "x", may_fail=killed == "Ray's actor")  # it may have died between two answers
 
 
+@pytest.mark.sampled(1, of="processes that are killed")
 def test_a_killed_command_leaves_none_of_its_workers_and_the_run_goes_on(started, tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     words = ["run", "--engine", "inline", "--workers", "2", "strategy=fedavg", *SMALL]
@@ -131,6 +133,7 @@ def test_a_killed_command_leaves_none_of_its_workers_and_the_run_goes_on(started
     check_resumed(tmp_path / "x")
 
 
+@pytest.mark.sampled(1, of="processes that are killed")
 def test_a_killed_comparison_leaves_no_worker(started, tmp_path):
     run = start(started, tmp_path, "compare", "cwt,fedavg", *SMALL, "seeds=1", "--jobs", "2")
     wait_for("to start", run)

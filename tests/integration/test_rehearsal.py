@@ -44,6 +44,7 @@ def left_over(place):
     return found
 
 
+@pytest.mark.sampled(1, of="deployments that end")
 def test_a_rehearsal_runs_shows_and_stops(play, tmp_path):
     """Sealed, with TLS and keys, with a policy for each, in a folder whose name needs quoting."""
     place, policies = tmp_path / 'the "reh"', tmp_path / "policies"
@@ -74,7 +75,7 @@ def test_a_rehearsal_runs_shows_and_stops(play, tmp_path):
     assert left_over(place) == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, of="deployments that end")
 @pytest.mark.parametrize("sent", ENDED)
 def test_ctrl_c_or_a_kill_stops_all_of_it(play, tmp_path, sent):
     place = tmp_path / "reh"
