@@ -60,7 +60,7 @@ from flwr_replay.report.imbalance import without_beside
 from flwr_replay.report.judged import VALIDATION, judged
 from flwr_replay.report.progress import Display, Progress
 from flwr_replay.report.run_files import CONFUSION, FORMS, mark_of, write_of, write_result
-from flwr_replay.report.summary import confusion_of, warnings
+from flwr_replay.report.summary import warnings
 from flwr_replay.runs.best import BestModel, best_of
 from flwr_replay.runs.checkpoints import Checkpoints
 from flwr_replay.runs.environment import environment, versions
@@ -118,6 +118,7 @@ class RunDirectory(Recorder):
         self.no_best = ""  # why the run keeps no best global model; empty: it keeps one
         self.spent_then: dict[str, float] = {}  # the largest epsilon at the last evaluation, for the display
         self.history: list[tuple[int, dict[str, float], dict[str, dict[str, float]]]] = []
+        self.confusion: dict[str, list[int]] = {}  # of the last evaluation
         sweep(self.path)
         tighten(self.path)
         self._mark = mark_of(self.path)
@@ -177,11 +178,11 @@ class RunDirectory(Recorder):
         if spent := largest(self.released.values()):
             named = f"epsilon (dp={spent.dp}{'' if spent.proven else ', no proof'})"
             self.spent_then = {named: inf if spent.epsilon is None else spent.epsilon}
-        counts = {name: list(one.confusion) for name, one in self.tested.items() if one.confusion}
+        self.confusion = {name: list(one.confusion) for name, one in self.tested.items() if one.confusion}
         if examples := {name: one.num_examples for name, one in self.tested.items()}:
-            write_of(self.path, CONFUSION, {"round": exchange, "institutions": counts, "examples": examples})
+            write_of(self.path, CONFUSION, {"round": exchange, "institutions": self.confusion, "examples": examples})
         known = {"metric": self.leading, "final": {"global": pooled}}
-        found = warnings(known, counts, self.config.task.class_names, {})
+        found = warnings(known, self.confusion, self.config.task.class_names, {})
         self.worthless = self.worthless + 1 if found else 0
         for line in found if self.worthless == IN_A_ROW else []:
             self.log(f"warning: {line}")
@@ -248,7 +249,7 @@ class RunDirectory(Recorder):
         self._best.settle(snapshot.exchange - 2)  # a resumed run may begin at the checkpoint before the last
         metrics = {}
         if self.history and self.history[-1][0] == snapshot.exchange:
-            metrics = without_beside(self.history[-1][1], confusion_of(self.path)) | self.spent_then
+            metrics = without_beside(self.history[-1][1], self.confusion) | self.spent_then
         self.display.exchange(snapshot.exchange, metrics, sum(self.traffic.bytes.values()), seconds)
 
     def restore(self) -> Snapshot | None:
