@@ -11,6 +11,11 @@ from PIL import Image
 from flwr_replay.check import check_strategy
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.halves import load_strategy
+from flwr_replay.movements.one_shot import OneShot
+from flwr_replay.movements.parallel import Parallel
+from flwr_replay.movements.relay import Relay
+from flwr_replay.movements.serial import Serial
+from strategies.syncentral import SynCentral
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = "partition.size=70"  # several batches of each institution
@@ -116,8 +121,12 @@ def test_one_name_in_five_places():
     assert stems("clients") == names
     assert stems("conf/run", "*.toml") == names
     assert {stem.removeprefix("test_") for stem in stems("tests/strategies", "test_*.py")} == names
-    rows = re.findall(r"^\| \[`(\w+)`\]", (ROOT / "README.md").read_text(), re.M)
-    assert set(rows) == names
+    rows = dict(re.findall(r"^\| \[`(\w+)`\].*?\| ([\w-]+)", (ROOT / "README.md").read_text(), re.M))
+    assert rows.keys() == names
+    movements = {"one-shot": (OneShot, SynCentral), "serial": Serial, "parallel": Parallel, "relay": Relay}
+    assert [
+        name for name, movement in rows.items() if not issubclass(load_strategy(name)[0], movements[movement])
+    ] == []
 
 
 @pytest.mark.parametrize(
