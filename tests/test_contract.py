@@ -15,7 +15,7 @@ from flwr_replay.movements.one_shot import OneShot
 from flwr_replay.movements.parallel import Parallel
 from flwr_replay.movements.relay import Relay
 from flwr_replay.movements.serial import Serial
-from strategies.syncentral import SynCentral
+from flwr_replay.strategies.syncentral import SynCentral
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = "partition.size=70"  # several batches of each institution
