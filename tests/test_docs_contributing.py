@@ -5,9 +5,11 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+from harness import forked
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCKS = dict(re.findall(r"^```\w+ (\S+)\n(.*?)^```$", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S))
@@ -37,7 +39,8 @@ def test_the_five_files_are_shown():
     assert set(BLOCKS) == {place.format("mine") for place in (*places, "tests/strategies/test_{}.py")}
 
 
-def test_the_example_runs(checkout):  # in one process, since importing torch takes most of the time
+def test_the_example_runs(checkout):
+    """In a fork, which has all imported but the package itself."""
     loose = (checkout / "strategies" / "mine.py").read_text().replace("frozen=True, kw_only=True", "")
     (checkout / "strategies" / "loose.py").write_text(loose)
     script = """
@@ -52,7 +55,18 @@ with pytest.raises(ConfigError, match="strategies/loose.py: .*write @dataclass.f
     load_strategy("loose")
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/strategies/test_mine.py"]))
 """
-    said = python(checkout, "-c", script)
+
+    def run():
+        os.environ["FLWR_REPLAY_HOME"] = str(checkout / "home")
+        os.chdir(checkout)
+        sys.path.insert(0, str(checkout))
+        for name in [name for name in sys.modules if name.partition(".")[0] == "flwr_replay"]:
+            del sys.modules[name]
+        with open(checkout / "said", "w") as said, redirect_stdout(said):
+            exec(script, {})
+
+    os.waitpid(forked(run), 0)
+    said = (checkout / "said").read_text()
     assert "mine all institutions train the same model at once; the server averages every weight" in " ".join(
         said.split()
     )

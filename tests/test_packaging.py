@@ -57,7 +57,11 @@ def test_the_wheel_runs_in_an_environment_of_its_own(wheel, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "fedreplay on digits: accuracy" in done.stdout
-    where = [str(python), "-c", "import flwr_replay.strategies.cwt as m; print(m.__file__)"]
+    where = [
+        str(python),
+        "-c",
+        "from importlib.util import find_spec as m; print(m('flwr_replay.strategies.cwt').origin)",
+    ]
     found = subprocess.run(where, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert str(site) in found
 

@@ -3,13 +3,13 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from harness import command, node_configs, run, write_shards
+from harness import command, forked, node_configs, run, write_shards
 
 from flwr_replay.config import brought, catalogue, halves
 from flwr_replay.config import compose as composing
@@ -90,13 +90,18 @@ def package(folder, name, code="", conf="", point=""):
     distribution(folder, name, point or f"{name} = {name}")
 
 
-def test_what_is_written_passes_its_own_tests(written):
+def test_what_is_written_passes_its_own_tests(path, written):
     project, app, study, deal = (written / WRITTEN[kind] for kind in ("strategy", "app", "study", "partition"))
-    path = [written, project / "src", app, study, deal, ROOT]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "FLWR_REPLAY_HOME": str(written / "h")}
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, (project, app, study, deal))]
-    done = subprocess.run(words, cwd=study, env=environment, capture_output=True, text=True, check=False)
-    assert "5 passed" in done.stdout, done.stdout + done.stderr
+    path(written, project / "src", app, study, deal, ROOT)
+    words = ["-q", "-p", "no:cacheprovider", *map(str, (project, app, study, deal))]
+
+    def tested():
+        os.chdir(study)
+        with open(written / "said", "w") as said, redirect_stdout(said):
+            pytest.main(words)
+
+    os.waitpid(forked(tested), 0)
+    assert "5 passed" in (said := (written / "said").read_text()), said
 
 
 def test_the_written_app_is_the_example():

@@ -1,39 +1,39 @@
 """What an institution has spent outlives its process, and nobody turns it back unnoticed."""
 
+import itertools
 import json
+import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
+import time
 
-import peers
 import pytest
 from flwr.app import Message
+from harness import forked
 from peers import NAMES, hospitals, run
 
 from flwr_replay.errors import ConfigError
+from flwr_replay.institution.mutual import MutualLearner
 from flwr_replay.payloads.common import Failure
 from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.accounting import epsilon as epsilon_of
 
 JOB = ["strategy=proxyfl", "dp=proxy", "sigma=2", "delta=0.01"]
-SHOT = """
-import itertools, os, signal, sys, time
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-from peers import run
-from flwr_replay.institution.mutual import MutualLearner
-calls, step, checkpoints = itertools.count(1), MutualLearner.step, Path({folder!r}) / "runs" / "shot" / "checkpoints"
-def shot(*both):
-    if next(calls) == 13:  # two steps a round at each of four: the first of the third institution in round 2
-        while not (checkpoints / "000001.safetensors").exists():  # which is written meanwhile
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
-    step(*both)
-MutualLearner.step = shot
-run(Path({folder!r}), *{options!r}, name="shot")
-"""
+
+
+def shot(folder):
+    """Run until the first step of the third institution in round 2, and be killed there."""
+    calls, step, checkpoints = itertools.count(1), MutualLearner.step, folder / "runs" / "shot" / "checkpoints"
+
+    def struck(*both):
+        if next(calls) == 13:  # two steps a round at each of four
+            while not (checkpoints / "000001.safetensors").exists():  # which is written meanwhile
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(*both)
+
+    MutualLearner.step = struck
+    run(folder, *JOB, "rounds=2", name="shot")
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +48,7 @@ def epsilon(ran, name):
 
 
 def test_a_process_killed_between_charge_and_release_has_paid(folder):
-    script = SHOT.format(tests=str(Path(peers.__file__).parent), folder=str(folder), options=[*JOB, "rounds=2"])
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
+    assert os.waitstatus_to_exitcode(os.waitpid(forked(shot, folder), 0)[1]) == -signal.SIGKILL
     run_id = (folder / "runs" / "shot" / "run-id").read_text().strip()
     assert len((folder / "state" / "c" / "runs" / run_id / "privacy.jsonl").read_text().splitlines()) == 2
     resumed = run(folder, *JOB, "rounds=2", resume=str(folder / "runs" / "shot"))
