@@ -49,11 +49,11 @@ def write_page(place: Path) -> Path:
         return write_study_page(place)
     if there(place / RESULT):
         return write_run_page(place)
-    if len(found := [file.parent.name for file in sorted(place.glob("*/compare.json"))]) > 1:
+    if len(comparisons := [file.parent.name for file in sorted(place.glob("*/compare.json"))]) > 1:
         raise RunError(
-            f"a report is of one comparison; {place} has {', '.join(found)}: give one of these folders in it"
+            f"a report is of one comparison; {place} has {', '.join(comparisons)}: give one of these folders in it"
         )
-    place = place / found[0] if found else place
+    place = place / comparisons[0] if comparisons else place
     if there(place / COMPARISON):
         report = read_json(place / COMPARISON, COMPARED)
         known = report["cells"], list(report["strategies"]), report["against"], report["metric"]
@@ -70,8 +70,8 @@ def write_study_page(file: Path) -> Path:
     from markdown_it import MarkdownIt
     from markupsafe import Markup
 
-    def inside(found: re.Match[str]) -> str:
-        picture = file.parent / found[1]
+    def inside(match: re.Match[str]) -> str:
+        picture = file.parent / match[1]
         text = base64.b64encode(read_bytes(picture)).decode() if picture.exists() else ""
         return f'<img src="data:image/png;base64,{text}"'
 

@@ -44,13 +44,13 @@ def write_compare_page(folder: Path, report: Mapping[str, Any]) -> Path:
             ends = [[history[at] for history in histories] for at in rounds]
             bands[label] = [(at, min(values), max(values)) for at, values in zip(rounds, ends, strict=True)]
     faults = [metric_rows(run, cell["result"]["rounds"])[1] for cell, run in runs]
-    said = verdicts(report)
+    verdict_lines = verdicts(report)
     better = "" if report["higher-is-better"] else "; less is better"
     text = render(
         "compare",
         title=report["title"],
         question=_question(report),
-        verdicts=said,
+        verdicts=verdict_lines,
         table={"caption": f"{metric}, and the difference to {against} seed by seed", "heads": columns, "rows": rows},
         bars=bars({label: (mean, means.get(report["strategies"][label]["against"])) for label, mean in means.items()})
         if means
@@ -59,7 +59,7 @@ def write_compare_page(folder: Path, report: Mapping[str, Any]) -> Path:
         sweeps=sweeps(report),
         chart=curves(lines, "round", bands),
         chart_caption=f"{judging(report)} by round, mean over seeds" + "; band: lowest to highest seed" * bool(bands),
-        notes=[*filter(None, faults), *(note for note in notes(report) if note not in said)],
+        notes=[*filter(None, faults), *(note for note in notes(report) if note not in verdict_lines)],
         pages=[
             (f"{cell['label']}, seed {cell['seed']}", f"{cell['folder']}/{PAGE}")
             for cell, run in runs

@@ -137,7 +137,7 @@ def summarise(
             "difference": paired_difference(values[label], values[reference[label]])
             if label != reference[label]
             else None,
-            "epsilon": largest(one for result in results for one in result.get("privacy", {}).values()),
+            "epsilon": largest(account for result in results for account in result.get("privacy", {}).values()),
             "worst-institution": mean_of(worsts),
             "bytes-up": mean_of([r["bytes"]["up"] for r in results]),
             "bytes-down": mean_of([r["bytes"]["down"] for r in results]),
@@ -171,10 +171,10 @@ def references(cells: Sequence[Mapping[str, Any]], labels: Sequence[str], agains
     apart = {label: (name, *filterfalse(of_data, options)) for label, (name, options) in own.items()}
     if len({*apart.values()}) == 1:
         return dict.fromkeys(labels, against)
-    found = {
+    reference = {
         (*filter(of_data, options),): label for label, (_, options) in own.items() if apart[label] == apart[against]
     }
-    return {label: found.get((*filter(of_data, own[label][1]),), against) for label in labels}
+    return {label: reference.get((*filter(of_data, own[label][1]),), against) for label in labels}
 
 
 def markdown(report: Mapping[str, Any], costs: bool = True) -> list[str]:

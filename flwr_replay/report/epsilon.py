@@ -35,20 +35,20 @@ def largest(stated: Iterable[Mapping[str, Any] | None]) -> Stated | None:
     Stated or None
         Proven if all are; None if no institution states any.
     """
-    given = [one for one in stated if one]
+    given = [account for account in stated if account]
     if not given:
         return None
-    epsilons = [one["epsilon"] for one in given]
+    epsilons = [account["epsilon"] for account in given]
     most = None if None in epsilons else max(epsilons)
-    return Stated(most, all(map(_proven, given)), given[0].get("dp", ""), max(one["delta"] for one in given))
+    return Stated(most, all(map(_proven, given)), given[0].get("dp", ""), max(account["delta"] for account in given))
 
 
-def _proven(one: Mapping[str, Any]) -> bool:
+def _proven(account: Mapping[str, Any]) -> bool:
     """Say whether a stated epsilon is proven; one that is not known needs no proof."""
-    return one["epsilon"] is None or one.get("proven") is True
+    return account["epsilon"] is None or account.get("proven") is True
 
 
-def shown_epsilon(found: Sequence[Stated | None]) -> str:
+def shown_epsilon(accounts: Sequence[Stated | None]) -> str:
     """Write one epsilon with its delta, or several in order unless all are equal.
 
     >>> shown_epsilon([Stated(28.6, False, "proxy", 1e-5), None])
@@ -57,21 +57,23 @@ def shown_epsilon(found: Sequence[Stated | None]) -> str:
 
     None is a run without differential privacy. If all are None, the text is empty.
     """
-    stated = [one for one in found if one]
+    stated = [account for account in accounts if account]
     if not stated:
         return ""
-    values = [rounded_up(inf if one.epsilon is None else one.epsilon) if one else "none" for one in found]
-    covered = " and ".join(dict.fromkeys(f"dp={one.dp}" for one in stated if one.dp))
-    proof = "" if all(one.proven for one in stated) else ", no proof"
+    values = [
+        rounded_up(inf if account.epsilon is None else account.epsilon) if account else "none" for account in accounts
+    ]
+    covered = " and ".join(dict.fromkeys(f"dp={account.dp}" for account in stated if account.dp))
+    proof = "" if all(account.proven for account in stated) else ", no proof"
     shown = ", ".join(values if len(set(values)) > 1 else values[:1])
-    deltas = dict.fromkeys(rounded_up(one.delta, 2) for one in stated)
+    deltas = dict.fromkeys(rounded_up(account.delta, 2) for account in stated)
     return f"epsilon {shown} at delta {', '.join(deltas)}{f' ({covered})' if covered else ''}{proof}"
 
 
 def epsilon_suffix(result: Mapping[str, Any]) -> str:
     """Return a run's `, epsilon 7.97 at delta 1e-05 (dp=proxy)`; empty without differential privacy."""
-    found = largest(result.get("privacy", {}).values())
-    return f", {shown_epsilon([found])}" if found else ""
+    account = largest(result.get("privacy", {}).values())
+    return f", {shown_epsilon([account])}" if account else ""
 
 
 def missing_suffix(result: Mapping[str, Any]) -> str:
@@ -80,5 +82,5 @@ def missing_suffix(result: Mapping[str, Any]) -> str:
     >>> missing_suffix({"replay-lacks": {"b": "is not replayed", "c": "has received no replays"}})
     ', replay is incomplete: b is not replayed, c has received no replays'
     """
-    found = [f"{name} {what}" for name, what in result.get("replay-lacks", {}).items()]
-    return f", replay is incomplete: {', '.join(found)}" if found else ""
+    lacks = [f"{name} {what}" for name, what in result.get("replay-lacks", {}).items()]
+    return f", replay is incomplete: {', '.join(lacks)}" if lacks else ""

@@ -31,12 +31,12 @@ def rows_of(report: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         and `proven`, and by mechanism `sigma`, `clip`, `sampling-rate` and `steps` at the smallest institution (None
         without differential privacy); `seeds` that finished, and their `values`.
     """
-    found = {}
+    exported = {}
     for label, row in report["strategies"].items():
         difference = row["difference"] or {"mean": None, "interval": None}
         low, high = difference["interval"] or (None, None)
         stated = row["epsilon"]
-        found[label] = {
+        exported[label] = {
             "against": row["against"] if row["against"] != label else None,
             **{name: row[name] for name in SHOWN},
             "difference": difference["mean"],
@@ -49,14 +49,16 @@ def rows_of(report: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             "seeds": len(row["values"]),
             "values": dict(row["values"]),
         }
-    return found
+    return exported
 
 
-def _noise(found: Any) -> dict[str, str | None]:
+def _noise(noise: Any) -> dict[str, str | None]:
     """Return sigma and what belongs to it, mechanisms separated by semicolons; of older versions there is none."""
-    mechanisms = found if isinstance(found, list) else []
+    mechanisms = noise if isinstance(noise, list) else []
     keys = ("sigma", "clip", "sampling-rate", "steps")
-    return {key: ";".join(f"{one[key]:.10g}" for one in mechanisms if key in one) or None for key in keys}
+    return {
+        key: ";".join(f"{mechanism[key]:.10g}" for mechanism in mechanisms if key in mechanism) or None for key in keys
+    }
 
 
 def as_csv(report: Mapping[str, Any]) -> str:

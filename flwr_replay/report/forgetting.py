@@ -76,15 +76,15 @@ def drops(rows: Sequence[dict[str, Any]], higher_is_better: bool = True) -> list
     """
     sign = 1 if higher_is_better else -1
     best: dict[str, float] = {}
-    found = []
+    dropped = []
     for row in rows:
         all_alike = not row["taught"] or set(row["taught"]) >= set(row["own"])
         for name, value in row["own"].items():
             if name in best and (all_alike or name not in row["taught"]):
-                found.append((row["round"], name, sign * (best[name] - value)))
+                dropped.append((row["round"], name, sign * (best[name] - value)))
             if all_alike or name in row["taught"] or name in best:
                 best[name] = sign * max(sign * best.get(name, value), sign * value)
-    return found
+    return dropped
 
 
 def last_visits(matrix: Mapping[str, Any]) -> list[str]:
@@ -104,7 +104,9 @@ def last_visits(matrix: Mapping[str, Any]) -> list[str]:
     ['| a | 0.900 | 0.300 |', '| b | 0.100 | – |']
     """
     names = matrix["institutions"]
-    last = {one["taught"][0]: at for at, one in enumerate(matrix["exchanges"]) if len(one["taught"]) == 1}
+    last = {
+        exchange["taught"][0]: at for at, exchange in enumerate(matrix["exchanges"]) if len(exchange["taught"]) == 1
+    }
     if set(last) != set(names):
         return []
     lines = [f"| {matrix['metric']} on the data of | {' | '.join(f'after {name}' for name in names)} |"]

@@ -30,22 +30,24 @@ def gaps(report: Mapping[str, Any]) -> list[str]:
     """
     if report["against"] != "central":
         return []
-    found: dict[str, list[float]] = {}
+    metrics: dict[str, list[float]] = {}
     stated: dict[str, list[dict[str, Any]]] = {}
     replayed: dict[str, dict[str, Any]] = {}
     plain_of: dict[tuple[str, ...], str] = {}
     for cell in report["cells"]:
         if "result" in cell:
-            found.setdefault(cell["label"], []).append(cell["result"]["final"]["global"][report["metric"]])
-            stated.setdefault(cell["label"], []).extend(one for one in cell["result"]["privacy"].values() if one)
+            metrics.setdefault(cell["label"], []).append(cell["result"]["final"]["global"][report["metric"]])
+            stated.setdefault(cell["label"], []).extend(
+                account for account in cell["result"]["privacy"].values() if account
+            )
             if cell["result"].get("replay", "none") != "none":  # a run of an earlier version has none
                 replayed[cell["label"]] = cell
             else:
                 plain_of.setdefault((cell["strategy"], *cell.get("options", [])), cell["label"])
-    reference, rows = found.get("central"), []
+    reference, rows = metrics.get("central"), []
     for label, cell in replayed.items():
         own = (option for option in cell.get("options", []) if option.startswith("strategy."))
-        plain, values = found.get(plain_of.get((cell["strategy"], *own), "")), found[label]
+        plain, values = metrics.get(plain_of.get((cell["strategy"], *own), "")), metrics[label]
         if not plain or not reference:
             continue
         gap = fmean(reference) - fmean(plain)
@@ -60,10 +62,10 @@ def gaps(report: Mapping[str, Any]) -> list[str]:
 def _epsilon(stated: list[dict[str, Any]]) -> str:
     if not stated:
         return "none"
-    known = [one for one in stated if one["epsilon"] is not None]
+    known = [account for account in stated if account["epsilon"] is not None]
     if len(known) < len(stated):
         return "not protected"
-    worst = max(known, key=lambda one: one["epsilon"])
+    worst = max(known, key=lambda each: each["epsilon"])
     whole = worst["dp"] == "end-to-end"
     what = "everything that depends on training examples" if whole else "these weights only"
     return f"{rounded_up(worst['epsilon'])} at δ = {rounded_up(worst['delta'], 2)}, {what}"

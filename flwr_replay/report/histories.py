@@ -52,11 +52,11 @@ def by_epsilon(folders: Sequence[Path], metric: str) -> list[list[tuple[float, f
     stated = sorted((row["round"], row["epsilon"]) for row in rows if row["epsilon"] is not None and "round" in row)
     most = dict(zip((at for at, _ in stated), accumulate((epsilon for _, epsilon in stated), max), strict=True))
     exchanges = list(most)  # empty for runs of older versions
-    found = [
+    histories = [
         [(bisect_right(exchanges, row.get("exchange", row["round"])), row["value"]) for row in _pooled(folder, metric)]
         for folder in folders
     ]
-    return [[(most[exchanges[i - 1]], value) for i, value in history if i] for history in found]
+    return [[(most[exchanges[i - 1]], value) for i, value in history if i] for history in histories]
 
 
 def _pooled(folder: Path, metric: str) -> list[dict[str, Any]]:

@@ -81,9 +81,9 @@ def guessing_lines(metrics: Mapping[str, float], confusion: Confusion) -> list[s
     labels = label_counts(pooled_counts(confusion))
     share = guessed(pooled_counts(confusion))
     lines = [f"always naming the most frequent label would have accuracy {share:.4f}"]
-    if found := beside(metrics, confusion):
+    if unequal := beside(metrics, confusion):
         guessing = {"balanced-accuracy": 1 / sum(map(bool, labels)), "auc": 0.5}
-        shown = " and ".join(f"{name} {value:.4f} (guessing: {guessing[name]:.4f})" for name, value in found.items())
+        shown = " and ".join(f"{name} {value:.4f} (guessing: {guessing[name]:.4f})" for name, value in unequal.items())
         lines = [f"labels are unequal: {lines[0]}; this model has {shown}"]
     if worse := [name for name, counts in confusion.items() if _no_better(counts)]:
         more = f" and {len(worse) - MOST_NAMED} more" if len(worse) > MOST_NAMED else ""

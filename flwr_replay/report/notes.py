@@ -60,9 +60,9 @@ def findings(report: Mapping[str, Any]) -> list[str]:
         lines += [f"{where}: {line}" for line in [*untrained_lines(result), *alone]]
         absent = {f["institution"]: f["reason"] for f in result.get("failures", [])}
         lines += [f"{where}: {name} did not always take part: {reason}" for name, reason in absent.items()]
-    found = {tuple(sorted(cell["result"]["versions"].items())) for cell in report["cells"] if "result" in cell}
-    if len(found) > 1:
-        differing = sorted({n for pairs in found for n, _ in pairs if len({dict(p).get(n) for p in found}) > 1})
+    versions = {tuple(sorted(cell["result"]["versions"].items())) for cell in report["cells"] if "result" in cell}
+    if len(versions) > 1:
+        differing = sorted({n for pairs in versions for n, _ in pairs if len({dict(p).get(n) for p in versions}) > 1})
         lines.append(f"the runs used different versions of {', '.join(differing)}: see compare.json")
     return lines
 
@@ -73,29 +73,29 @@ def of_methods(report: Mapping[str, Any]) -> list[str]:
 
 
 def _metrics_notes(report: Mapping[str, Any]) -> list[str]:
-    said = (re.split(JUDGED, cell.get("result", {}).get("metrics-note", "")) for cell in report["cells"])
-    return [note for note in dict.fromkeys(chain.from_iterable(said)) if note]
+    sentences = (re.split(JUDGED, cell.get("result", {}).get("metrics-note", "")) for cell in report["cells"])
+    return [note for note in dict.fromkeys(chain.from_iterable(sentences)) if note]
 
 
 def _skews(report: Mapping[str, Any]) -> list[str]:
     """Say how the training labels differ, for every way in which the methods' data are dealt."""
-    found: dict[str, dict[int, Mapping[str, Any]]] = {}
+    skews_by_data: dict[str, dict[int, Mapping[str, Any]]] = {}
     for cell in report["cells"]:
         if "skew" in cell.get("result", {}):
             dealt = " ".join(filter(of_data, cell["options"]))
-            found.setdefault(dealt, {})[cell["seed"]] = cell["result"]["skew"]
+            skews_by_data.setdefault(dealt, {})[cell["seed"]] = cell["result"]["skew"]
     lines = []
-    for dealt, skews in found.items():
+    for dealt, skews in skews_by_data.items():
         ks, tv, dropped = (sum(skew[key] for skew in skews.values()) / len(skews) for key in ("ks", "tv", "dropped"))
         lines.append(
             f"training labels{dealt and f' with {dealt}'}: KS {ks:.3f}, TV {tv:.3f}"
             f"{f', {dropped:,.0f} examples left out' if dropped else ''}"
         )
-        seed, worst = max(skews.items(), key=lambda one: starving(one[1]))
+        seed, worst = max(skews.items(), key=lambda skew_of_seed: starving(skew_of_seed[1]))
         lines += [f"seed {seed}: {line}" for line in (*summary(worst), *warnings(worst))]
-    if found:
+    if skews_by_data:
         lines.append("KS and TV compare two institutions; 0: the same labels, 1: none in common; means over seeds")
-    if len(found) > 1:
+    if len(skews_by_data) > 1:
         against = list(dict.fromkeys(row["against"] for row in report["strategies"].values()))
         lines.append(
             f"a difference is to the method on the same data: {', '.join(against)}"
@@ -108,17 +108,17 @@ def _skews(report: Mapping[str, Any]) -> list[str]:
 
 def _claims(report: Mapping[str, Any]) -> list[str]:
     """Return each privacy claim of runs with differential privacy, with the methods that it holds for, and on delta."""
-    found: dict[str, list[str]] = {}
+    labels_by_claim: dict[str, list[str]] = {}
     chosen = True
     for label in dict.fromkeys(cell["label"] for cell in report["cells"]):
         results = [cell["result"] for cell in report["cells"] if cell["label"] == label and "result" in cell]
-        if any(one for result in results for one in result.get("privacy", {}).values()):
-            found.setdefault(results[0]["privacy-claim"], []).append(label)
+        if any(account for result in results for account in result.get("privacy", {}).values()):
+            labels_by_claim.setdefault(results[0]["privacy-claim"], []).append(label)
             chosen &= any(option.startswith(DELTAS) for option in [*report["options"], *_options(report, label)])
-    lines = [f"{', '.join(labels)}: {claim}" for claim, labels in found.items()]
+    lines = [f"{', '.join(labels)}: {claim}" for claim, labels in labels_by_claim.items()]
     noise = {label: _noise(how) for label, how in report.get("noise", {}).items() if how}  # older versions wrote none
     lines += [f"{', '.join(same)}: {how}" for how, same in _grouped(noise).items()]
-    if found:
+    if labels_by_claim:
         lines.append("epsilon is the largest of any institution and seed, delta too; they hold for each institution")
         lines.append("noise under DP is secret: a run that is repeated with its seed ends with other numbers")
     if not chosen:
@@ -132,42 +132,42 @@ def _noise(how: str | Sequence[Mapping[str, Any]]) -> str:
 
 def verdicts(report: Mapping[str, Any]) -> list[str]:
     """Say which differences are shown: those whose interval excludes 0."""
-    found: dict[str, list[str]] = {"better": [], "worse": [], "not shown to differ": []}
+    by_verdict: dict[str, list[str]] = {"better": [], "worse": [], "not shown to differ": []}
     for label, row in report["strategies"].items():
         if row["difference"] and (interval := row["difference"]["interval"]):
             low, high = interval if report["higher-is-better"] else (-interval[1], -interval[0])
-            found["better" if low > 0 else "worse" if high < 0 else "not shown to differ"].append(label)
-    said = "; ".join(f"{what}: {', '.join(labels)}" for what, labels in found.items() if labels)
-    differences = sum(map(len, found.values()))
-    if not said:
+            by_verdict["better" if low > 0 else "worse" if high < 0 else "not shown to differ"].append(label)
+    verdict = "; ".join(f"{what}: {', '.join(labels)}" for what, labels in by_verdict.items() if labels)
+    differences = sum(map(len, by_verdict.values()))
+    if not verdict:
         return []
     against = {row.get("against", report["against"]) for row in report["strategies"].values()}
     other = f" with {report['against']}" if len(against) == 1 else ""
     corrected = f", not corrected for {differences} comparisons" if differences > 1 else ""
-    return [f"compared{other} by 95 % intervals ({len(report['seeds']) - 1} degrees of freedom{corrected}): {said}"]
+    return [f"compared{other} by 95 % intervals ({len(report['seeds']) - 1} degrees of freedom{corrected}): {verdict}"]
 
 
 def _options(report: Mapping[str, Any], label: str) -> list[str]:
     return next(list(cell["options"]) for cell in report["cells"] if cell["label"] == label)
 
 
-def _grouped(said: Mapping[str, str]) -> dict[str, list[str]]:
+def _grouped(text_by_label: Mapping[str, str]) -> dict[str, list[str]]:
     """Return the methods of which the same is said, by what is said."""
-    found: dict[str, list[str]] = {}
-    for label, text in said.items():
-        found.setdefault(text, []).append(label)
-    return found
+    grouped: dict[str, list[str]] = {}
+    for label, text in text_by_label.items():
+        grouped.setdefault(text, []).append(label)
+    return grouped
 
 
 def _agreements(report: Mapping[str, Any]) -> list[str]:
     """Say how far the models of runs with `agreement=true` differ at the institutions, by method."""
-    found: dict[str, list[str]] = {}
+    grouped: dict[str, list[str]] = {}
     for cell in report["cells"]:
         if agreement := cell.get("result", {}).get("agreement"):
             spread = mean_of([*agreement["standard-deviation"].values()])
-            found.setdefault(cell["label"], []).append("–" if spread is None else f"{spread:.3f}")
+            grouped.setdefault(cell["label"], []).append("–" if spread is None else f"{spread:.3f}")
     return [
         f"{label}: standard deviation of balanced accuracy over all models, mean over institutions, by seed: "
         f"{', '.join(shown)}"
-        for label, shown in found.items()
+        for label, shown in grouped.items()
     ]

@@ -102,101 +102,101 @@ ASKED = (
 )
 
 
-def write_officer_page(folder: Path, found: Mapping[str, Any]) -> tuple[Path, Path]:
+def write_officer_page(folder: Path, forecast: Mapping[str, Any]) -> tuple[Path, Path]:
     """Write `officer.html` and `officer.json` into a folder; return their paths.
 
     Parameters
     ----------
     folder : Path
         It exists; earlier files of these names are replaced.
-    found : Mapping
+    forecast : Mapping
         What `flwr_replay.forecast.officer.findings` returned.
     """
-    names, lines = list(found["institutions"]), found["fields"]
-    hidden = SEALED if found["sealed"] else MASKED if found["masked"] else NOT_HIDDEN
-    reasons = list(dict.fromkeys(one["reason"] for one in [*found["rules"], *lines] if one["reason"]))
+    names, lines = list(forecast["institutions"]), forecast["fields"]
+    hidden = SEALED if forecast["sealed"] else MASKED if forecast["masked"] else NOT_HIDDEN
+    reasons = list(dict.fromkeys(row["reason"] for row in [*forecast["rules"], *lines] if row["reason"]))
     number = {reason: f"{at}" for at, reason in enumerate(reasons, 1)}
     page, data = folder / f"{PAGE}.html", folder / f"{PAGE}.json"
     text = render(
         "officer",
         title=f"What would leave {_joined(names)}",
-        about=_about(found),
-        verdict=verdict(found),
-        allowed=found["allowed"],
+        about=_about(forecast),
+        verdict=verdict(forecast),
+        allowed=forecast["allowed"],
         rules={
             "caption": "The run as a whole",
             "heads": ["what the policy is asked", "verdict"],
-            "rows": [[RULES.get(one["rule"], one["rule"]), _said(one, number)] for one in found["rules"]],
+            "rows": [[RULES.get(rule["rule"], rule["rule"]), _said(rule, number)] for rule in forecast["rules"]],
         },
-        by_kind=[_by_kind(name, [one for one in lines if one["institution"] == name]) for name in names],
-        fields=[_fields(name, [one for one in lines if one["institution"] == name], number) for name in names],
+        by_kind=[_by_kind(name, [line for line in lines if line["institution"] == name]) for name in names],
+        fields=[_fields(name, [line for line in lines if line["institution"] == name], number) for name in names],
         reasons=reasons,
-        sums=sums(found),
+        sums=sums(forecast),
         samples=_samples(lines),
-        claim=found["claim"],
+        claim=forecast["claim"],
         protected=_protected(lines),
         unprotected=_unprotected(lines),
-        pinned=_joined(found["pinned"]),
-        enforced=[*ENFORCED[: len(ENFORCED) if found["private"] else -1], *hidden.enforced],
-        asked=[ASKED[0], HANDS_ON, *ASKED[2:]] if found["sealed"] else ASKED,
+        pinned=_joined(forecast["pinned"]),
+        enforced=[*ENFORCED[: len(ENFORCED) if forecast["private"] else -1], *hidden.enforced],
+        asked=[ASKED[0], HANDS_ON, *ASKED[2:]] if forecast["sealed"] else ASKED,
         hides=hidden.hides,
         not_hidden=hidden.not_hidden,
-        policy=found["policy"],
-        policy_text=found["policy-text"],
+        policy=forecast["policy"],
+        policy_text=forecast["policy-text"],
         versions={
             "caption": "Versions here. The other places should have the same.",
             "heads": ["package", "version"],
-            "rows": list(found["versions"].items()),
+            "rows": list(forecast["versions"].items()),
         },
-        options=found["options"],
-        version=found["versions"]["flwr-replay"],
+        options=forecast["options"],
+        version=forecast["versions"]["flwr-replay"],
     )
-    write_atomic(data, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    write_atomic(data, json.dumps(forecast, indent=2, ensure_ascii=False) + "\n")
     write_atomic(page, text)
     return page, data
 
 
-def verdict(found: Mapping[str, Any]) -> str:
+def verdict(forecast: Mapping[str, Any]) -> str:
     """Say in a sentence or two what the policy's verdict on the whole run is."""
-    one, names = len(found["institutions"]) == 1, _joined(list(found["institutions"]))
-    if not found["policy"]:
+    alone, names = len(forecast["institutions"]) == 1, _joined(list(forecast["institutions"]))
+    if not forecast["policy"]:
         return f"There is no policy: {names} would let all of it leave. Give one with --policy."
     under = "Under this policy"
-    if found["allowed"]:
-        kept = any(line["verdict"] == "kept here" for line in found["fields"])
+    if forecast["allowed"]:
+        kept = any(line["verdict"] == "kept here" for line in forecast["fields"])
         but = " Some fields stay here, as the policy says." if kept else ""
-        return f"{under} {names} {'takes' if one else 'take'} part. The fields below may leave.{but}"
-    if not _takes_part(found):
-        takes = "takes" if one else "take"
+        return f"{under} {names} {'takes' if alone else 'take'} part. The fields below may leave.{but}"
+    if not _takes_part(forecast):
+        takes = "takes" if alone else "take"
         return f"{under} {names} {takes} no part. Nothing leaves but the name, and a line that says why."
-    refuses = "refuses" if one else "refuse"
+    refuses = "refuses" if alone else "refuse"
     return f"{under} {names} {refuses} some of the messages below. In their place a line leaves that says why."
 
 
-def _takes_part(found: Mapping[str, Any]) -> bool:
+def _takes_part(forecast: Mapping[str, Any]) -> bool:
     """Say whether no rule for the run as a whole is broken; too many tests are refused one by one."""
-    return all(rule["verdict"] != "refused" or rule["rule"] == "max-evaluations" for rule in found["rules"])
+    return all(rule["verdict"] != "refused" or rule["rule"] == "max-evaluations" for rule in forecast["rules"])
 
 
-def _about(found: Mapping[str, Any]) -> list[str]:
-    nodes, rounds = found["nodes"], found["rounds"]
+def _about(forecast: Mapping[str, Any]) -> list[str]:
+    nodes, rounds = forecast["nodes"], forecast["rounds"]
     who = f" with {nodes} institutions" if nodes else ""
     return [
-        f"The study would train a model for the task {found['task']} by {found['strategy']}{who}, in {rounds} "
-        f"round{'s' * (rounds != 1)}. {found['idea']}",
+        f"The study would train a model for the task {forecast['task']} by {forecast['strategy']}{who}, in {rounds} "
+        f"round{'s' * (rounds != 1)}. {forecast['idea']}",
         "This is a forecast. Nothing was trained and nothing was sent. Real messages were made with zeros in place of "
         "data, and put before the same checks that decide in the run.",
-        *([ALONE] if found["others-unknown"] else []),
-        *([UNDRAWN] if found["others-unknown"] and found["fraction"] < 1 else []),
+        *([ALONE] if forecast["others-unknown"] else []),
+        *([UNDRAWN] if forecast["others-unknown"] and forecast["fraction"] < 1 else []),
     ]
 
 
 def _by_kind(name: str, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Sum the fields by kind: the bytes by verdict, as far as there are any of it, and what the kind is."""
-    rows, verdicts = [], [verdict for verdict in VERDICTS if any(one["verdict"] == verdict for one in lines)]
-    for kind in dict.fromkeys(one["kind"] for one in lines):
-        of_kind = [one for one in lines if one["kind"] == kind]
-        sums = [sum(one["bytes"] for one in of_kind if one["verdict"] == verdict) for verdict in verdicts]
+    rows, verdicts = [], [verdict for verdict in VERDICTS if any(line["verdict"] == verdict for line in lines)]
+    for kind in dict.fromkeys(line["kind"] for line in lines):
+        of_kind = [line for line in lines if line["kind"] == kind]
+        sums = [sum(line["bytes"] for line in of_kind if line["verdict"] == verdict) for verdict in verdicts]
         rows.append([kind, *(shown_bytes(size) if size else "" for size in sums), KINDS[kind]])
     return {
         "caption": f"What {name} would be asked to send, by kind",
@@ -208,43 +208,45 @@ def _by_kind(name: str, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _fields(name: str, lines: Sequence[Mapping[str, Any]], number: Mapping[str, str]) -> dict[str, Any]:
     rows = [
         [
-            one["field"],
-            _said(one, number),
-            one["stage"],
-            one["kind"],
-            one["meaning"],
-            one["messages"],
-            shown_bytes(one["bytes"]),
-            f"{one['protection']}{', by ' * bool(one['mechanism'])}{one['mechanism']}",
+            line["field"],
+            _said(line, number),
+            line["stage"],
+            line["kind"],
+            line["meaning"],
+            line["messages"],
+            shown_bytes(line["bytes"]),
+            f"{line['protection']}{', by ' * bool(line['mechanism'])}{line['mechanism']}",
         ]
-        for one in lines
+        for line in lines
     ]
     heads = ["field", "verdict", "stage", "kind", "what it is", "messages", "size", "protection"]
-    one = ". An (ε, δ) that stands at several fields of a stage holds for them together" * any(map(_is_private, lines))
-    return {"caption": f"Every field that {name} would be asked to send{one}", "heads": heads, "rows": rows}
+    footnote = ". An (ε, δ) that stands at several fields of a stage holds for them together" * any(
+        map(_is_private, lines)
+    )
+    return {"caption": f"Every field that {name} would be asked to send{footnote}", "heads": heads, "rows": rows}
 
 
-def _said(one: Mapping[str, str], number: Mapping[str, str]) -> str:
-    return f"{one['verdict']}, reason {number[one['reason']]}" if one["reason"] else one["verdict"]
+def _said(row: Mapping[str, str], number: Mapping[str, str]) -> str:
+    return f"{row['verdict']}, reason {number[row['reason']]}" if row["reason"] else row["verdict"]
 
 
-def sums(found: Mapping[str, Any]) -> list[str]:
+def sums(forecast: Mapping[str, Any]) -> list[str]:
     """Say for each institution how much would be allowed to leave, beside its raw data."""
-    return [_sums(name, found) for name in found["institutions"]]
+    return [_sums(name, forecast) for name in forecast["institutions"]]
 
 
-def _sums(name: str, found: Mapping[str, Any]) -> str:
-    own, by_verdict = found["institutions"][name], dict.fromkeys(VERDICTS, 0)
+def _sums(name: str, forecast: Mapping[str, Any]) -> str:
+    own, by_verdict = forecast["institutions"][name], dict.fromkeys(VERDICTS, 0)
     samples, raw = 0, own["raw-bytes"]
-    for one in found["fields"]:
-        if one["institution"] == name:
-            by_verdict[one["verdict"]] += one["bytes"]
-            samples += one["bytes"] * (one["verdict"] == "allowed" and one["kind"] == "per-sample")
+    for line in forecast["fields"]:
+        if line["institution"] == name:
+            by_verdict[line["verdict"]] += line["bytes"]
+            samples += line["bytes"] * (line["verdict"] == "allowed" and line["kind"] == "per-sample")
     rest = [f"; {shown_bytes(size)} {word}" for word, size in by_verdict.items() if size and word != "allowed"]
     times = f", {float(f'{samples / raw:.2g}'):g} times the raw data" if samples > raw else ""
     single = f", of which {shown_bytes(samples)} are functions of single patients{times}" if samples else ""
     down = f"{shown_bytes(own['comes-down'])} come down."
-    if not _takes_part(found):
+    if not _takes_part(forecast):
         of = f"of the {shown_bytes(own['comes-down'])} that would come down only the roll call does"
         down = f"Since it takes no part, none of them leaves, and {of}."
     return (
@@ -255,34 +257,34 @@ def _sums(name: str, found: Mapping[str, Any]) -> str:
 
 def _samples(lines: Sequence[Mapping[str, Any]]) -> str:
     """Say what can be made of fields of single patients that may leave; empty if there are none."""
-    found = [one for one in lines if one["kind"] == "per-sample" and one["verdict"] == "allowed"]
-    names = [*dict.fromkeys(one["field"] for one in found)]
-    said = f"{_joined(names)} are functions of single patients. {RECONSTRUCT}"
-    return f"{said[0].upper()}{said[1:]}" if names else ""
+    per_sample = [line for line in lines if line["kind"] == "per-sample" and line["verdict"] == "allowed"]
+    names = [*dict.fromkeys(line["field"] for line in per_sample)]
+    warning = f"{_joined(names)} are functions of single patients. {RECONSTRUCT}"
+    return f"{warning[0].upper()}{warning[1:]}" if names else ""
 
 
-def _is_private(one: Mapping[str, Any]) -> bool:
-    return bool(one["mechanism"])
+def _is_private(line: Mapping[str, Any]) -> bool:
+    return bool(line["mechanism"])
 
 
 def _protected(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     """Name what leaves under an (ε, δ): fields of one stage, which share it, in one line."""
-    found: dict[tuple[str, str, str], dict[str, None]] = {}
-    for one in filter(_is_private, lines):
-        found.setdefault((one["stage"], one["protection"], one["mechanism"]), {})[one["field"]] = None
+    fields_by_claim: dict[tuple[str, str, str], dict[str, None]] = {}
+    for line in filter(_is_private, lines):
+        fields_by_claim.setdefault((line["stage"], line["protection"], line["mechanism"]), {})[line["field"]] = None
     return [
         f"{_joined(list(names))} of stage {stage}{', together' * (len(names) > 1)}: {protection}, by {mechanism}."
-        for (stage, protection, mechanism), names in found.items()
+        for (stage, protection, mechanism), names in fields_by_claim.items()
     ]
 
 
 def _unprotected(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     """Name what may leave without differential privacy, by kind."""
-    found: dict[str, dict[str, None]] = {}
-    for one in lines:
-        if one["verdict"] == "allowed" and one["kind"] != "notice" and not _is_private(one):
-            found.setdefault(one["kind"], {})[f"{one['field']} ({one['stage']})"] = None
-    return [f"{kind}, {KINDS[kind]}: {', '.join(names)}." for kind, names in found.items()]
+    stages: dict[str, dict[str, None]] = {}
+    for line in lines:
+        if line["verdict"] == "allowed" and line["kind"] != "notice" and not _is_private(line):
+            stages.setdefault(line["kind"], {})[f"{line['field']} ({line['stage']})"] = None
+    return [f"{kind}, {KINDS[kind]}: {', '.join(names)}." for kind, names in stages.items()]
 
 
 def _joined(names: Sequence[str]) -> str:

@@ -40,8 +40,10 @@ def points(report: Mapping[str, Any]) -> bytes:
     from matplotlib.figure import Figure
 
     labels, seeds = list(report["strategies"]), list(report["seeds"])
-    said = {shown_epsilon([row["epsilon"]]) for row in report["strategies"].values() if row["mean"] is not None}
-    alike = len(said) == 1 and len(labels) > 1  # then the title says it once
+    epsilons_shown = {
+        shown_epsilon([row["epsilon"]]) for row in report["strategies"].values() if row["mean"] is not None
+    }
+    alike = len(epsilons_shown) == 1 and len(labels) > 1  # then the title says it once
     figure = Figure(figsize=(max(4.8, 1.25 * len(labels) + 1.2), 4.2), layout="constrained")
     axes = figure.subplots()
     shown: list[float] = []
@@ -74,7 +76,7 @@ def points(report: Mapping[str, Any]) -> bytes:
     axes.set_xlim(-0.6, len(labels) - 0.25)
     _scale(axes, shown)
     axes.set(ylabel=report["metric"])
-    axes.set_title("\n".join(filter(None, [report["title"], *(said if alike else [])])), fontsize="medium")
+    axes.set_title("\n".join(filter(None, [report["title"], *(epsilons_shown if alike else [])])), fontsize="medium")
     mean = "bar: mean" + (
         ", line: its 95 % interval" if any(row["interval"] for row in report["strategies"].values()) else ""
     )
@@ -157,25 +159,25 @@ def lines(reports: Mapping[str, Mapping[str, Any]], title: str) -> bytes:
     """
     from matplotlib.figure import Figure
 
-    names, found = list(reports), list(reports.values())
-    labels = list(dict.fromkeys(label for report in found for label in report["strategies"]))
+    names, compared = list(reports), list(reports.values())
+    labels = list(dict.fromkeys(label for report in compared for label in report["strategies"]))
     figure = Figure(figsize=(8.4, 4.4), layout="constrained")
     axes = figure.subplots()
     shown: list[float] = []
     for place, label in enumerate(labels):
         colour, marker = _look(place)
-        rows = [(at, report["strategies"].get(label)) for at, report in enumerate(found)]
+        rows = [(at, report["strategies"].get(label)) for at, report in enumerate(compared)]
         held = [(at, row["mean"], row["sd"] or 0.0) for at, row in rows if row and row["mean"] is not None]
         if held:
             xs, means, sds = zip(*held, strict=True)
             shown += [mean + sign * sd for mean, sd in zip(means, sds, strict=True) for sign in (-1, 1)]
             style = ("-", "--", ":")[place // len(COLOURS) % 3]
             moved = [at + 0.02 * (place - len(labels) / 2) for at in xs]  # so that bars do not hide each other
-            named = _named(label, found)
+            named = _named(label, compared)
             axes.errorbar(moved, means, sds, color=colour, marker=marker, linestyle=style, label=named, capsize=2)
     axes.set_xticks(range(len(names)), names)
     _scale(axes, shown)
-    metrics = " or ".join(dict.fromkeys(report["metric"] for report in found))
+    metrics = " or ".join(dict.fromkeys(report["metric"] for report in compared))
     axes.set(ylabel=f"{metrics}; mean and standard deviation over seeds")
     axes.set_title(title, fontsize="medium")
     figure.legend(loc="outside right center", frameon=False, fontsize="small")
@@ -226,22 +228,22 @@ def draw_losses(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     rows : sequence of Mapping
         The lines of `generator.jsonl`.
     """
-    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    by_network: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in rows:
-        by_institution = found.setdefault(row["network"], {})
+        by_institution = by_network.setdefault(row["network"], {})
         by_institution.setdefault(row["institution"], []).append((row["epoch"], row["loss"]))
-    for network, by_institution in found.items():
+    for network, by_institution in by_network.items():
         with spared(file := folder / f"{network}.png"):
             write_atomic(file, losses(by_institution, f"{network}: loss by epoch"))
 
 
-def losses(found: Mapping[str, History], title: str) -> bytes:
+def losses(histories: Mapping[str, History], title: str) -> bytes:
     """Draw the loss by epoch, a line for each institution; returns a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4))
     axes = figure.subplots()
-    for place, (name, history) in enumerate(found.items()):
+    for place, (name, history) in enumerate(histories.items()):
         colour, marker = _look(place)
         axes.plot(*zip(*history, strict=True), color=colour, marker=marker, label=name)
     axes.set(xlabel="epoch", ylabel="loss")
@@ -250,47 +252,47 @@ def losses(found: Mapping[str, History], title: str) -> bytes:
     return _png(figure)
 
 
-def histograms(found: Mapping[str, NDArray[Any]], distance: str, title: str) -> bytes:
+def histograms(distances: Mapping[str, NDArray[Any]], distance: str, title: str) -> bytes:
     """Draw how often distances occur in each group, as in Fig. 3 of Pennisi et al. 2023; returns a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axes = figure.subplots()
-    bins = np.histogram_bin_edges(np.concatenate(list(found.values())), 30).tolist()
-    axes.hist(list(found.values()), bins, label=list(found), color=list(COLOURS[: len(found)]))
+    bins = np.histogram_bin_edges(np.concatenate(list(distances.values())), 30).tolist()
+    axes.hist(list(distances.values()), bins, label=list(distances), color=list(COLOURS[: len(distances)]))
     axes.set(xlabel=f"distance: {distance}", ylabel="images")
     axes.set_title(title, fontsize="medium")
     axes.legend(frameon=False, fontsize="small")
     return _png(figure)
 
 
-def heat_map(found: Mapping[str, Any]) -> bytes:
+def heat_map(forgetting: Mapping[str, Any]) -> bytes:
     """Draw a forgetting matrix, exchanges downwards and institutions across; returns a PNG.
 
     Parameters
     ----------
-    found : Mapping
+    forgetting : Mapping
         As `flwr_replay.report.forgetting.ForgettingMatrix.summary` returns it.
     """
     from matplotlib.figure import Figure
 
-    matrix = [[float("nan") if value is None else value for value in row] for row in found["matrix"]]
-    height, width = len(matrix), len(found["institutions"])
+    matrix = [[float("nan") if value is None else value for value in row] for row in forgetting["matrix"]]
+    height, width = len(matrix), len(forgetting["institutions"])
     figure = Figure(figsize=(1.5 + 0.9 * width, 1.5 + min(0.35 * height, 30)), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(matrix, aspect="auto", cmap="viridis")
-    axes.set_xticks(range(width), [name.removeprefix("institution-") for name in found["institutions"]])
+    axes.set_xticks(range(width), [name.removeprefix("institution-") for name in forgetting["institutions"]])
     labels = [
         f"{entry['round']}: {entry['taught'][0].removeprefix('institution-')}"
         if len(entry["taught"]) == 1
         else str(entry["round"])
-        for entry in found["exchanges"]
+        for entry in forgetting["exchanges"]
     ]
     axes.set_yticks(range(height), labels, fontsize="small")
     axes.set(
         xlabel="own data of institution",
         ylabel="after exchange: trained on",
-        title=f"{found['metric']}, mean drop {found['mean-drop']:.3f}",
+        title=f"{forgetting['metric']}, mean drop {forgetting['mean-drop']:.3f}",
     )
     if height * width <= 400:
         for i, row in enumerate(matrix):

@@ -31,8 +31,8 @@ class Progress:
 def without_colours() -> None:
     """Take the colours from Flower's log where it goes into a file or a pipe, or NO_COLOR is set."""
     if os.environ.get("NO_COLOR") or not sys.stderr.isatty():
-        for one in logging.getLogger("flwr").handlers:
-            one.colored = False  # type: ignore[attr-defined]  # Flower's own handler colours a file, too
+        for handler in logging.getLogger("flwr").handlers:
+            handler.colored = False  # type: ignore[attr-defined]  # Flower's own handler colours a file, too
 
 
 class Display:
@@ -60,10 +60,10 @@ def shown_metrics(metrics: dict[str, float]) -> str:
     'validation accuracy 0.5000, auc 0.6000, loss 1.0000'
     """
     validated = {name.removeprefix(VALIDATION): value for name, value in metrics.items() if name.startswith(VALIDATION)}
-    found = validated or metrics
-    leading = [name for name in found if name != "loss"][:1]
-    leading += [name for name in BESIDE if name in found and name not in leading]
-    shown = [f"{name} {found[name]:.4f}" for name in [*leading, "loss"] if name in found]
+    shown_of = validated or metrics
+    leading = [name for name in shown_of if name != "loss"][:1]
+    leading += [name for name in BESIDE if name in shown_of and name not in leading]
+    shown = [f"{name} {shown_of[name]:.4f}" for name in [*leading, "loss"] if name in shown_of]
     shown += [f"{name} {value:.4f}" for name, value in metrics.items() if name.startswith("epsilon")]
     return f"{'validation ' * bool(validated)}{', '.join(shown)}" or "not evaluated"
 
@@ -158,8 +158,12 @@ class TerminalDisplay(LogDisplay):
         self.terminal = sys.stderr
         self.bar.start()
         # rich stands in for sys.stderr now, but Flower's handlers write to the stream that they were made with.
-        handlers = [one for one in logging.getLogger("flwr").handlers if isinstance(one, logging.StreamHandler)]
-        self.moved = [one for one in handlers if one.stream is self.terminal and one.setStream(sys.stderr)]
+        handlers = [
+            handler for handler in logging.getLogger("flwr").handlers if isinstance(handler, logging.StreamHandler)
+        ]
+        self.moved = [
+            handler for handler in handlers if handler.stream is self.terminal and handler.setStream(sys.stderr)
+        ]
 
     def exchange(self, exchange: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
         """Move the bar; print a line at the end of a round or, if there is no terminal, of an exchange."""

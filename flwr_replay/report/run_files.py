@@ -71,8 +71,8 @@ def _square(counts: object) -> bool:
     return (
         fits(counts, {...: [int]})
         and isinstance(counts, dict)
-        and len({len(one) for one in counts.values()}) <= 1
-        and all(round(len(one) ** 0.5) ** 2 == len(one) for one in counts.values())
+        and len({len(matrix) for matrix in counts.values()}) <= 1
+        and all(round(len(matrix) ** 0.5) ** 2 == len(matrix) for matrix in counts.values())
     )
 
 
@@ -200,10 +200,10 @@ def _say_older(folder: Path) -> None:
     )
 
 
-def check_own(path: Path, found: str, folder: Path) -> None:
+def check_own(path: Path, named: str, folder: Path) -> None:
     """Refuse a file that names another run, by the mark that was found in it; errors as of `json_of`."""
-    if found != (mark := mark_of(folder)):
-        other = "no run" if not found else found if found.split()[0] != mark.split(" ")[0] else "it with other options"
+    if named != (mark := mark_of(folder)):
+        other = "no run" if not named else named if named.split()[0] != mark.split(" ")[0] else "it with other options"
         raise DamagedError(
             f"{path} must be of the run {mark or folder.name}; it names {other}: put the run's own file back"
         )
@@ -281,9 +281,11 @@ def check_grown(folder: Path, name: str) -> None:
             return
         if name in grown and not there(path):
             raise DamagedError(f"there is no {path}, which the run has written: restore it from a backup")
-        if found := [part for part in parts(path) if there(part) and [*tally(part)] != grown.get(_named(part, folder))]:
+        if changed := [
+            part for part in parts(path) if there(part) and [*tally(part)] != grown.get(_named(part, folder))
+        ]:
             raise DamagedError(
-                f"{found[0]} must be as it was when the run ended; it has changed: restore it from a backup, or wait "
+                f"{changed[0]} must be as it was when the run ended; it has changed: restore it from a backup, or wait "
                 "if the run goes on"
             )
         return
@@ -294,7 +296,7 @@ def check_grown(folder: Path, name: str) -> None:
         except (DamagedError, ValueError, TypeError, KeyError):  # as one that is removed while the run goes on
             continue
         check_own(checkpoint, texts.get(OF_RUN, ""), folder)
-        check_begin(folder, {one: grown[one] for one in grown if one == name or one.startswith(f"{path.stem}-")})
+        check_begin(folder, {file: grown[file] for file in grown if file == name or file.startswith(f"{path.stem}-")})
         return
 
 

@@ -70,7 +70,7 @@ def write_run_page(folder: Path) -> Path:
         If the run has not finished, or a file of its directory is damaged.
     """
     result = read_result(folder)
-    found, classes, final = confusion_of(folder), classes_of(folder), result["final"]["global"]
+    confusion, classes, final = confusion_of(folder), classes_of(folder), result["final"]["global"]
     tested = tested_of(folder)
     pictures, left_out = _pictures(folder)
     rows, fault = metric_rows(folder, result["rounds"])
@@ -79,21 +79,21 @@ def write_run_page(folder: Path) -> Path:
         "run",
         title=f"{folder.name}: {result['strategy']} on {result['task']}, seed {result['seed']}",
         question=_question(result),
-        answer=_answer(result, found, tested),
+        answer=_answer(result, confusion, tested),
         warnings=[
             *filter(None, [fault, _lacking(folder, travelled, result["bytes"])]),
             *map(_sentence, untrained_lines(result)),
-            *warnings(result, found, classes, tested),
+            *warnings(result, confusion, classes, tested),
         ],
-        curves=_curves(rows, result, [*beside(final, found), *({"dice-mean"} & final.keys())]),
-        bars=_bars(result, found),
-        bars_caption=_bars_caption(result, found),
+        curves=_curves(rows, result, [*beside(final, confusion), *({"dice-mean"} & final.keys())]),
+        bars=_bars(result, confusion),
+        bars_caption=_bars_caption(result, confusion),
         metrics=_metrics(result, folder, tested),
         notes=[
             *filter(None, [result.get("metrics-note", "")]),
             *map(_sentence, [*dice_lines(final), *best_lines(result)]),
         ],
-        confusion=_confusion(result, found, classes),
+        confusion=_confusion(result, confusion, classes),
         skew=[*map(_sentence, skew_lines(result.get("skew")))] or [UNKNOWN_SKEW, _labels_sent(folder)],
         labels=_labels(result, classes),
         claim=[result["privacy-claim"], *map(_sentence, sample_lines(result))],
@@ -101,7 +101,10 @@ def write_run_page(folder: Path) -> Path:
         left=(left := _left(travelled)),
         kinds=[_explained(head) for head in left["heads"][1:] if _kind(head)[0] in KINDS],
         recorded=[*map(_sentence, recorded_lines(result, folder))],
-        failures=[f"{one['institution']}, exchange {one['round']}: {one['reason']}" for one in result["failures"]],
+        failures=[
+            f"{failure['institution']}, exchange {failure['round']}: {failure['reason']}"
+            for failure in result["failures"]
+        ],
         all_there=_all_there(options_of(folder)),
         pictures=pictures,
         left_out=left_out,
@@ -139,30 +142,36 @@ def _question(result: Mapping[str, Any]) -> str:
     )
 
 
-def _answer(result: Mapping[str, Any], found: Mapping[str, Sequence[int]], tested: Mapping[str, int]) -> str:
+def _answer(result: Mapping[str, Any], confusion: Mapping[str, Sequence[int]], tested: Mapping[str, int]) -> str:
     metric, unit = result["metric"], f" {result['unit']}" if result["unit"] else ""
-    own = {name: one[metric] for name, one in result["final"]["institutions"].items() if metric in one}
+    own = {name: metrics[metric] for name, metrics in result["final"]["institutions"].items() if metric in metrics}
     number = f"{total:,} " if (total := sum(tested.values())) else ""
     whole = result["final"]["global"]
-    said = f"At the end {metric} is {whole[metric]:.3f}{unit} over all {number}test examples"
+    answer = f"At the end {metric} is {whole[metric]:.3f}{unit} over all {number}test examples"
     if len(own) > 1 and len({*own.values()}) == 1:
-        said += ", the same at each institution"
+        answer += ", the same at each institution"
     elif len(own) > 1:
         low, high = min(own, key=lambda name: own[name]), max(own, key=lambda name: own[name])
-        guess = {name: f" ({guessed(counts):.3f})" for name, counts in found.items()} if metric == "accuracy" else {}
-        said += f", from {own[low]:.3f}{guess.get(low, '')} at {low} to {own[high]:.3f}{guess.get(high, '')} at {high}"
-        said += " (in brackets: always naming its most frequent label)" if guess else ""
-    if metric == "accuracy" and found:
-        said += f"; always the most frequent label of all would have {guessed(pooled_counts(found)):.3f}"
-    if more := beside(whole, found):
+        guess = (
+            {name: f" ({guessed(counts):.3f})" for name, counts in confusion.items()} if metric == "accuracy" else {}
+        )
+        answer += (
+            f", from {own[low]:.3f}{guess.get(low, '')} at {low} to {own[high]:.3f}{guess.get(high, '')} at {high}"
+        )
+        answer += " (in brackets: always naming its most frequent label)" if guess else ""
+    if metric == "accuracy" and confusion:
+        answer += f"; always the most frequent label of all would have {guessed(pooled_counts(confusion)):.3f}"
+    if more := beside(whole, confusion):
         shown = " and ".join(f"{name} is {value:.3f}" for name, value in more.items())
-        said += f". Labels are unequal; this model's {shown}"
+        answer += f". Labels are unequal; this model's {shown}"
     if spread_of := spread(result):
-        said += f"; {spread_of}"
-    said += "".join(f". {line[0].upper()}{line[1:]}" for line in guessing_lines(whole, found)[1:])  # of test examples
+        answer += f"; {spread_of}"
+    answer += "".join(
+        f". {line[0].upper()}{line[1:]}" for line in guessing_lines(whole, confusion)[1:]
+    )  # of test examples
     if (validated := whole.get(f"validation-{metric}")) is not None:
-        said += f". Test examples were used only then; of validation examples {metric} is {validated:.3f}{unit}"
-    return f"{said}."
+        answer += f". Test examples were used only then; of validation examples {metric} is {validated:.3f}{unit}"
+    return f"{answer}."
 
 
 def _curves(
@@ -190,15 +199,15 @@ def _curves(
     return drawn
 
 
-def _bars(result: Mapping[str, Any], found: Mapping[str, Sequence[int]]) -> Any:
+def _bars(result: Mapping[str, Any], confusion: Mapping[str, Sequence[int]]) -> Any:
     metric = result["metric"]
-    own = {name: one[metric] for name, one in result["final"]["institutions"].items() if metric in one}
-    marks = {name: guessed(counts) for name, counts in found.items()} if metric == "accuracy" else {}
+    own = {name: metrics[metric] for name, metrics in result["final"]["institutions"].items() if metric in metrics}
+    marks = {name: guessed(counts) for name, counts in confusion.items()} if metric == "accuracy" else {}
     return bars({name: (value, marks.get(name)) for name, value in own.items()}) if own else None
 
 
-def _bars_caption(result: Mapping[str, Any], found: Mapping[str, Sequence[int]]) -> str:
-    marked = result["metric"] == "accuracy" and found
+def _bars_caption(result: Mapping[str, Any], confusion: Mapping[str, Sequence[int]]) -> str:
+    marked = result["metric"] == "accuracy" and confusion
     what = "; dashed: what always naming the institution's most frequent label would have" if marked else ""
     better = "" if result["higher-is-better"] else "; less is better"
     return f"{result['metric']} of each institution{what}{better}"
@@ -217,21 +226,21 @@ def _metrics(result: Mapping[str, Any], folder: Path, tested: Mapping[str, int])
         [
             name,
             *("" if count is None else f"{count:,}" for count in counts[name]),
-            *(f"{one[head]:.4f}" if head in one else "" for head in heads),
+            *(f"{metrics[head]:.4f}" if head in metrics else "" for head in heads),
         ]
-        for name, one in rows
+        for name, metrics in rows
     ]
     columns = ["institution", "training examples", "test examples", *heads]
     return {"caption": "All metrics after the last round", "heads": columns, "rows": cells}
 
 
 def _confusion(
-    result: Mapping[str, Any], found: Mapping[str, Sequence[int]], classes: Sequence[str]
+    result: Mapping[str, Any], confusion: Mapping[str, Sequence[int]], classes: Sequence[str]
 ) -> dict[str, Any] | None:
     """Return the pooled confusion matrix; None for regression, and for many classes."""
-    if not found:
+    if not confusion:
         return None
-    counts = pooled_counts(found)
+    counts = pooled_counts(confusion)
     size = round(len(counts) ** 0.5)
     if size > MOST_CLASSES:
         return None
@@ -277,13 +286,13 @@ def _shaded(
 
 def _privacy(result: Mapping[str, Any]) -> dict[str, Any] | None:
     rows = []
-    for name, one in result["privacy"].items():
-        if one:
-            known = one["epsilon"] is not None
-            bound = [rounded_up(one["epsilon"]), rounded_up(one["delta"], 2)] if known else ["none", ""]
+    for name, account in result["privacy"].items():
+        if account:
+            known = account["epsilon"] is not None
+            bound = [rounded_up(account["epsilon"]), rounded_up(account["delta"], 2)] if known else ["none", ""]
             how = shown_noise(result.get("noise", {}).get(name, [])) or "not told"  # by older versions
-            proven = "yes" if one.get("proven") else "no"
-            rows.append([name, *bound, proven, one.get("dp", ""), one["mechanism"], how])
+            proven = "yes" if account.get("proven") else "no"
+            rows.append([name, *bound, proven, account.get("dp", ""), account["mechanism"], how])
     heads = ["institution", "ε", "δ", "proven", "dp=", "mechanism", "noise"]
     return {"caption": "What each institution's account states", "heads": heads, "rows": rows} if rows else None
 

@@ -51,8 +51,8 @@ def summary(result: Mapping[str, Any], folder: Path) -> str:
     """
     leading, unit = result["metric"], f" {result['unit']}" if result["unit"] else ""
     final, confusion = result["final"], confusion_of(folder)
-    tested = {name: one for name, one in final["institutions"].items() if leading in one}
-    account = {name: one for name, one in result["privacy"].items() if one}
+    tested = {name: metrics for name, metrics in final["institutions"].items() if leading in metrics}
+    account = {name: stated for name, stated in result["privacy"].items() if stated}
     if len(final["institutions"]) > MOST_SHOWN:  # the lowest and the highest are shown
         tested = dict(sorted(tested.items(), key=lambda pair: pair[1][leading]))
         account = dict(sorted(account.items(), key=lambda pair: inf if (e := pair[1]["epsilon"]) is None else e))
@@ -60,7 +60,7 @@ def summary(result: Mapping[str, Any], folder: Path) -> str:
         f"{result['strategy']} on {result['task']}: {leading} {result['final']['global'][leading]:.4f}{unit} "
         f"({_best(result)})"
         f"{epsilon_suffix(result)}{missing_suffix(result)}",
-        *_fewer([f"  {_own(name, one, leading, confusion)}" for name, one in tested.items()]),
+        *_fewer([f"  {_own(name, metrics, leading, confusion)}" for name, metrics in tested.items()]),
         *untrained_lines(result),
         *guessing_lines(final["global"], confusion),
         *filter(None, [spread(result)]),
@@ -71,7 +71,7 @@ def summary(result: Mapping[str, Any], folder: Path) -> str:
     ]
     lines += sample_lines(result)
     lines.append(result["privacy-claim"])
-    lines += _fewer([_released(name, one, result) for name, one in account.items()])
+    lines += _fewer([_released(name, stated, result) for name, stated in account.items()])
     lines += recorded_lines(result, folder)
     lines += [f"warning: {line}" for line in warnings(result, confusion, classes_of(folder), tested_of(folder))]
     failures = [f"{f['institution']} failed in exchange {f['round']}: {f['reason']}" for f in result["failures"]]
@@ -96,7 +96,7 @@ def _released(name: str, account: Mapping[str, Any], result: Mapping[str, Any]) 
 
 def _own(name: str, metrics: Mapping[str, float], leading: str, confusion: Mapping[str, Sequence[int]]) -> str:
     """Write an institution's main metric and what stands beside it: `north: 0.9100, balanced-accuracy 0.6400`."""
-    more = "".join(f", {one} {value:.4f}" for one, value in beside(metrics, confusion).items())
+    more = "".join(f", {figure} {value:.4f}" for figure, value in beside(metrics, confusion).items())
     return f"{name}: {metrics[leading]:.4f}{more}"
 
 
@@ -170,17 +170,18 @@ def sample_lines(result: Mapping[str, Any]) -> list[str]:
         raw = up.get("raw-bytes-they-stand-for")
         place = f", in place of {shown_bytes(raw)} of raw data" if raw else ""
         noisy = all(
-            one and one["epsilon"] is not None and one.get("dp") == "latents" for one in result["privacy"].values()
+            account and account["epsilon"] is not None and account.get("dp") == "latents"
+            for account in result["privacy"].values()
         )
-        said = "each with noise of its own" if noisy else "not differentially private"
+        protection = "each with noise of its own" if noisy else "not differentially private"
         show = f". {RECONSTRUCT}" if up.get("per-sample") else ""
-        lines.append(f"of single patients: {shown_bytes(count)} went up{place}; {said}{show}")
+        lines.append(f"of single patients: {shown_bytes(count)} went up{place}; {protection}{show}")
     if count := up.get("synthetic", 0):
         # A run with synthetic images has an epsilon only if its generators are trained under DP.
-        bounded = all(one and one["epsilon"] is not None for one in result["privacy"].values())
+        bounded = all(stated and stated["epsilon"] is not None for stated in result["privacy"].values())
         depend = "; their generators depend on all images of an institution, and no epsilon bounds what one shows"
-        said = ", drawn by generators trained under DP" if bounded else f"{depend} of a patient"
-        lines.append(f"synthetic images: {shown_bytes(count)} went up{said}")
+        protection = ", drawn by generators trained under DP" if bounded else f"{depend} of a patient"
+        lines.append(f"synthetic images: {shown_bytes(count)} went up{protection}")
     return lines
 
 

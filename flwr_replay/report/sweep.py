@@ -43,7 +43,7 @@ def sweeps(report: Mapping[str, Any]) -> list[tuple[Curves, str, str]]:
         if swept:
             level = [label for label, (_, options) in own.items() if key not in options]
             drawn.append(_drawn(report, key, swept, level))
-    return [one for one in drawn if one]
+    return [chart for chart in drawn if chart]
 
 
 def _drawn(
@@ -83,14 +83,14 @@ def _drawn(
 
 def _judging(report: Mapping[str, Any]) -> tuple[dict[str, float], str]:
     """Return the mean over seeds of the metric that chooses, by label; words for it if it is of validation examples."""
-    found: dict[str, list[float]] = {}
+    judging: dict[str, list[float]] = {}
     by = ""
     for cell in report["cells"]:
         metrics = cell["result"]["final"]["global"] if "result" in cell else {}
         if (name := judged(report["metric"], metrics)) in metrics:
-            found.setdefault(cell["label"], []).append(metrics[name])
+            judging.setdefault(cell["label"], []).append(metrics[name])
             by = ", by validation examples" if name.startswith(VALIDATION) else by
-    return {label: fmean(values) for label, values in found.items()}, by
+    return {label: fmean(values) for label, values in judging.items()}, by
 
 
 def _stem(label: str, key: str) -> str:

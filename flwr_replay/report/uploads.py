@@ -42,9 +42,9 @@ def upload_advice(uploads: str, sizes: Mapping[str, int], cut: str, rows: int, r
     if not 0 < raw_bytes < total:
         return ""
     times = float(f"{total / raw_bytes:.2g}")
-    said = f"{uploads} will be {shown_bytes(total)}, {times:g} times the raw data ({shown_bytes(raw_bytes)})"
+    line = f"{uploads} will be {shown_bytes(total)}, {times:g} times the raw data ({shown_bytes(raw_bytes)})"
     deeper = list(sizes)[list(sizes).index(cut) + 1 :]
     smaller = next((name for name in deeper if rows * sizes[name] <= raw_bytes), "")
     if not smaller:
-        return f"{said}; no deeper cut of this model sends less than the raw data"
-    return f"{said}: cut={smaller} sends {shown_bytes(rows * sizes[smaller])}, but {but}"
+        return f"{line}; no deeper cut of this model sends less than the raw data"
+    return f"{line}: cut={smaller} sends {shown_bytes(rows * sizes[smaller])}, but {but}"
