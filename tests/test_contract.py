@@ -35,6 +35,7 @@ def test_strategy_keeps_the_contract(name):
     check_strategy(name, [SMALL, *GENERATOR, *FEW.get(name, [])])
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "job",
     [
@@ -71,6 +72,7 @@ def test_options_keep_the_contract(job):
     check_strategy(name, [*options, SMALL, *GENERATOR, *FEW.get(name, [])])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "job",
     [
@@ -97,11 +99,13 @@ def test_replay_and_privacy_keep_the_contract(job):
     check_strategy(name, [*options, *GENERATOR, *FEW.get(name, []), "partition.size=40"])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted({*choices("strategy")} - CLASSES))
 def test_a_regression_keeps_the_contract(name):
     check_strategy(name, ["task=diabetes", "model=mlp"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["fedreplay", "splitnn", "fedavgshare"])
 def test_a_segmentation_keeps_the_contract(name, tmp_path):
     rng = np.random.default_rng(0)

@@ -108,6 +108,7 @@ def test_the_table_has_every_strategy():
     assert set(ROWS.values()) == {ANY, MOD, SERVE}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", choices("strategy"))
 def test_a_strategy_runs_as_the_table_says(name, own):
     way = ROWS[name]
@@ -214,6 +215,7 @@ def test_proxies_without_noise_and_a_replaced_learning_rate_are_said_once(own, c
         assert sum(said in record.message for record in caplog.records) == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["proxyfl", "fml", "local"])
 def test_where_private_models_are_is_said_once_and_they_load_as_the_page_shows(name, own, caplog):
     caplog.set_level(logging.INFO, "flwr")

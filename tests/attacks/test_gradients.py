@@ -123,6 +123,7 @@ def test_counts_sum_to_the_examples_whatever_the_gradient_says() -> None:
         assert counts.min() >= 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("local", [LocalSteps(), LocalSteps(steps=4, batch_size=2, lr=0.05)], ids=["gradient", "steps"])
 def test_images_behind_a_change_are_found(digits: tuple[torch.Tensor, torch.Tensor], local: LocalSteps) -> None:
     x, y = digits[0][:4], digits[1][:4]

@@ -90,6 +90,7 @@ def test_total_variation_by_hand() -> None:
     assert total_variation(torch.rand(3, 5, 1, 1)).tolist() == [0, 0, 0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("model", "cut"), [("cnn", "conv2"), ("mlp", "hidden1")])
 def test_a_decoder_beats_the_mean_and_the_nearest_auxiliary_image(digits: torch.Tensor, model: str, cut: str) -> None:
     encoder, _ = split(build(ModelConfig(name=model, width=48, norm="group"), TASK, 0), cut)

@@ -143,6 +143,7 @@ def test_strangers_of_ordered_classes_are_at_the_null() -> None:
     assert all(3 < one.by_chance < 7 for one in counts)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("alike", [False, True])
 def test_chance_holds_for_noise_and_for_mean_images(alike: bool) -> None:
     labels, above = torch.arange(8) % 2, 0

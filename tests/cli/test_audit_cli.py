@@ -115,6 +115,7 @@ METHODS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("words", METHODS.values(), ids=METHODS)
 def test_in_honest_steps_of_other_methods_nothing_is_found(audit, words):
     code, out, _ = audit(*TASK, *words, "sigma=0.6", "rounds=1", "--canaries", "40", "--json")

@@ -104,6 +104,7 @@ ESCAPED = [
 ]
 
 
+@pytest.mark.sampled(1, "attack")
 @pytest.mark.parametrize("given", ["typed", "overrides", "plain"])
 @pytest.mark.parametrize("attack", ESCAPED, ids=lambda attack: attack[:40])
 def test_what_a_server_sends_reads_nothing_of_the_institutions_machine(attack, given, monkeypatch):
@@ -246,6 +247,7 @@ def there_and_back(config, folder):
     return compose(overrides_of(folder / "config.yaml"))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("strategy", choices("strategy"))
 def test_a_written_configuration_composes_to_itself(strategy, tmp_path):
     overrides = ["task=folder", 'class-names=[well, "it\'s, ill"]', "model=resnet18", "partition=dirichlet"]
@@ -256,6 +258,7 @@ def test_a_written_configuration_composes_to_itself(strategy, tmp_path):
     assert config.run_name == ""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("preset", "task"), [(path.parent.name, path.stem) for path in conf_dir().glob("preset/*/*.yaml")]
 )

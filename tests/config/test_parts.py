@@ -171,6 +171,7 @@ def test_a_model_is_tried_in_training_and_its_norm_statistics_stay(own):
     assert not build(config.model, config.task, 0).norm.running_mean.any()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("strategy", ["fedsgd", "splitnn", "splitnn share-labels=false", "fedavg", "fedprox", "cwt"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_frozen_layers_stay_and_unused_parameters_do_no_harm(own, tmp_path, strategy, optimizer):
@@ -192,6 +193,7 @@ def test_a_model_is_not_cut_between_layers_that_share_weights(own):
         split(model, "one")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["fedavg", "splitnn"])  # SplitNN's server has the layer that fails
 @pytest.mark.parametrize(("name", "said"), [("late", "KeyError: '/data/patient-7'"), ("leaving", "SystemExit: 4")])
 def test_a_model_that_fails_in_training_is_one_line(own, monkeypatch, capsys, strategy, name, said):

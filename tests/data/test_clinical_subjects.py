@@ -95,6 +95,7 @@ def test_more_than_there_is_is_refused_with_both_numbers():
         divided([], [])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", [name for name in choices("task") if name != "own"])  # it needs a function
 def test_every_task_composes_with_the_presets_that_know_it(name):
     assert compose([f"task={name}", "preset=quick"]).task.name == name

@@ -28,6 +28,7 @@ def test_the_preset_is_the_paper_s():
     assert config.external
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["proxyfl", "fml", "fedavg dp=classifier"])
 def test_all_methods_are_tested_at_home_and_elsewhere(job, method):
     strategy, *options = method.split()

@@ -18,6 +18,7 @@ from flwr_replay.errors import RunError
 Make = Callable[..., Any]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("nodes", "made"),
     [(4, {}), (25, {}), (3, {"classes": 40}), (3, {"continuous": True}), (1, {"val": False}), (1, {"classes": 1})],

@@ -145,6 +145,7 @@ def test_what_is_written_over_an_older_version_s_file_is_shut(tmp_path):
     assert open_to_others(tmp_path) == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -220,6 +221,7 @@ def test_a_file_is_as_it_was_where_the_disk_is_full(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("size", "reported"), [(20, "run-id"), (3000, "ledger.jsonl"), (12_000, "000001.safetensors")])
 def test_a_run_on_a_full_disk_ends_with_one_line_and_goes_on(tmp_path, monkeypatch, caplog, size, reported):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))

@@ -170,6 +170,7 @@ def test_images_of_another_form_and_empty_folders_are_refused_whole(ran, images,
         images_in(tmp_path / "none")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("job", ["local", "proxyfl", "proxyfl, pool", "fml, pool"])
 def test_private_models_are_used_at_their_institution(job, tmp_path, monkeypatch):
     strategy, _, pool = job.partition(", ")
@@ -227,6 +228,7 @@ def outputs(file, form, x):
     return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", ["torch", "onnx"])
 def test_an_exported_model_has_the_same_outputs(form, ran, tmp_path, capsys):
     app(["export", str(ran[1]), "--format", form, "--out", str(tmp_path / "mine")], standalone_mode=False)
@@ -275,6 +277,7 @@ def test_the_best_round_is_kept_as_it_was_tested_also_over_a_resumption(tmp_path
     assert load_model(folder, best=True).classes == load_model(folder).classes
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", ["gabor", "mlp", "lenet5"])
 def test_a_model_is_exported_for_any_number_of_images(model, tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))

@@ -113,6 +113,7 @@ def backbone(tmp_path_factory):
     return file
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("channels", [1, 3])
 def test_lpips_distances_are_those_of_its_package(backbone, channels):
     look = LpipsFeatures(str(backbone), ImageForm(channels, 64, 2))
@@ -158,6 +159,7 @@ def test_the_spread_of_one_image_per_class_is_nothing():
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "moves"), [("nearest", 1), ("pairs", 1), ("printed", -1)])
 def test_a_step_on_the_loss_moves_images_away_and_the_printed_one_moves_them_nearer(kind, moves):
     x, y = images()
@@ -228,6 +230,7 @@ def test_the_privacy_loss_sees_images_without_their_noise():
     assert found[0] == found[1] > 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("broken", [2, 3, 5])
 def test_a_training_that_breaks_off_before_or_within_the_second_part_ends_with_the_same_bits(broken):
     x, y = images()

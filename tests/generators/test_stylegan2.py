@@ -160,6 +160,7 @@ def test_samples_come_from_the_running_means_alone():
     assert not torch.equal(model.sample(y, rng()), drawn)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"path_length": True, "residual": True, "condition_to": 0.5}])
 def test_a_training_in_slices_ends_with_the_same_bits(options):
     x, y = images()

@@ -128,6 +128,7 @@ def test_training_goes_on_from_a_state_with_the_same_bits():
     assert same(half.state_dict(), whole.state_dict())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("codebook", ["ema", "gradient"])
 def test_training_more_than_halves_the_error_on_digits(codebook):
     model, draws = tiny(codes=32, width=16, decay=0.9, codebook=codebook), torch_rng("draws")

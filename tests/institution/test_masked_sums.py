@@ -43,6 +43,7 @@ def sent(ran, stage="train"):
     return {name: arrays_in(ran.grid.of(stage, name)[0][1].content).state_dict() for name in NAMES}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -96,12 +97,14 @@ def test_numbers_of_any_size_and_sign_survive():
             mean_of([answers[0], *spoiled], like)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["fedavgm", "fedsgd"])
 def test_a_run_whose_weights_diverge_says_so_and_not_whose(folder, strategy):
     with pytest.raises(DivergedError, match="those of an institution are not, and nothing says whose"):
         masked(folder, f"strategy={strategy}", "lr=1e30")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", [("train", "c", 2), ("train", "a", 1), ("evaluate", "b", 1)])
 def test_a_masked_run_that_breaks_off_ends_with_the_same_bits(folder, at):
     """Institutions that have answered the exchange send the same bytes once more."""
@@ -149,6 +152,7 @@ def test_under_dp_the_ledger_has_the_epsilon_too(folder):
     assert all(one.startswith("(") and one.endswith("-DP, masked") for one in found)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["fedavg", "fedsgd"])
 def test_a_masked_run_keeps_the_contract(name, monkeypatch, tmp_path):
     """The forecast is the ledger; a resumed run has the same bits."""

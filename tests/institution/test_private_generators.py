@@ -83,6 +83,7 @@ def charged(ran, name):
     return steps
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RUNS)
 def test_every_step_is_charged_and_every_answer_states_the_account(once, name):
     ran, plan = once(name), PrivacyPlan.of(compose(RUNS[name]))
@@ -93,6 +94,7 @@ def test_every_step_is_charged_and_every_answer_states_the_account(once, name):
         assert ran.result["privacy"][institution]["epsilon"] == epsilon(costs, 1 / n) == plan.planned(n)[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RUNS)
 def test_only_what_the_claim_leaves_out_leaves_unprotected(once, name):
     ran = once(name)
@@ -123,6 +125,7 @@ def test_the_summary_says_what_bounds_synthetic_images(once):
     assert "no epsilon bounds" in shown("feder, codes", privacy={"a": None})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["feder, codes", "buffer-only, stylegan2"])
 def test_the_forecast_says_what_the_ledger_will_say(tmp_path, name):
     more = ["task=digits", "classes=10", "partition=iid", "partition.size=40", "model.width=4", "nodes=2"]
@@ -142,6 +145,7 @@ def test_a_crash_after_an_answer_costs_nothing_and_every_message_may_meet_a_new_
     assert charged(ran, "b") == charged(usual, "b")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RUNS)
 def test_without_its_charged_steps_nothing_would_depend_on_an_image(tmp_path, monkeypatch, name):
     """Two data sets differ in an image and its label. Where no step is taken, the same bits leave."""
@@ -216,6 +220,7 @@ def test_an_older_copy_of_the_state_is_noticed_before_an_image_leaves(tmp_path):
         stages.draw_buffer(ask)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("spent", [1, 6])
 def test_a_training_ends_where_the_budget_ends(tmp_path, spent):
     cost = stages_of(tmp_path).budget.plan.cost("generator", 40, 1)

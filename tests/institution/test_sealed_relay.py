@@ -38,6 +38,7 @@ def sealed(folder, *options, **script):
     return run(folder, *options, SEALED, own=pinned(folder), **script)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -58,6 +59,7 @@ def test_sealed_gossip_ends_with_the_same_bits(folder, options):
     assert not all_sealed(plain.grid)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [["order=shuffled", "strategy.optimizer-state=keep"], ["forgetting=true"]])
 def test_sealed_cwt_ends_with_the_same_model_at_every_institution(folder, options):
     plain, ran = run(folder, "strategy=cwt", *options), sealed(folder, "strategy=cwt", *options)
@@ -90,6 +92,7 @@ def trained(ran, name, stage):
     return seal_of(ran.root, name).open(array).arrays
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", [("push", "c", 2), ("deliver", "a", 2), ("deliver", "d", 3)])
 def test_a_sealed_run_that_breaks_off_ends_with_the_same_bits(folder, at):
     whole = run(folder, "strategy=avgpush", *GOSSIP)
@@ -99,6 +102,7 @@ def test_a_sealed_run_that_breaks_off_ends_with_the_same_bits(folder, at):
         assert same(whole.model(name, 3)[0], resumed.model(name, 3)[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "script",
     [
@@ -115,6 +119,7 @@ def test_parcels_that_wait_or_go_back_are_mixed_as_in_an_unsealed_run(folder, sc
         assert same(ran.model(name, 5)[0], plain.model(name, 5)[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lost", [[("train", "b", 2)], [("train", "b", 2), ("train", "c", 3), ("train", "d", 4)]])
 def test_lost_visits_of_a_sealed_cwt_do_no_more_than_in_an_unsealed_one(folder, lost):
     plain, ran = (run(folder, "strategy=cwt", losing=lost), sealed(folder, "strategy=cwt", losing=lost))
@@ -159,6 +164,7 @@ def test_under_dp_the_ledger_has_the_epsilon_too(folder):
     assert all(one.startswith("(") and one.endswith("-DP, sealed") for one in found)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("job", ["proxyfl", "cwt order=shuffled", "feder generator.width=4"])
 def test_a_sealed_run_keeps_the_contract(job, monkeypatch, tmp_path):
     """In a simulation, whose keys are made in the state directories; the forecast is the ledger."""

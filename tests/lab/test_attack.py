@@ -52,6 +52,7 @@ def runs(tmp_path_factory):
     return recorded_runs(tmp_path_factory.mktemp("runs"), RUNS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("run", "field", "attack", "least"),
     [
@@ -393,8 +394,7 @@ def test_an_institution_attacks_its_own_record(tmp_path, monkeypatch, capsys):
 
 
 def test_json_and_tables(runs, monkeypatch, capsys):
-    command(
-        monkeypatch, "privacy", "attack", str(runs / "gradient"), "--aux", "undealt", "--minutes", "0.001", "--json"
-    )
+    words = ("--aux", "undealt", "--minutes", "0.001", "--json")
+    command(monkeypatch, "privacy", "attack", str(runs / "gradient"), *words)
     out = capsys.readouterr().out
     assert json.loads(out)["attacks"] if out.startswith("{") else "other options" in out

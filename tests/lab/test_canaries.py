@@ -65,6 +65,7 @@ def audited(target=2.0, seed=0, charged=None, after=lambda model, optimizer: Non
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("target", [0.5, 40])
 def test_in_an_honest_dp_sgd_nothing_is_found(target):
     found, bound, area, claim = audited(target)
@@ -136,6 +137,7 @@ NOISES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("change", "found"), NOISES.values(), ids=NOISES)
 def test_noise_that_is_less_than_charged_is_found(monkeypatch, change, found):
     monkeypatch.setattr(budget, "noisy_step", Noise(change))
@@ -167,6 +169,7 @@ CLIPPINGS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", CLIPPINGS.values(), ids=CLIPPINGS)
 def test_gradients_that_are_not_clipped_are_found(monkeypatch, where):
     monkeypatch.setattr(*where)
@@ -216,6 +219,7 @@ POISSON = dpsgd.poisson_batches
 SAMPLINGS = [(everyone, "rate"), (more_often, "rate"), (shuffled, "batches"), (shuffled, "rows"), (the_same, "rows")]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("sampling", "found"), SAMPLINGS)
 def test_batches_that_are_not_as_charged_are_found(monkeypatch, sampling, found):
     monkeypatch.setattr(budget, "poisson_batches", sampling)

@@ -116,6 +116,7 @@ def test_a_part_of_a_network_is_scored_in_the_one_that_the_request_brought():
     assert probe.releases == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "passes"),
     [(["prior.width=16"], 60), (["prior=maskgit", "prior.width=32", "prior.layers=2"], 250)],

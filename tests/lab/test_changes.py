@@ -47,6 +47,7 @@ def trial_of(run, institution="institution-1"):
     return trial_on(evidence.exhibits[-1], evidence)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("run", "last", "whom", "number"),
     [
@@ -68,6 +69,7 @@ def test_what_came_back_is_computed_anew_from_the_originals_and_from_no_others(r
         trial.rows(other)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("run", "seen"), [("encoder", "encode"), ("half", "leave"), ("proxy", "train-proxy")])
 def test_images_are_found_in_a_part_and_in_a_later_message(runs, monkeypatch, capsys, run, seen):
     _, results, _ = attacked(monkeypatch, capsys, runs / run, "--aux", "undealt", "--field", "arrays")

@@ -194,6 +194,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["fedavg", "cwt", "local", "avgpush", "feder"])
 def test_every_method_with_own_batches_trains_on_changed_images_and_own_batch_sizes(folder, strategy, monkeypatch):
     seen, step = [], Learner.step
@@ -232,6 +233,7 @@ METHODS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_methods_runs_differ_by_augment_and_can_be_repeated_and_resumed_to_the_bit(folder, method):
     strategy, *more = method.split()

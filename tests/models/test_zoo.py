@@ -64,6 +64,7 @@ def label(value: object) -> str | None:
     return f"{value.name}-{value.stem}-{value.norm}" if isinstance(value, ModelConfig) else None
 
 
+@pytest.mark.sampled(1, "config")
 @pytest.mark.parametrize("size", [10, 28, 32])
 @pytest.mark.parametrize("config", QUICK, ids=label)
 def test_forward_and_backward(config: ModelConfig, size: int) -> None:
@@ -126,6 +127,7 @@ def test_published_parameter_count(name: str, count: int) -> None:
     assert parameters(build(PUBLISHED[name], task(224, 3, 1000), 0)) == count
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["resnet18", "resnet34"])
 def test_published_resnet_is_torchvisions(name: str) -> None:
     """Same weights under one seed, and same outputs, gradients of the input and running statistics."""
@@ -235,6 +237,7 @@ def test_group_norm_trains_on_single_pixels() -> None:
     assert loss.item() < 0.2  # chance: 0.69; with one channel to a group it stays there
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("config", QUICK, ids=label)
 def test_hooks_of_per_example_gradients(config: ModelConfig) -> None:
     """Opacus hangs a full backward hook on every layer; an in-place change of its output would raise."""

@@ -41,6 +41,7 @@ def accuracy(folder, name, weights):
         return float((model.eval()(x).argmax(1).numpy() == shard["test_labels"].ravel()).mean())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("job", "prefix"), [("fedavg", ""), ("fml", "proxy-"), ("fml proxy-optimizer=travels optimizer=adam", "proxy-")]
 )
@@ -61,6 +62,7 @@ def test_where_a_server_averages_it_is_the_test_of_what_each_has_returned(folder
     assert f"before-mixing-{prefix}accuracy" in {line["metric"] for line in lines}
 
 
+@pytest.mark.sampled(1, "strategy")
 @pytest.mark.parametrize("strategy", ["avgpush", "proxyfl"])
 @pytest.mark.parametrize("topology", ["none", "complete"])
 def test_in_gossip_it_is_the_test_of_what_was_released(folder, strategy, topology):
@@ -80,6 +82,7 @@ def test_who_has_not_trained_in_this_exchange_has_nothing_to_test(folder):
     assert len(tests) == 2 * (4 + 3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("job", MIXES)
 def test_the_contract_is_kept(job, tmp_path, monkeypatch):
     """The forecast is the ledger, a resumed run ends with the same bits and metrics, one institution may fail."""

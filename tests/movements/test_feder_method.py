@@ -59,6 +59,7 @@ def eq_4(weights, shard, buffer, name, exchange):
     return to_arrays(model)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("memory", ["predecessor", "all"])
 def test_a_model_is_trained_by_eq_4_on_its_predecessors_buffer_or_those_of_all_others(shards, tmp_path, memory):
     folder, data = shards

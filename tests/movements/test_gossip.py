@@ -55,6 +55,7 @@ def test_who_does_not_release_is_left_out_and_keeps_what_it_has(folder):
     assert [failure["institution"] for failure in ran.result["failures"]] == ["b"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["failing", "losing"])
 def test_what_is_not_acknowledged_is_brought_again_and_mixed_once(folder, how):
     whole = run(folder, *JOB, "lr=0.05")
@@ -117,6 +118,7 @@ def test_who_joins_later_comes_with_fresh_weights_and_a_w_of_one(folder):
     assert not ran.result["failures"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", [("push", "c", 2), ("deliver", "a", 2), ("deliver", "d", 3)])
 def test_a_run_that_breaks_off_ends_with_the_same_bits(folder, at):
     whole, resumed = run(folder, *JOB, "lr=0.05"), broken(folder, *JOB, "lr=0.05", breaking=[at])

@@ -111,6 +111,7 @@ def test_a_run_ends_once_every_institution_has_failed(hospitals):
     assert len(asked) == 5
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["fedavg", "cwt"])
 def test_a_resumed_run_draws_the_same(hospitals, strategy):
     options = (f"strategy={strategy}", "fraction=0.4", "rounds=4", "optimizer-state=keep")
@@ -151,6 +152,7 @@ def test_a_cycle_visits_a_fraction_once_each(hospitals, order):
 # --- relay ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("strategy", "stage"), [("local", "train-own"), ("avgpush", "push"), ("proxyfl", "train-proxy")]
 )
@@ -206,6 +208,7 @@ def test_a_model_that_could_not_begin_begins_when_its_institution_is_asked_next(
     assert [*Reopening(hops.start)] == [Turn("a", "a", ""), Turn("b", "b", "")]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["local", "fml", "fedavg"])
 def test_who_never_trained_is_said(hospitals, strategy):
     found = ran(hospitals, f"strategy={strategy}", "fraction=0.4", "rounds=2")
@@ -238,6 +241,7 @@ def test_the_best_round_is_among_those_that_most_institutions_tested(hospitals):
     assert found.result["best"]["round"] in whole
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("strategy", "fraction"), [("avgpush", 0.2), ("avgpush", 0.4), ("local", 0.2)])
 def test_a_draw_of_one_leaves_nobody_to_exchange_with(hospitals, strategy, fraction):
     found = ran(hospitals, f"strategy={strategy}", f"fraction={fraction}", "rounds=2")
@@ -282,6 +286,7 @@ def test_a_proxy_is_charged_for_the_rounds_in_which_it_was_drawn(hospitals):
             assert stated is None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["fedavg", "cwt"])
 def test_an_institution_is_charged_for_the_rounds_in_which_it_trained(hospitals, strategy):
     found = ran(hospitals, f"strategy={strategy}", "fraction=0.4", "rounds=4", "dp=classifier")
@@ -342,6 +347,7 @@ def test_a_forecast_states_no_epsilon_of_who_is_never_drawn(hospitals, monkeypat
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["fedreplay", "central", "splitnn", "syncentral"])
 def test_methods_in_which_all_must_take_part_refuse(strategy, monkeypatch, capsys, tmp_path):
     job = [f"strategy={strategy}", "task=digits", "nodes=3", "fraction=0.5", "--runs-dir", str(tmp_path / "runs")]

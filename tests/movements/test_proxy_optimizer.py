@@ -97,6 +97,7 @@ def close(found, module):
         )  # Adam enlarges rounding errors
 
 
+@pytest.mark.sampled(1, "rule")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("topology", GRAPHS)
@@ -110,6 +111,7 @@ def test_proxyfl_is_a_slow_twin(shards, topology, rule, optimizer):
         close(parted(ran.model(name, ROUNDS)[0])[0], theta[name])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("rule", RULES)
 def test_fml_is_a_slow_twin(shards, rule, optimizer):
@@ -150,6 +152,7 @@ def test_only_the_proxys_optimizer_leaves_and_it_is_declared(shards, strategy, s
     assert 2 < next(entry["bytes"] for entry in up if entry["field"] == "arrays") / before < 5  # small arrays' headers
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["proxyfl", "fml"])
 def test_a_resumed_run_has_the_same_bits(shards, strategy):
     options = [f"strategy={strategy}", "proxy-optimizer=travels", "optimizer=adam", "topology=complete", *OPTIONS]
@@ -193,6 +196,7 @@ SPOILT = {
 }
 
 
+@pytest.mark.sampled(1, "how")
 @pytest.mark.parametrize(("strategy", "stage"), [("proxyfl", "train-proxy"), ("fml", "train-mutually")])
 @pytest.mark.parametrize("how", SPOILT)
 def test_a_spoilt_state_is_its_senders_failure(shards, strategy, stage, how):

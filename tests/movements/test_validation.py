@@ -144,6 +144,7 @@ def test_a_patients_images_are_held_out_together(tmp_path):
     np.testing.assert_array_equal(held.test.x, plain.test.x)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -31,6 +31,7 @@ def event(cost):
     return dp_accounting.SelfComposedDpEvent(once, cost.steps)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("examples", "epochs", "delta", "steps", "rdp", "prv"),
     [
@@ -46,6 +47,7 @@ def test_figure_7_of_qu_et_al(examples, epochs, delta, steps, rdp, prv):
     assert epsilon([cost], delta, "prv") == pytest.approx(prv, abs=0.02)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("rate", "sigma", "steps"), POINTS)
 def test_rdp_is_dp_accountings_at_equal_orders(rate, sigma, steps):
     orders = [order for order in ORDERS if float(order).is_integer()]  # at others its bound is loose, see below
@@ -54,6 +56,7 @@ def test_rdp_is_dp_accountings_at_equal_orders(rate, sigma, steps):
     assert epsilon([cost], 1e-5, orders=orders) == pytest.approx(other.get_epsilon(1e-5), rel=1e-3)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("order", [1.1, 1.5, 2.6, 5.5])
 @pytest.mark.parametrize(("rate", "sigma"), [(0.028, 0.7), (0.25, 2.0), (0.6, 1.0)])
 def test_rdp_at_fractional_orders_is_the_integral(rate, sigma, order, caplog):
@@ -73,6 +76,7 @@ def test_rdp_at_fractional_orders_is_the_integral(rate, sigma, order, caplog):
     assert slow <= other.get_epsilon(1e-5) + 1e-9
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("parts", [POINTS[:1], POINTS[2:3], [POINTS[2], POINTS[3]], [(0.028, 0.7, 500), (1.0, 9.0, 1)]])
 def test_prv_is_dp_accountings_privacy_loss_distribution(parts):
     mechanisms, other = [SampledGaussian(*part) for part in parts], PLDAccountant()
@@ -106,6 +110,7 @@ def test_nothing_costs_nothing_and_no_noise_costs_everything():
     assert epsilon([SampledGaussian(0.1, 0.7, 3), SampledGaussian(0.1, 0, 1)], 1e-5) == inf
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("target", "accountant"), [(0.5, "rdp"), (8.0, "rdp"), (0.5, "prv")])
 def test_the_noise_for_an_epsilon_is_the_least(target, accountant):
     samplings = [(0.1, 100), (0.02, 400)]

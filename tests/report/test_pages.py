@@ -193,6 +193,7 @@ def test_a_deployments_page_says_that_labels_are_unknown(ran, tmp_path):
     assert "training labels" not in summary(result, folder)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [["task=diabetes", "strategy=cwt"], ["task=digits", "strategy=cwt", "replay=vqvae2", "partition=majority"]],

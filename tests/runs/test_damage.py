@@ -141,6 +141,7 @@ def test_damage_at_an_institution(resume, name, way):
     check(*resume("fedavg", damaged))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_both_checkpoints_damaged_are_reported_and_nothing_begins_anew(resume, way):
     def damaged(folder):
@@ -161,6 +162,7 @@ def test_checkpoints_that_are_gone_are_reported(resume):
     assert f"{path} must hold the run's last two" in reported
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_result_is_the_run_s_own(broken, tmp_path, monkeypatch, way):
     place, wholes = broken
@@ -174,6 +176,7 @@ def test_a_result_is_the_run_s_own(broken, tmp_path, monkeypatch, way):
     assert run_inline(resolve([], "", str(folder))[0], Display())[0]["final"] == wholes["fedreplay"][1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", [way for way, change in WAYS.items() if change])
 def test_a_damaged_model_of_the_best_round_is_reported_and_the_run_goes_on(broken, tmp_path, monkeypatch, caplog, way):
     place, wholes = broken

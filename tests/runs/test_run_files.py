@@ -109,6 +109,7 @@ def each_way(path):
     path.write_bytes(sound)
 
 
+@pytest.mark.sampled(4, "version")
 @pytest.mark.parametrize("version", ["this", "older"])
 @pytest.mark.parametrize("name", READ_BY)
 def test_damage_to_a_small_file_is_one_line_to_who_reads_it(copied, version, name):
@@ -155,6 +156,7 @@ FOREIGN = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FOREIGN)
 def test_another_run_s_file_is_not_taken_for_this_run_s(runs, copied, name):
     (own,), (other,) = copied.glob(name), (runs / "other").glob(name)

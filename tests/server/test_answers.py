@@ -83,6 +83,7 @@ LIES = {
 }
 
 
+@pytest.mark.sampled(1, "lie")
 @pytest.mark.parametrize("strategy", ["fedavg", "fedavgm", "cwt"])
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lie_is_reported_and_changes_nothing(tmp_path, strategy, lie):
@@ -94,6 +95,7 @@ def test_a_lie_is_reported_and_changes_nothing(tmp_path, strategy, lie):
     assert all(np.isfinite(array).all() for array in final.values())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["fedavg", "cwt"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
 def test_weights_that_are_not_finite_are_left_out_and_their_sender_named(tmp_path, strategy, value):

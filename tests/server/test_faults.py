@@ -126,6 +126,7 @@ def test_a_simulation_stops_once_messages_to_a_dead_worker_have_failed_alike(tmp
     assert again["rounds"] == 9
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("method", "code"), [("fedavg", 0), ("cwt", 0), ("avgpush", 0), ("fedavg", 3), ("fedavg", 5), ("fedavg", 8)]
 )
@@ -157,6 +158,7 @@ def test_what_is_kept_of_an_institutions_reasons_is_bounded_and_the_first_are_wh
     assert len(result["failures"]) == len((place / "failures.jsonl").read_text().splitlines()) == 7
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["fedavg", "cwt"])
 def test_one_institution_that_fails_whenever_it_is_drawn_ends_no_run(tmp_path, method):
     """With this seed institution-2 is drawn three times in a row, which is as often as there are institutions."""

@@ -60,9 +60,6 @@ def asked_of(ran, stage):
     return [asked for asked in ran.grid.asked if asked.stage == stage]
 
 
-# --- what it equals ---------------------------------------------------------------------------------------------------
-
-
 def test_one_institution_is_local(start):
     alone = start("buffer=12", names="a")
     local = start("strategy=local", "optimizer_state=reset", names="a")
@@ -70,6 +67,7 @@ def test_one_institution_is_local(start):
     assert same(alone.models["a"], load_file(kept))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("state", ["reset", "keep"])
 def test_buffer_only_without_a_buffer_is_local(start, state):
     options = (f"optimizer_state={state}", "training.momentum=0.9")
@@ -87,9 +85,6 @@ def test_between_two_without_a_buffer_a_model_makes_cwts_visits(start):
     assert same(ours.models["b"], cwt.models["global"])  # begun at the first, trained there in rounds 1 and 3
 
 
-# --- what is conserved ------------------------------------------------------------------------------------------------
-
-
 def test_who_fails_leaves_its_model_as_it_was_sent(start):
     ran = start("buffer=0", "rounds=2", failing=(("train-with-buffers", "b", 2),))
     assert {failure["institution"] for failure in ran.result["failures"]} == {"b"}
@@ -99,17 +94,18 @@ def test_who_fails_leaves_its_model_as_it_was_sent(start):
     assert len({b"".join(array.tobytes() for array in model.values()) for model in ran.models.values()}) == 3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [
-        (),
-        ("mode=buffer-only",),
-        ("mode=synthetic-only", "buffer_refresh=round"),
-        ("order=queue", "durations=[1,3,2]", "agreement=true"),
+        "",
+        "mode=buffer-only",
+        "mode=synthetic-only buffer_refresh=round",
+        "order=queue durations=[1,3,2] agreement=true",
     ],
 )
 def test_a_run_that_broke_off_goes_on_with_the_same_bits(folder, tmp_path, options):
-    job = [*JOB, *options]
+    job = [*JOB, *options.split()]
 
     def again(place, *overrides, **more):
         nodes = node_configs(folder, tmp_path / more.pop("state"))
@@ -308,6 +304,7 @@ def test_a_generator_learns_only_images_in_0_to_1(tmp_path, low, high, fine):
             stages.train_slice(TrainSlice(run="r"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("wrong", ["shape", "labels", "number"])
 def test_a_bad_buffer_reaches_nobody(start, wrong):
     def spoil(grid, message, reply):
@@ -351,6 +348,7 @@ def test_a_policy_limits_the_generator_too(folder, tmp_path):
         run(folder, [*JOB, "generator.epochs=2"], nodes)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", ["max-epsilon: 8\n", "max-upload-mb: 0.001\n"])
 def test_what_a_policy_forbids_of_a_buffer_does_not_leave(folder, tmp_path, policy):
     (tmp_path / "policy.yaml").write_text(policy)
@@ -362,6 +360,7 @@ def test_what_a_policy_forbids_of_a_buffer_does_not_leave(folder, tmp_path, poli
     assert "c" in {failure["institution"] for failure in ran.result["failures"]}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("wrong", [{"number": 0}, {"labels": 3}, {"images": 7}])
 def test_a_buffer_that_a_hostile_server_sends_is_refused(start, wrong):
     def spoil(grid, message):

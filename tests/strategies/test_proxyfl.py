@@ -113,6 +113,7 @@ def test_a_private_model_that_cannot_be_built_is_reported_before_anybody_trains(
 CLAIM = "no proof"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("beta", "proven"), [("0.5", False), ("0", True)])
 def test_an_epsilon_says_whether_it_is_proven(folder, beta, proven):
     ran = run(folder, *PROXYFL, *DP, f"beta={beta}")
@@ -179,6 +180,7 @@ def test_a_simulation_that_no_institution_can_afford_leaves_nothing_behind(tmp_p
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", ["train-proxy", "deliver"])
 def test_a_kill_between_charge_and_release_never_lowers_epsilon(folder, stage):
     whole = run(folder, *PROXYFL, *DP)

@@ -95,6 +95,7 @@ def agree(one, other):
 # --- exact relations --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2, "labels")
 @pytest.mark.parametrize("labels", ["share-labels=true", UNLABELLED])
 @pytest.mark.parametrize(
     "options",
@@ -116,6 +117,7 @@ def test_splitnn_is_cwt_bit_for_bit(start, labels, options):
     assert recorder.examples == of_cwt.examples
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cut", ["conv1", "conv2"])
 def test_the_gradients_are_those_of_the_unsplit_model(start, shards, cut):
     weights, grid, _ = start(f"cut={cut}", "rounds=1", "evaluate-every=1", "momentum=0", names="c")  # one batch
@@ -180,6 +182,7 @@ def test_group_sizes_add_up_to_the_visits_of_cwt():
 # --- what must survive ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1, "how")
 @pytest.mark.parametrize("labels", ["share-labels=true", UNLABELLED])
 @pytest.mark.parametrize("how", [{"before": asked_twice}, {"forgetful": True}], ids=["twice", "new process"])
 def test_a_message_repeated_or_in_a_new_process_gives_the_same_bits(start, labels, how):
@@ -187,6 +190,7 @@ def test_a_message_repeated_or_in_a_new_process_gives_the_same_bits(start, label
     assert same(start(labels, **how)[0], weights)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [[], ["optimizer-state=keep"], [UNLABELLED, "optimizer-state=keep"]])
 def test_a_run_that_breaks_off_amid_a_visit_goes_on_with_the_same_bits(tmp_path, shards, options):
     def run(name, *more, stopping=(), resume=False):
@@ -207,6 +211,7 @@ def test_a_run_that_breaks_off_amid_a_visit_goes_on_with_the_same_bits(tmp_path,
     assert ended["examples-seen"] == result["examples-seen"] == 2 * (4 * B + 2 * B + 5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("message", [1, 2, 3])
 @pytest.mark.parametrize("options", [[], ["optimizer-state=keep"]])
 def test_a_visit_that_breaks_off_leaves_both_parts_and_goes_to_the_next(start, shards, message, options):
@@ -310,6 +315,7 @@ def twin(shards, visits, keep=False, m=1, with_head=False):
     return {name: value.detach().numpy() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("with_head", [False, True])
 @pytest.mark.parametrize(("m", "keep"), [(1, False), (1, True), (3, False), (2, True)])
 def test_micro_batches_and_the_optimizers_kept(start, shards, with_head, m, keep):

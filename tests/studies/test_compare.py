@@ -84,6 +84,7 @@ def test_finished_cells_are_not_repeated(
     assert again["strategies"]["fedavg"]["worst-institution"] == pytest.approx(worst)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lost", ["page", "result", "checkpoints"])
 def test_only_the_broken_cell_is_run_again_and_ends_alike(
     lost: str, runs: Path, first: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
@@ -149,6 +150,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return folder, compare(folder, "local,fedavg", "seeds=1", "rounds=1")[1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("names", "options", "more"),
     [

@@ -125,6 +125,7 @@ def cyclic(shards, replays=None):
     return to_arrays(model)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("codes", ["paper", "stale", "last-pass"])
 def test_cwt_with_replay_is_algorithm_1_bit_for_bit(folder, shards, learned, codes):
     ran = run(folder, *LEARNING, "strategy=cwt", "replay=vqvae2", f"replay.codes={codes}")

@@ -42,6 +42,7 @@ def asked_of(ran, stage):
     return [asked for asked in ran.grid.asked if asked.stage == stage]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["fedavg", "cwt", "splitnn", "fedsgd"])
 def test_a_buffer_goes_up_once_and_to_every_other_institution_once(start, strategy):
     ran = start(f"strategy={strategy}")

@@ -46,6 +46,7 @@ def received(ran, name):
     return sum(len(kept(ran, name, source)["labels"]) for source in sources)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "stage", "left"),
     [
@@ -72,6 +73,7 @@ def test_who_fails_the_generators_visit_is_left_out_and_the_others_go_on(folder,
         assert same(kept(ran, "b", what), kept(ran, "c", what))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["vqvae2", "pixelcnn"])
 def test_a_generator_that_nobody_can_train_ends_the_run_until_somebody_can(folder, without_failures, kind):
     options, name = [*CWT, f"replay={kind}"], f"nobody-{kind}"
@@ -84,6 +86,7 @@ def test_a_generator_that_nobody_can_train_ends_the_run_until_somebody_can(folde
     assert same(ran.weights, without_failures[kind].weights)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "stage"),
     [
@@ -106,6 +109,7 @@ def test_what_fails_once_is_made_again_before_the_last_round(folder, kind, stage
     assert visits[-1] == "b" or stage.startswith("keep-")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["vqvae2", "pixelcnn"])
 def test_visits_that_are_lost_in_the_only_round_are_made_again_at_once(folder, kind):
     lost = [("train-generator", "b"), ("train-generator", "c")]
@@ -126,6 +130,7 @@ def test_a_last_pass_that_one_misses_is_made_again(folder):
     assert received(ran, "b") == sum(SIZES.values())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("stage", "lacks"), [("train-generator", "is not replayed"), ("keep-decoder", "has received no replays")]
 )
@@ -151,6 +156,7 @@ def late(grid):
     return None if grid.who("train") else [node for node in grid.contexts if grid.name_of(node) != "c"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "brought"),
     [
@@ -183,6 +189,7 @@ def loses(folder, lost):
     return before
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "lost", "have"), [("vqvae2", "codes-*", 0), ("pixelcnn", "codes-02*", 103)])
 def test_codes_that_are_lost_are_missed(tmp_path, kind, lost, have):
     write_shards(tmp_path, SIZES)

@@ -64,6 +64,7 @@ def test_ages_travel_beside_codes_in_months(tmp_path, hands):
         assert y[8:].tolist() == [1, 2, 3]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("prior", ["pixelcnn", "maskgit"])
 def test_drawn_ages_are_the_middles_of_their_bins_in_months(tmp_path, hands, prior):
     ran = simulated(tmp_path, *hands, "replay=pixelcnn", f"prior={prior}", "prior.bins=6")

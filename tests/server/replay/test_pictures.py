@@ -18,6 +18,7 @@ def sizes(folder):
     return {path.name: Image.open(path).size for path in folder.glob("*.png")}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["vqvae2", "pixelcnn"])
 def test_a_simulation_gathers_everybodys_pictures(tmp_path, monkeypatch, kind):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))

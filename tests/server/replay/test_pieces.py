@@ -1,5 +1,7 @@
 """Visits of the generator in many messages: the bits of one, whatever is killed or lost between them."""
 
+from functools import cache
+
 import pytest
 from flwr.app import Error, Message
 from grid import NEVER, nth
@@ -34,8 +36,8 @@ def hospitals(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(hospitals):
-    """Return the runs in which every training takes one message."""
-    return {name: run(hospitals[name], *job) for name, job in JOBS.items()}
+    """Return how a job runs, once, in which every training takes one message."""
+    return cache(lambda job: run(hospitals[job], *JOBS[job]))
 
 
 def check(one, many):
@@ -55,7 +57,7 @@ def check(one, many):
 def test_many_messages_give_the_bits_of_one(hospitals, whole, job):
     """Each of them to a new process, as in a deployment."""
     many = run(hospitals[job], *JOBS[job], EACH_STEP, forgetful=True)
-    check(whole[job], many)
+    check(whole(job), many)
     assert not many.result["failures"]
     trainings = many.grid.of("train-generator", "a")
     steps = [metrics_in(reply.content)["steps"] for _, reply in trainings]
@@ -69,7 +71,7 @@ def test_the_accounts_of_many_messages_state_what_those_of_one_do(hospitals, who
     for name in DP_SIZES:
         costs = [
             [(charge["mechanism"], charge["rate"], charge["sigma"], charge["steps"]) for charge in ran.charges(name)]
-            for ran in (whole["under DP"], many)
+            for ran in (whole("under DP"), many)
         ]
         assert costs[0] == costs[1]
 
@@ -88,6 +90,7 @@ def test_messages_between_the_first_and_the_last_say_numbers_of_steps_alone(hosp
         assert "losses" not in metrics_in(last.content)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("job", "stage", "how"),
     [
@@ -99,12 +102,13 @@ def test_messages_between_the_first_and_the_last_say_numbers_of_steps_alone(hosp
 )
 def test_a_server_that_breaks_off_between_messages_goes_on_where_the_institution_is(hospitals, whole, job, stage, how):
     ran = broken(hospitals[job], *JOBS[job], EACH_STEP, forgetful=True, **{how: nth((stage, "b", 2))})
-    check(whole[job], ran)
+    check(whole(job), ran)
     (first, reply), *_ = ran.grid.of(stage, "b")
     assert "arrays" in first.content  # the server asks with the weights again; the institution goes on
     assert metrics_in(reply.content)["steps"] > (2 if job == "under DP" else 1)  # b has two full batches
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("job", "code", "seen"),
     [("vqvae2", 5, True), ("pixelcnn", 8, False), ("under DP", NEVER, True), ("under DP", 5, False)],
@@ -119,14 +123,14 @@ def test_a_message_that_is_lost_is_sent_once_more(hospitals, whole, job, code, s
 
     script = {"after": lose} if seen else {"before": lose}
     ran = run(hospitals[job], *JOBS[job], EACH_STEP, "timeout=2", **script)
-    check(whole[job], ran)
+    check(whole(job), ran)
     assert [failure["institution"] for failure in ran.result["failures"]] == ["b", "b"]
     if job == "under DP":
-        steps = [sum(charge["steps"] for charge in found.charges("b")) for found in (whole[job], ran)]
+        steps = [sum(charge["steps"] for charge in found.charges("b")) for found in (whole(job), ran)]
         assert steps[0] == steps[1]  # what was trained is not charged again
 
 
-@pytest.mark.sampled(1, "node")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("job", ["vqvae2", "pixelcnn"])
 @pytest.mark.parametrize("node", ["the same node", "another node"])
 def test_an_institution_that_is_gone_is_waited_for(hospitals, whole, monkeypatch, job, node):
@@ -150,7 +154,7 @@ def test_an_institution_that_is_gone_is_waited_for(hospitals, whole, monkeypatch
 
     ran = run(hospitals[job], *JOBS[job], EACH_STEP, before=killed, there=there)
     assert gone["for"] == 0
-    check(whole[job], ran)
+    check(whole(job), ran)
     asked = [(at.stage, at.name) for at in ran.grid.asked]
     again = asked.index(("train-generator", "b"), asked.index(("train-generator", "b")) + 2)
     assert ("roll-call", "b") in asked[:again][-2:]
@@ -181,6 +185,7 @@ def answering(change):
     return after
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -210,6 +215,7 @@ def test_weights_of_another_form_at_the_end_are_refused(hospitals):
     assert "weights must come back as they were sent" in ran.result["failures"][0]["reason"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("job", [["replay=vqvae2"], ["replay=pixelcnn"]], ids=["vqvae2", "pixelcnn"])
 def test_a_forecast_is_exact_where_a_training_takes_one_message(tmp_path, job):
     """Where it takes more, the ledger has the further messages, which hold numbers alone."""

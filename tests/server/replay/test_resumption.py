@@ -50,12 +50,14 @@ def test_with_an_answer_on_its_way(folder, uninterrupted, kind, at):
     check(uninterrupted[kind], broken(folder, *JOB, f"replay={kind}", breaking=[at]))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", BREAKS)
 def test_where_every_message_meets_a_new_process(folder, uninterrupted, kind):
     """As in a deployment: nothing but the disk is left."""
     check(uninterrupted[kind], run(folder, *JOB, f"replay={kind}", forgetful=True))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("codes", "where"), [("stale", {"breaking": [("encode-images", "c")]}), ("last-pass", {"stop_after": 3})]
 )
@@ -64,6 +66,7 @@ def test_with_codes_encoded_otherwise(folder, codes, where):
     check(run(folder, *options), broken(folder, *options, **where))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", BREAKS)
 def test_with_a_visit_that_is_made_again(folder, kind):
     options, lost = ["strategy=fedavg", *FEW, "rounds=2", f"replay={kind}"], [("train-generator", "b")]

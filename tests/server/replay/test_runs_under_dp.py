@@ -53,6 +53,7 @@ def total(charges, n):
     return epsilon([SampledGaussian(charge["rate"], charge["sigma"], charge["steps"]) for charge in charges], 1 / n)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "at", "repeated"),
     [
@@ -76,6 +77,7 @@ def test_a_crash_repeats_the_charges_of_a_classifier_and_none_of_a_generators_vi
         assert (reported > before) if name == "b" and at[0] == "train" else (reported == before)
 
 
+@pytest.mark.sampled(1, "noise")
 @pytest.mark.parametrize("options", [GENERATOR, END_TO_END], ids=["generator", "end to end"])
 @pytest.mark.parametrize("noise", ["secret", "seeded"])
 def test_one_seed_gives_other_weights_with_secret_noise_only(once, options, noise):
@@ -182,6 +184,7 @@ def test_end_to_end_nothing_of_training_examples_leaves_unprotected(once):
     assert not {"losses", "perplexity", "train-loss"} & {field for _, field, _ in reported}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -209,6 +212,7 @@ def test_noise_from_the_seed_is_called_no_protection(once, options):
     assert {ran.result["privacy"][name]["epsilon"] for name in SIZES} == {None}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [[*GENERATOR, SEEDED], END_TO_END], ids=["seeded", "end to end"])
 def test_the_forecast_says_what_the_ledger_will_say(tmp_path, options):
     ran = simulated(tmp_path, *options, "task=digits", "partition=iid", "partition.size=40", "model.width=4")
