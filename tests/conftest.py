@@ -13,6 +13,9 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: workers do not fight over the cores
 os.environ.pop("UV_RUN_RECURSION_DEPTH", None)  # hints name `uv run` under it, and the tests may run so
+os.environ.setdefault(
+    "RAY_prestart_worker_first_driver", "0"
+)  # none for nothing: actors have an environment of their own
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the processes of tests share what one has compiled
 
 IN_MEMORY = Path("/dev/shm")
