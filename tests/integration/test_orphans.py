@@ -16,7 +16,7 @@ from flwr_replay.engines.simulate import run_inline
 from flwr_replay.processes import GRACE, MARK, members
 from flwr_replay.report.progress import Display
 
-SMALL = ["model=mlp", "model.width=4", "nodes=2", "rounds=5000"]
+SMALL = ["model=mlp", "model.width=4", "partition.size=60", "nodes=2", "rounds=5000"]
 ON_RAY = ["run", "--engine", "ray", "strategy=fedavg", *SMALL, "threads=2"]  # on two cores: one actor
 KILLED = {  # a part of each one's command line; in a simulation the ServerApp runs in the process that drives Ray
     "the SuperLink": "flower-superlink",

@@ -103,8 +103,8 @@ def test_what_fails_in_a_rank_is_one_line(store, several, forks):
 @pytest.mark.sampled(1, of="processes that are killed")
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
 def test_none_outlives_the_run(tmp_path, by):
-    job = ["strategy=fedreplay", "encoder=random", "model.norm=group", "nodes=2", "rounds=5000", "server-processes=2"]
-    words = ["run", *job, "device=cpu", "--runs-dir", str(tmp_path), "run-name=long"]
+    job = ["strategy=fedreplay", "encoder=random", "model.norm=group", "partition.size=60", "nodes=2", "rounds=5000"]
+    words = ["run", *job, "server-processes=2", "device=cpu", "--runs-dir", str(tmp_path), "run-name=long"]
     run = Command(words, tmp_path, FLWR_REPLAY_HOME=str(tmp_path))
     try:
         metrics = tmp_path / "long" / "metrics.jsonl"
