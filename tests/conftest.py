@@ -20,6 +20,11 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the processes of tests share 
 
 IN_MEMORY = Path("/dev/shm")
 ROOM = 2**31  # bytes; all tests leave a fifth of it
+CHARTED = ("report", "studies", "cli")  # rooms
+PIXEL = bytes.fromhex(  # a PNG
+    "89504e470d0a1a0a0000000d4948445200000001000000010804000000b51c0c02"
+    "0000000b4944415478da6364600000000600023081d02f0000000049454e44ae426082"
+)
 LONGEST = (
     "test_deployment.py",
     "test_readme.py",
@@ -59,6 +64,15 @@ def own_parts():
     """Begin each file with no code of its own allowed: what one file allows, the next must not inherit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLWR_REPLAY_OWN_PARTS", "")
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def charts(request):
+    """Draw charts only where tests look at them: one takes as long as a round of a small run."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.parent.name not in CHARTED:
+            patch.setattr("flwr_replay.report.plots._png", lambda figure: PIXEL)
         yield
 
 

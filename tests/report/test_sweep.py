@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import pytest
 from page import Page, drawn
 
 from flwr_replay.report.sweep import sweeps
 from flwr_replay.studies.compare import compare_strategies
 
 
+@pytest.mark.sampled(3, of="slow studies")
 def test_a_sweep_has_a_picture_of_the_metric_by_the_option(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     options = ["task=digits", "nodes=2", "rounds=2", "seeds=2", "model=mlp", "model.width=4", "fedavg.lr=0.01|0.1|1"]

@@ -32,6 +32,7 @@ def test_a_table_for_spreadsheets_tells_the_noise(tmp_path, monkeypatch, capsys)
         assert (row["metric"], row["values"]) == ("accuracy", f"0:{row['mean']}")
 
 
+@pytest.mark.sampled(3, of="slow studies")
 def test_a_swept_comparison_is_written_in_every_format(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)

@@ -29,12 +29,19 @@ def test_the_parts_fit_the_data_that_they_name():
     app(["study", "feder", "--data", str(mnist.parent), "--only", "iid-8", "--dry-run"], standalone_mode=False)
 
 
-def test_every_part_composes():
+MODULES = (boneage, brats, feder, leakage, partitions, proxyfl, replay, retina, skew)
+
+
+def test_every_study_is_known():
+    assert set(studies()) >= {module.__name__.rpartition(".")[2] for module in MODULES}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_every_part_composes(module):
     """Each part's options with one method at least, and each method with one part's options."""
-    modules = (boneage, brats, feder, leakage, partitions, proxyfl, replay, retina, skew)
-    assert set(studies()) >= {module.__name__.rpartition(".")[2] for module in modules}
     seen = set()
-    for part in [part for module in modules for part in module.PARTS]:
+    for part in module.PARTS:
         names = [named(method)[1].partition(":")[0] for method in part.methods]
         shared, own, _ = options_of(part.options, names)
         methods = methods_of(part.methods, own)
@@ -49,6 +56,7 @@ def test_every_part_composes():
             PrivacyPlan.of(config)
 
 
+@pytest.mark.sampled(3, of="slow studies")
 def test_a_report_has_all_tables_and_the_overview_of_a_group(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     common = ["task=diabetes", "nodes=2", "rounds=1", "seeds=2", "model.width=4"]
