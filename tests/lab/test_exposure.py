@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import node_configs, run, write_shards
 
+from flwr_replay.attacks import membership
 from flwr_replay.attacks.intervals import Estimate
 from flwr_replay.attacks.membership import bootstrapped
 from flwr_replay.cli.main import main
@@ -27,6 +28,7 @@ JOB += ["prior.layers=1", "prior.epochs=1", "strategy=feder", "buffer=8", "round
 @pytest.fixture(autouse=True)
 def shorter(monkeypatch):
     monkeypatch.setattr(perceptual, "STEPS", 40)  # the networks that measure and project need not be good
+    monkeypatch.setattr(membership, "RESAMPLES", 200)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -28,12 +29,12 @@ CWT, FEDAVG = ["strategy=cwt", *FEW], ["strategy=fedavg", *FEW, "rounds=2"]
 @pytest.fixture(scope="module")
 def without_b(folder):
     nodes = node_configs(folder, folder / "state", names="ca")
-    return {kind: run(folder, *CWT, f"replay={kind}", nodes=nodes) for kind in ("vqvae2", "pixelcnn")}
+    return cache(lambda kind: run(folder, *CWT, f"replay={kind}", nodes=nodes))
 
 
 @pytest.fixture(scope="module")
 def without_failures(folder):
-    return {kind: run(folder, *CWT, f"replay={kind}") for kind in ("vqvae2", "pixelcnn")}
+    return cache(lambda kind: run(folder, *CWT, f"replay={kind}"))
 
 
 def kept(ran, name, what="codes-00"):
@@ -60,7 +61,7 @@ def test_who_fails_the_generators_visit_is_left_out_and_the_others_go_on(folder,
     ran = run(folder, *CWT, f"replay={kind}", "replay.missing=say", failing=[(stage, "b")])
     assert not (ran.folder / "replay" / "generator-001.safetensors").exists()
     for what in ("generator", left):
-        assert same(ran.visit(what, 2), without_b[kind].visit(what, 1))
+        assert same(ran.visit(what, 2), without_b(kind).visit(what, 1))
     assert ran.result["failures"][0] == {"round": 1, "institution": "b", "reason": "error 2: made to fail"}
     assert {failure["institution"] for failure in ran.result["failures"]} == {"b"}
     assert ran.result["replay-lacks"] == {"b": "is not replayed"}
@@ -83,7 +84,7 @@ def test_a_generator_that_nobody_can_train_ends_the_run_until_somebody_can(folde
     with pytest.raises(RunError, match="no institution could train the generator"):
         run(folder, *options, resume=str(folder / "runs" / name), failing=failing)
     ran = run(folder, *options, resume=str(folder / "runs" / name))
-    assert same(ran.weights, without_failures[kind].weights)
+    assert same(ran.weights, without_failures(kind).weights)
 
 
 @pytest.mark.sampled(1)

@@ -1,5 +1,7 @@
 """A run that breaks off while its generator is trained ends with the bits of an uninterrupted one."""
 
+from functools import cache
+
 import pytest
 from grid import first
 from harness import same
@@ -19,7 +21,7 @@ JOB = ["strategy=cwt", *FEW]
 
 @pytest.fixture(scope="module")
 def uninterrupted(folder):
-    return {kind: run(folder, *JOB, f"replay={kind}") for kind in BREAKS}
+    return cache(lambda kind: run(folder, *JOB, f"replay={kind}"))
 
 
 def check(whole, resumed):
@@ -35,26 +37,26 @@ def check(whole, resumed):
     assert not resumed.result["failures"]
 
 
-@pytest.mark.sampled(1, "kind")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", BREAKS)
 @pytest.mark.parametrize("visits", [1, 3])
 def test_after_some_of_the_generators_visits(folder, uninterrupted, kind, visits):
     resumed = broken(folder, *JOB, f"replay={kind}", stop_after=visits, typed=visits == 1)
-    check(uninterrupted[kind], resumed)
+    check(uninterrupted(kind), resumed)
     assert resumed.grid.who("train-generator") == list("abc"[visits:])
 
 
-@pytest.mark.sampled(1, "kind")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "at"), [(kind, at) for kind, breaks in BREAKS.items() for at in breaks])
 def test_with_an_answer_on_its_way(folder, uninterrupted, kind, at):
-    check(uninterrupted[kind], broken(folder, *JOB, f"replay={kind}", breaking=[at]))
+    check(uninterrupted(kind), broken(folder, *JOB, f"replay={kind}", breaking=[at]))
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", BREAKS)
 def test_where_every_message_meets_a_new_process(folder, uninterrupted, kind):
     """As in a deployment: nothing but the disk is left."""
-    check(uninterrupted[kind], run(folder, *JOB, f"replay={kind}", forgetful=True))
+    check(uninterrupted(kind), run(folder, *JOB, f"replay={kind}", forgetful=True))
 
 
 @pytest.mark.sampled(1)
