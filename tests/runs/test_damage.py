@@ -107,7 +107,7 @@ def check(path, reported):
     assert not reported or (path.name in reported and "\n" not in reported), reported
 
 
-@pytest.mark.sampled(1, "job", "way")
+@pytest.mark.sampled(1, "way")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("job", "name"), AT_THE_SERVER)
 def test_damage_at_the_server(resume, job, name, way):

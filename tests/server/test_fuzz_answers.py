@@ -188,7 +188,7 @@ def run(folder, job, seed, stage, liar, rounds=ROUNDS):
 METHODS = [(name, options) for name in choices("strategy") for options in OPTIONS.get(name, [[]])]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "options"), METHODS, ids=[" ".join([name, *more[:1]]) for name, more in METHODS])
 def test_whatever_one_answers_the_run_ends_with_the_others_result_or_one_line(tmp_path, monkeypatch, name, options):
     monkeypatch.setattr(os, "fsync", lambda file: None)  # the machine is not switched off meanwhile

@@ -136,7 +136,7 @@ def test_a_last_pass_that_one_misses_is_made_again(folder):
 @pytest.mark.parametrize(
     ("stage", "lacks"), [("train-generator", "is not replayed"), ("keep-decoder", "has received no replays")]
 )
-def test_what_is_missing_for_the_last_round_stops_the_run_which_can_go_on(folder, without_failures, stage, lacks):
+def test_what_is_missing_for_the_last_round_stops_the_run_which_can_go_on(folder, stage, lacks):
     options, name = [*FEDAVG, "replay=vqvae2"], f"stopped-{stage}"
     failing = [(stage, "b")]
     with pytest.raises(RunError, match=f"needs all that is replayed; b {lacks} .*made to fail.*: resume the run"):
