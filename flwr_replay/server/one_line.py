@@ -6,19 +6,16 @@ import logging
 
 from flwr_replay.errors import FlwrReplayError, one_line
 
-__all__ = ["errors_in_one_line"]
+__all__ = ["errors_in_one_line", "in_one_line"]
 
 
-class OneLine(logging.Filter):
-    """Writes this package's own errors as one line; the traceback of any other exception stays."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Let every record pass; one with an error of this package without its traceback."""
-        error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, FlwrReplayError):
-            said = f"{record.getMessage()}: error: {one_line(error)}"
-            record.msg, record.args, record.exc_info = said, None, None
-        return True
+def in_one_line(record: logging.LogRecord) -> bool:
+    """Let every record pass; one with an error of this package without its traceback."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, FlwrReplayError):
+        said = f"{record.getMessage()}: error: {one_line(error)}"
+        record.msg, record.args, record.exc_info = said, None, None
+    return True
 
 
 def errors_in_one_line() -> None:
@@ -26,6 +23,4 @@ def errors_in_one_line() -> None:
 
     Flower logs the exception with which a ServerApp ends. The run fails as before, since the exception is still raised.
     """
-    flower = logging.getLogger("flwr")
-    if not any(isinstance(one, OneLine) for one in flower.filters):
-        flower.addFilter(OneLine())
+    logging.getLogger("flwr").addFilter(in_one_line)  # which adds a filter once

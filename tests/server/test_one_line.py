@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from flwr_replay.errors import ConfigError
-from flwr_replay.server.one_line import OneLine, errors_in_one_line
+from flwr_replay.server.one_line import errors_in_one_line, in_one_line
 
 FLOWER = logging.getLogger("flwr")
 
@@ -48,4 +48,4 @@ def test_importing_a_strategy_is_enough_and_twice_is_once(monkeypatch):
     monkeypatch.setattr(FLOWER, "filters", [])
     importlib.reload(importlib.import_module("flwr_replay.movements.base"))
     errors_in_one_line()
-    assert [type(one) for one in FLOWER.filters] == [OneLine]
+    assert FLOWER.filters == [in_one_line]
