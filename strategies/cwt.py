@@ -41,9 +41,7 @@ class CWTConfig(StrategyConfig):
         dp_mechanisms=("generator", "prior", "classifier"),
     )
     order: str = "fixed"  # fixed: by name | shuffled: a new order in every cycle
-    optimizer_state: str = (
-        "reset"  # reset: every visit begins with fresh momentum | keep: each institution keeps its own
-    )
+    optimizer_state: str = "reset"  # reset: fresh momentum at every visit | keep: each institution keeps its own
 
     def __post_init__(self) -> None:
         one_of("strategy.order", self.order, ("fixed", "shuffled"))

@@ -42,9 +42,7 @@ class FedAvgConfig(StrategyConfig):
         dp_mechanisms=("generator", "prior", "classifier"),
     )
     local_epochs: int = 1  # E, passes over an institution's data per round
-    optimizer_state: str = (
-        "reset"  # reset: every round begins with fresh momentum | keep: each institution keeps its own
-    )
+    optimizer_state: str = "reset"  # reset: fresh momentum in every round | keep: each institution keeps its own
 
     def __post_init__(self) -> None:
         within("strategy.", self, local_epochs=(1, PASSES))

@@ -48,9 +48,8 @@ class FedAvgShareConfig(FedAvgConfig):
     """Options of FedAvg+Share."""
 
     name = "fedavgshare"
-    traits = Traits(
-        mixes=True, supports_replay=True, takes_fraction=True, needs_roll_call=True, own_batches=True
-    )  # no DP: raw examples leave
+    # no DP: raw examples leave
+    traits = Traits(mixes=True, supports_replay=True, takes_fraction=True, needs_roll_call=True, own_batches=True)
     share: float = 0.05  # of each institution's examples; paper: 0.05
 
     def __post_init__(self) -> None:
@@ -124,13 +123,7 @@ class FedAvgShare(FedAvg):
         return range(own.start + more, own.stop + more)
 
     def store(self, member: Member, reply: Message) -> None:
-        """Keep S_k on the server's disk.
-
-        Raises
-        ------
-        WireError
-            If it is not a share of the task's examples, in number, shape or dtype.
-        """
+        """Keep S_k on the server's disk, if it is a share of the task's examples, in number, shape and dtype."""
         given, task = Given.decode(reply.content), self.task
         n, (shape, dtype) = number_shared(member.num_examples, self.config.share), self.image_form(given.images)
         if not task.accepts(given.labels) or given.labels.shape != task.blank_labels(n, shape).shape:

@@ -49,9 +49,9 @@ from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.movements.base import Exchange
+from flwr_replay.movements.evaluating import RunState
 from flwr_replay.movements.hops import Cycles, Hops, Queues, Reopening, Turn
 from flwr_replay.movements.relay import Relay
-from flwr_replay.movements.run import RunState
 from flwr_replay.payloads.common import Evaluate, Trained
 from flwr_replay.payloads.feder import TrainOwnWithBuffers, TrainWithBuffers
 from flwr_replay.payloads.local import EvaluateOwn, TrainedOwn
@@ -217,8 +217,12 @@ class FedER(Relay):
         if self.config.buffer and givers and not self.buffers.numbers:
             raise RunError(f"no institution has sent a buffer; {self.recorder.failures_line()}: resume the run")
         self.held = self.buffers.deliver(grid, exchange, self.wanted(), config)
+
+        def as_sent(member: Member) -> None:
+            self.hops.pass_on(member.name, trained=False)
+
         turns = self.configure_train(exchange, arrays, config, grid)
-        self.exchanger(grid, exchange, turns, take=self.take, missed=self.as_sent, at_once=self.hops.at_once)
+        self.exchanger(grid, exchange, turns, take=self.take, missed=as_sent, at_once=self.hops.at_once)
         return self.aggregate_train(exchange, [])
 
     def configure_train(
@@ -244,10 +248,6 @@ class FedER(Relay):
             model = self.trained_at[member.name] = {**model, **cut_back(model)}
             self.models[self.turns[member.name].model] = model
         self.hops.pass_on(member.name, trained=True)
-
-    def as_sent(self, member: Member) -> None:
-        """Let the model go on as it was sent."""
-        self.hops.pass_on(member.name, trained=False)
 
     def givers(self) -> set[str]:
         """Return the institutions of whose buffers others may learn in this round."""
@@ -356,7 +356,8 @@ class FedER(Relay):
         self.buffers.numbers = {name: i for i, name in enumerate(members, 1)} if self.config.buffer else {}
         self.hops = self.new_hops([1.0] * len(members))  # if answers decide: as if all took equally long
         travelling = self.travelling(arrays)
-        answer = blank_own() if self.stays else Trained.empty(travelling)
+        own = TrainedOwn(num_examples=0, examples_seen=0, num_steps=0, train_loss=0.0)  # its model stays
+        answer = own if self.stays else Trained.empty(travelling)
         begun: set[str] = set()  # models that have been trained
         self.held = {name: list(self.buffers.numbers.values()) for name in members}
         found, delivered = list[Exchange](), {name: set[tuple[int, int]]() for name in members}
@@ -386,8 +387,3 @@ class FedER(Relay):
         tests, blank = len(self.trains_in(num_rounds)) * self.config.agreement, self.evaluated.empty(self.task)
         further = [(member, self.evaluation(0, arrays), blank, tests) for member in self.members]
         return [*super().forecast_evaluation(arrays, num_rounds), *further]
-
-
-def blank_own() -> TrainedOwn:
-    """Return the answer of a training that leaves its model at the institution."""
-    return TrainedOwn(num_examples=0, examples_seen=0, num_steps=0, train_loss=0.0)

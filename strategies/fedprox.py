@@ -31,9 +31,8 @@ class FedProxConfig(FedAvgConfig):
     """Options of FedProx."""
 
     name = "fedprox"
-    traits = replace(
-        FedAvgConfig.traits, dp_mechanisms=("generator", "prior")
-    )  # not classifier: DP-SGD has no proximal term
+    # not classifier: DP-SGD has no proximal term
+    traits = replace(FedAvgConfig.traits, dp_mechanisms=("generator", "prior"))
     mu: float = 0.001  # weight of the proximal term; paper: 0.001
 
     def __post_init__(self) -> None:

@@ -251,11 +251,6 @@ class FedReplay(OneShot):
         """Return the shapes that one row's latents and labels must have.
 
         If the server does not know the shape of an example, the first upload decides, provided that θ_C accepts it.
-
-        Raises
-        ------
-        WireError
-            If θ_C does not accept the first upload.
         """
         if self.settings.input_shape:
             return self.latent_shape, self.blank_labels(1).shape[1:]

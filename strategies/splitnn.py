@@ -151,9 +151,8 @@ class SplitNN(Serial):
         rows = sum(sum(self.group_sizes(member, replayed)) for member in self.cycle_members())
         raw = sum(member.raw_bytes for member in self.members)
         blank_1 = torch.zeros(1, *self.settings.input_shape, device=self.settings.device)
-        answered = (
-            self.blank_labels(1).nbytes if self.config.share_labels else 4 * math.prod(self.shapes[1])
-        )  # ∂L/∂S(a)
+        gradient = 4 * math.prod(self.shapes[1])  # ∂L/∂S(a)
+        answered = self.blank_labels(1).nbytes if self.config.share_labels else gradient
         sizes, but = bytes_by_cut(self.parts[:2], blank_1, answered, "float32"), "moves more of the training there"
         advice = upload_advice("uploads of each round", sizes, self.parts[0].stages[-1], rows, raw, but)
         self.recorder.advised(advice)
@@ -165,12 +164,7 @@ class SplitNN(Serial):
     ) -> Generator[Request, Any, tuple[StateDict, float]]:
         """Train both parts at one institution; every `yield` sends a request and takes its answer.
 
-        Returns
-        -------
-        arrays : StateDict
-            The whole model after the visit.
-        loss : float
-            Nats, mean over the visit's batches.
+        It returns the whole model after the visit, and the loss in nats, a mean over the visit's batches.
         """
         server, losses = self.parts[1], []
         load_arrays(server, {name: arrays[name] for name in server.state_dict()})
@@ -295,13 +289,7 @@ class SplitNN(Serial):
     # --- answers ------------------------------------------------------------------------------------------------------
 
     def received(self, array: NDArray[Any], shape: tuple[int, ...], b: int) -> tuple[Tensor, ...]:
-        """Return an array that an institution sent, in batches of b, on the server's device.
-
-        Raises
-        ------
-        WireError
-            If its shape is not `shape`, whose first number counts the examples, or a value is not finite.
-        """
+        """Return an array that an institution sent, in batches of b; it must be finite and of this shape."""
         if array.shape != shape or not np.isfinite(array).all():
             raise WireError(
                 f"activations and gradients of {shape[0]} examples must be finite and have shape {shape}; got "
@@ -310,13 +298,7 @@ class SplitNN(Serial):
         return self.batches(array, b)
 
     def labels(self, upload: LabelledActivations, n: int, b: int) -> tuple[Tensor, ...]:
-        """Return the labels of an upload, in batches of b.
-
-        Raises
-        ------
-        WireError
-            If they are not n labels of the task.
-        """
+        """Return the labels of an upload, which must be n of the task's, in batches of b."""
         if upload.labels.shape != self.blank_labels(n).shape or not self.task.accepts(upload.labels):
             raise WireError(f"{n} activations must come with as many labels of {self.task}; got others")
         return self.batches(upload.labels, b)
@@ -341,13 +323,7 @@ class SplitNN(Serial):
         return group_sizes(member.num_examples, b, m, replayed)
 
     def whole(self, answer: Half, server: StagedModel, before: StateDict) -> StateDict:
-        """Return the whole model: the institution's part and the server's.
-
-        Raises
-        ------
-        WireError
-            If the institution's part is not finite, or differs in names, shapes or dtypes from the part that was sent.
-        """
+        """Return the whole model: the institution's part, finite and in the form that was sent, and the server's."""
         both = {**opened(answer.arrays), **to_arrays(server)}
         forms = ({name: (a.shape, a.dtype) for name, a in arrays.items()} for arrays in (both, before))
         if next(forms) != next(forms) or not all(np.isfinite(array).all() for array in both.values()):

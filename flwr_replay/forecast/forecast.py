@@ -103,7 +103,8 @@ def exchanged(job: Job, present: Sequence[Present]) -> tuple[Movement, list[Expe
     arrays = to_arrays(backbone(config.model, config.task)(0))
     by_name = {one.name: one for one in present}  # the members are in the order of their names
     exchanges: list[Exchange] = [(m, strategy.roll.request(), by_name[m.name], 1) for m in strategy.members]
-    exchanges += strategy.forecast_replay() + strategy.forecast(arrays, config.rounds)
+    exchanges += strategy.replay.forecast(list(strategy.members)) if strategy.replay else []
+    exchanges += strategy.forecast(arrays, config.rounds)
     exchanges += strategy.forecast_evaluation(arrays, config.rounds)
     whole, shares = sum(one.num_examples for one in strategy.members), shares_of(strategy, config.rounds)
     found = []

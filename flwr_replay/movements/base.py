@@ -30,27 +30,23 @@ from flwr_replay.config.strategy import StrategyConfig, Traits, refuse_stray
 from flwr_replay.errors import RefusedError, RunError
 from flwr_replay.learning.tasks import Task
 from flwr_replay.learning.training import learning_rate
-from flwr_replay.movements.evaluating import SPLIT_OF, Evaluations
+from flwr_replay.movements.evaluating import SPLIT_OF, EvaluateFn, Evaluations, RunState
 from flwr_replay.movements.refusals import refuse_fraction, refuse_options, say_what_differs
-from flwr_replay.movements.run import EvaluateFn, RunState
 from flwr_replay.payloads.common import Evaluate, Evaluation, ExpectsReplay
-from flwr_replay.server.exchange import Exchanger
+from flwr_replay.server.exchange import Exchange, Exchanger
 from flwr_replay.server.members import Member
 from flwr_replay.server.one_line import errors_in_one_line
 from flwr_replay.server.recorder import Recorder, Snapshot
 from flwr_replay.server.replay_base import Replay
-from flwr_replay.server.replay_buffers import BufferReplay
 from flwr_replay.server.replay_codes import GenerativeReplay
-from flwr_replay.server.replay_forecast import exchanges_of
 from flwr_replay.server.roll import Roll
 from flwr_replay.server.settings import Settings, checked_arguments
-from flwr_replay.wire.payload import Payload, Request
+from flwr_replay.server.synthesis import BufferReplay
+from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened
 from flwr_replay.wire.sealed import blank
 
 __all__ = ["Exchange", "Movement", "Settings"]
-
-Exchange = tuple[Member, Request, Payload, int]
 
 errors_in_one_line()  # when a strategy is imported, since arguments that are refused never reach `start`
 
@@ -70,12 +66,7 @@ class Movement(Strategy):
     recorder : Recorder | None
         Writes metrics, ledger and checkpoints; None only logs through Flower.
     **unknown : object
-        Arguments that only Flower's strategies have, such as `fraction_evaluate`: refused.
-
-    Raises
-    ------
-    ConfigError
-        If an argument is unknown or of another type.
+        Arguments that only Flower's strategies have, such as `fraction_evaluate`: refused, as any of another type.
     """
 
     config_type: ClassVar[type[StrategyConfig]]
@@ -102,25 +93,19 @@ class Movement(Strategy):
         refuse_fraction(type(self), settings)
         self.recorder = recorder or Recorder()
         self.exchanger = Exchanger(self, settings, self.recorder)
-        self.members, self.message, self.answers = (
-            self.exchanger.members,
-            self.exchanger.message,
-            self.exchanger.answers,
-        )
+        self.members = self.exchanger.members
+        self.message, self.answers = self.exchanger.message, self.exchanger.answers
         self.evaluations = Evaluations(self, self.exchanger)
         self.roll = Roll(self.exchanger, type(self), self.all_stages)
-        self.replay = self.new_replay()
+        self.replay: Replay | None = None
+        if settings.replay_plan:
+            self.replay = GenerativeReplay(self.exchanger, self.roll, settings.replay_plan, self.checkpoint)
+        elif settings.synthesis and settings.synthesis.replays:
+            self.replay = BufferReplay(self.exchanger, settings.synthesis)
         private = self.settings.privacy and "train" in self.stages
-        observed = any(one.split != "test" for one in self.evaluations.observers)
+        observed = self.settings.forgetting or any(one.split != "test" for one in self.evaluations.further)
         own = self.traits().needs_roll_call or self.replay or observed or private or self.settings.pinned
         self.roll.ours_only = bool(own)
-
-    def new_replay(self) -> Replay | None:
-        """Return what the options say is replayed."""
-        plan, synthesis = self.settings.replay_plan, self.settings.synthesis
-        if plan:
-            return GenerativeReplay(self.exchanger, self.roll, plan, self.checkpoint)
-        return BufferReplay(self.exchanger, synthesis) if synthesis and synthesis.replays else None
 
     @classmethod
     def traits(cls) -> Traits:
@@ -167,9 +152,9 @@ class Movement(Strategy):
 
     # --- what a movement or a method defines --------------------------------------------------------------------------
 
-    @abstractmethod
     def exchanges_per_round(self) -> int:
-        """Return how many exchanges make one pass over the institutions' data."""
+        """Return how many exchanges make one pass over the institutions' data, or one epoch at the server."""
+        return 1
 
     def begin_run(self) -> None:
         """Fix what holds for the whole run; called after the roll call and after `restore`."""
@@ -197,6 +182,18 @@ class Movement(Strategy):
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """Return the exchanges of training if every institution stays: member, request, answer, how often."""
 
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return the requests to train; none where only the server does."""
+        return []
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Return the new weights, None if nothing changes them, and the metrics."""
+        return None, None
+
     def exchange_round(
         self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
@@ -205,7 +202,7 @@ class Movement(Strategy):
         return self.aggregate_train(exchange, replies)
 
     def forecast_evaluation(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
-        """Return the exchanges of evaluation, those of the observers included."""
+        """Return the exchanges of evaluation, those of further tests included."""
         answer = self.evaluated.empty(self.task)
         found = self.evaluations.forecast(self.travelling(arrays), num_rounds, self.trains_in(num_rounds))
         return [(member, request, answer, times) for member, request, times in found]
@@ -219,10 +216,6 @@ class Movement(Strategy):
     def all_stages(self) -> list[str]:
         """Return the stages of replay and the method's own."""
         return [*(self.replay.stages if self.replay else ()), *self.stages]
-
-    def forecast_replay(self) -> list[Exchange]:
-        """Return the exchanges of replay before the first round."""
-        return exchanges_of(self.replay, list(self.members)) if self.replay else []
 
     def addressed(self, member: Member, request: Request) -> Request:
         """Add to a request what depends on the institution: what it last did, and what it has for replay."""

@@ -1,158 +1,85 @@
-"""What a run tests, when, and what it makes of the answers; its observers have models tested on further examples."""
+"""What a run tests, when, and what it makes of the answers: on the test shards, and on further examples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import ClassVar, Protocol
+from dataclasses import dataclass, field, fields, replace
+from statistics import fmean
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
 
 from flwr_replay.config.sections import require
-from flwr_replay.errors import RunError
-from flwr_replay.movements.run import EvaluateFn, RunState
+from flwr_replay.errors import RunError, WireError
+from flwr_replay.learning.tasks import Task
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.report.judged import VALIDATION
-from flwr_replay.server.evaluation import Pooled, pool_answers, with_further
 from flwr_replay.server.exchange import Exchanger
 from flwr_replay.server.members import Member
-from flwr_replay.server.recorder import Recorder
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import Weights
 
-__all__ = ["SPLIT_OF", "UNMIXED_ON", "Evaluations"]
+__all__ = ["SPLIT_OF", "UNMIXED_ON", "EvaluateFn", "Evaluations", "RunState"]
 
 UNMIXED = "before-mixing"  # in place of a split: the test shards, with models from before they were averaged or mixed
 UNMIXED_ON = {"test": UNMIXED, "validation": f"{VALIDATION}{UNMIXED}"}  # the same, by the split whose examples test
 
 SPLIT_OF = {unmixed: split for split, unmixed in UNMIXED_ON.items()}
 
-TestOn = Callable[[str], Pooled | None]  # has every institution test the current model on its examples of a split
+Metrics = dict[str, float]
+Pooled = tuple[Metrics, dict[str, Metrics]]  # over all institutions, and of each
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
-class Observer:
-    """Base of the observers; it does nothing."""
+@dataclass(kw_only=True)
+class RunState:
+    """The arguments of a strategy's `start`, and the result that it will return, by rounds."""
 
-    split: str  # the split on which it tests
-    at_end: bool = False  # whether it tests with the last evaluation only
+    grid: Grid
+    num_rounds: int
+    train_config: ConfigRecord
+    evaluate_config: ConfigRecord
+    evaluate_fn: EvaluateFn | None
+    done: int = 0  # exchanges that were made before the run was resumed
+    result: Result = field(default_factory=Result)
+    losses: dict[int, list[float]] = field(default_factory=dict)  # by round: of each of its exchanges
+
+    def trained(self, number: int, metrics: MetricRecord) -> None:
+        """Enter the metrics of an exchange's training under its round; several exchanges' losses are averaged."""
+        if isinstance(loss := metrics.get("train-loss"), float):
+            self.losses.setdefault(number, []).append(loss)
+            metrics = MetricRecord({**metrics, "train-loss": fmean(self.losses[number])})
+        self.result.train_metrics_clientapp[number] = metrics
+
+
+@dataclass
+class FurtherTest:
+    """A further test, with every evaluation or with the last alone; both results are recorded as one."""
+
+    # external: on other institutions' test examples; one of `UNMIXED_ON`: models as they were trained; test: on the
+    # test shards, where rounds are judged by validation examples
+    split: str
+    at_end: bool = False  # whether it is made with the last evaluation only
     found: Pooled | None = None  # the last metrics there
-
-    def forecast(self, exchanges: int, evaluations: int) -> int:
-        """Return the number of tests in a run, given its numbers of training exchanges and of evaluations with it."""
-        return 0
-
-    def after_exchange(self, exchange: int, data_of: Sequence[str], test_on: TestOn) -> None:
-        """Observe the weights after an exchange that trained on the data of these institutions."""
-
-    def before_evaluation(self, test_on: TestOn) -> None:
-        """Observe the weights before they are tested on the test shards."""
-
-    def completed(self, found: Pooled) -> Pooled:
-        """Add the observed metrics to those of an evaluation."""
-        return found
-
-
-class Forgetting(Observer):
-    """After every exchange, tests on each institution's own training examples: a row of the forgetting matrix."""
-
-    split = "train"
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-
-    def forecast(self, exchanges: int, evaluations: int) -> int:
-        """Return one test for each exchange."""
-        return exchanges
-
-    def after_exchange(self, exchange: int, data_of: Sequence[str], test_on: TestOn) -> None:
-        """Test, and record the row."""
-        if found := test_on(self.split):
-            self.recorder.forgetting_row(exchange, data_of, found[1])
-
-
-class FurtherTests(Observer):
-    """With every evaluation, tests once more; both results are recorded as one.
-
-    Parameters
-    ----------
-    split : str
-        `external`: on other institutions' test examples; one of `UNMIXED_ON`: models as they were trained; `test`: on
-        the test shards, where rounds are judged by validation examples.
-    at_end : bool
-        Whether to test with the last evaluation only.
-    """
-
-    def __init__(self, split: str, at_end: bool = False) -> None:
-        self.split, self.at_end = split, at_end
-
-    def forecast(self, exchanges: int, evaluations: int) -> int:
-        """Return one test for each evaluation."""
-        return evaluations
-
-    def before_evaluation(self, test_on: TestOn) -> None:
-        """Test, and keep the metrics for `completed`."""
-        self.found = test_on(self.split)
-
-    def completed(self, found: Pooled) -> Pooled:
-        """Add the further metrics: those of test examples under plain names, others' begin with the split's."""
-        if self.found is None:
-            return found
-        if self.split == "test":
-            return with_further(self.found, found, "")
-        return with_further(found, self.found, f"{self.split}-")
-
-
-class EvaluatingMethod(Protocol):
-    """What a method decides about its evaluations."""
-
-    evaluated: ClassVar[type[Evaluation]]
-    own_models: ClassVar[bool]
-    global_model: ClassVar[bool]
-
-    def exchanges_per_round(self) -> int:
-        """Return how many exchanges make a round."""
-
-    def evaluation(self, exchange: int, arrays: Weights) -> Request:
-        """Return the request to evaluate."""
-
-    def evaluation_on(self, split: str, exchange: int, arrays: Weights) -> Request:
-        """Return the request to evaluate on a split."""
-
-    def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
-        """Return the weights that an institution is to test."""
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Return the messages of an evaluation."""
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Pool the answers."""
 
 
 class Evaluations:
-    """The evaluations of a run: every `evaluate_every` rounds and after the last, with its observers' further tests.
+    """The evaluations of a run: every `evaluate_every` rounds and after the last, with further tests.
 
-    Parameters
-    ----------
-    method : EvaluatingMethod
-        Whose models are tested.
-    exchanger : Exchanger
-        Has the members and the settings, and makes the exchanges.
+    `method` is the `Movement` whose models are tested.
     """
 
-    def __init__(self, method: EvaluatingMethod, exchanger: Exchanger) -> None:
+    def __init__(self, method: Any, exchanger: Exchanger) -> None:
         self.method, self.exchanger = method, exchanger
         self.members, self.recorder = exchanger.members, exchanger.recorder
         settings = exchanger.settings
         judged, unmixed = settings.split, settings.evaluate_before_mixing
         at_end = judged != "test"  # then nobody tests on test examples before
-        self.observers: list[Observer] = [FurtherTests(UNMIXED_ON[judged])] if unmixed else []
+        self.further = [FurtherTest(UNMIXED_ON[judged])] if unmixed else []
         further = {"external": settings.external, UNMIXED_ON["test"]: unmixed and at_end, "test": at_end}
-        self.observers += [FurtherTests(split, at_end) for split, asked in further.items() if asked]
-        self.observers += [Forgetting(self.recorder)] if settings.forgetting else []
+        self.further += [FurtherTest(split, at_end) for split, asked in further.items() if asked]
 
     def refuse(self, evaluate_fn: EvaluateFn | None) -> None:
         """Refuse a test at the server where it has no model that it can read."""
@@ -173,7 +100,7 @@ class Evaluations:
 
     def judging(self, exchange: int, arrays: Weights) -> Request:
         """Return the request to evaluate on the split that rounds are judged by."""
-        request = self.method.evaluation(exchange, arrays)
+        request: Request = self.method.evaluation(exchange, arrays)
         return request if self.split == "test" else replace(request, split=self.split)  # type: ignore[call-arg]
 
     def testers(self) -> list[Member]:
@@ -195,10 +122,10 @@ class Evaluations:
         if rest or not (last or completed % self.exchanger.settings.evaluate_every == 0):
             return
         at_end = last and self.split != "test"
-        for observer in self.observers:
-            if at_end or not observer.at_end:
-                observer.before_evaluation(partial(self.test, run, exchange, arrays))
-        if at_end and any(one.split == "test" and not one.found for one in self.observers):
+        for one in self.further:
+            if at_end or not one.at_end:
+                one.found = self.test(run, exchange, arrays, one.split)
+        if at_end and any(one.split == "test" and not one.found for one in self.further):
             raise self._untested()
         messages = self.method.configure_evaluate(exchange, arrays, run.evaluate_config, run.grid)
         replies = self.exchanger(run.grid, exchange, messages, needed=False)
@@ -215,9 +142,9 @@ class Evaluations:
         return RunError(f"no institution could evaluate the last round; {failures}: resume the run")
 
     def after_exchange(self, run: RunState, exchange: int, arrays: ArrayRecord, data_of: Sequence[str]) -> None:
-        """Tell the observers the weights after an exchange that trained on the data of these institutions."""
-        for observer in self.observers:
-            observer.after_exchange(exchange, data_of, partial(self.test, run, exchange, arrays))
+        """With `forgetting`, test on each institution's own training examples: a row of the forgetting matrix."""
+        if self.exchanger.settings.forgetting and (found := self.test(run, exchange, arrays, "train")):
+            self.recorder.forgetting_row(exchange, data_of, found[1])
 
     def test(self, run: RunState, exchange: int, arrays: ArrayRecord, split: str) -> Pooled | None:
         """Have every institution test these weights on the examples of a split."""
@@ -230,14 +157,36 @@ class Evaluations:
     def pooled(
         self, exchange: int, replies: Iterable[Message], sums: dict[str, Evaluation] | None = None
     ) -> Pooled | None:
-        """Pool the answers to an evaluation; an invalid one counts as its sender's failure. `sums` is filled."""
-        refuse, settings = partial(self.recorder.failed, exchange), self.exchanger.settings
-        answers = self.exchanger.answers(replies)
-        return pool_answers(answers, settings.task, refuse, self.method.evaluated, settings.input_shape, sums)
+        """Pool the answers to an evaluation: by sums, or by weighted means if no ClientApp is this package's.
+
+        An invalid one counts as its sender's failure. `sums` is filled with the valid answers of this package's
+        ClientApp, by institution, in place of what it holds. None if no answer is valid.
+        """
+        own: dict[str, Metrics] = {}
+        evaluations: dict[str, Evaluation] = {} if sums is None else sums
+        evaluations.clear()
+        task, declared = self.exchanger.settings.task, self.method.evaluated
+        for member, reply in self.exchanger.answers(replies):
+            if member.ours and task is not None:
+                try:
+                    evaluation = declared.decode(reply.content)
+                    check_evaluation(evaluation, task, self.exchanger.settings.input_shape)
+                    if not evaluation.num_examples:  # it has no validation examples
+                        continue
+                    own[member.name] = declared.pool(task, [evaluation])
+                    evaluations[member.name] = evaluation
+                except WireError as error:
+                    self.recorder.failed(exchange, member.name, str(error))
+            else:
+                own[member.name] = _scalars(reply)
+        if not own:
+            return None
+        summed = task and evaluations
+        return (declared.pool(task, [*evaluations.values()]) if summed else _weighted_means([*own.values()])), own
 
     def completed(self, exchange: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Pool the answers, add what the observers have found, and record both."""
-        tested = any(one.split == "test" and one.found for one in self.observers)  # at the end, if not in every round
+        """Pool the answers, add what the further tests have found, and record both."""
+        tested = any(one.split == "test" and one.found for one in self.further)  # at the end, if not in every round
         sums = {} if tested else self.recorder.tested  # the recorder shows those of the test examples
         found = self.pooled(exchange, replies, sums)
         if found is None and not tested:
@@ -246,8 +195,11 @@ class Evaluations:
         if self.split != "test":
             found = with_further(({}, {}), found, f"{self.split}-")
             self.recorder.notes["validation-examples"] = sum(one.num_examples for one in sums.values())
-        for observer in self.observers:
-            found = observer.completed(found)
+        for one in self.further:  # metrics of test examples have plain names, others' begin with the split's
+            if one.found and one.split == "test":
+                found = with_further(one.found, found, "")
+            elif one.found:
+                found = with_further(found, one.found, f"{one.split}-")
         pooled, own = found
         self.recorder.evaluated(exchange, pooled, own)
         return MetricRecord(dict(pooled))
@@ -255,29 +207,68 @@ class Evaluations:
     def forecast(
         self, travelling: Weights, num_rounds: int, trains_in: Mapping[str, Sequence[int]]
     ) -> list[tuple[Member, Request, int]]:
-        """Return the requests of all evaluations, those of the observers included, and how often each is sent.
+        """Return the requests of all evaluations, and how often each is sent.
 
-        Parameters
-        ----------
-        travelling : Weights
-            The weights as they travel.
-        num_rounds : int
-            The rounds of the run.
-        trains_in : Mapping of str to Sequence of int
-            By institution: the rounds in which it trains.
+        `travelling` are the weights as they travel, `trains_in` the rounds in which an institution trains, by name.
         """
         rounds, every = range(1, num_rounds + 1), self.exchanger.settings.evaluate_every
         evaluated = {at for at in rounds if at % every == 0 or at == num_rounds}
 
-        def times(member: Member, observer: Observer | None) -> int:
+        def tested(member: Member, unmixed: bool = False) -> Sequence[int]:
             trains = trains_in.get(member.name, [])
-            own = self.method.own_models
-            can: Sequence[int] = rounds[min(trains, default=num_rounds + 1) - 1 :] if own else rounds
-            can = trains if observer and observer.split in SPLIT_OF else can
-            evaluations = len((evaluated if not observer or not observer.at_end else {num_rounds}) & {*can})
-            exchanges = len(can) * self.method.exchanges_per_round()
-            return observer.forecast(exchanges, evaluations) if observer else evaluations
+            own = rounds[min(trains, default=num_rounds + 1) - 1 :] if self.method.own_models else rounds
+            return trains if unmixed else own
 
-        requests: list[tuple[Request, Observer | None]] = [(self.judging(0, travelling), None)]
-        requests += [(self.method.evaluation_on(one.split, 0, travelling), one) for one in self.observers]
-        return [(member, request, times(member, observer)) for request, observer in requests for member in self.members]
+        tests = [(self.judging(0, travelling), False, evaluated)]
+        for one in self.further:
+            request = self.method.evaluation_on(one.split, 0, travelling)
+            tests.append((request, one.split in SPLIT_OF, {num_rounds} if one.at_end else evaluated))
+        found = [(m, request, len(at & {*tested(m, own)})) for request, own, at in tests for m in self.members]
+        if self.exchanger.settings.forgetting:
+            request, exchanges = self.method.evaluation_on("train", 0, travelling), self.method.exchanges_per_round()
+            found += [(member, request, len(tested(member)) * exchanges) for member in self.members]
+        return found
+
+
+def check_evaluation(evaluation: Evaluation, task: Task, input_shape: tuple[int, ...] | None = None) -> None:
+    """Refuse sums, of one model or of a pair, that no test shard can have: counts that do not add up.
+
+    The shape of an example is needed for masks, which count pixels.
+    """
+    labels = task.blank_labels(1, input_shape or ())
+    counted = evaluation.num_examples * labels.size if input_shape or labels.ndim == 1 else None
+    blank = type(evaluation).empty(task)
+    for one in fields(blank):
+        wanted, value = getattr(blank, one.name), getattr(evaluation, one.name)
+        if not isinstance(wanted, (list, tuple)) or not len(value):  # the task checks which of them must be there
+            continue
+        if len(value) != len(wanted):
+            raise WireError(f"{one.name} must hold {len(wanted)} counts; got {len(value)}")
+        if counted is not None and sum(value) != counted:
+            raise WireError(f"{one.name} must count {counted} of {evaluation.num_examples} examples; got {sum(value)}")
+
+
+def with_further(found: Pooled, further: Pooled, prefix: str) -> Pooled:
+    """Add the metrics of a further test to those on the test shards, under names with a prefix."""
+
+    def named(metrics: Metrics) -> Metrics:
+        return {f"{prefix}{name}": value for name, value in metrics.items()}
+
+    (pooled, own), (further_pooled, further_own) = found, further
+    both = {name: {**own.get(name, {}), **named(further_own.get(name, {}))} for name in {**own, **further_own}}
+    return {**pooled, **named(further_pooled)}, both
+
+
+def _scalars(reply: Message) -> Metrics:
+    records = reply.content.metric_records.values()
+    return {name: float(v) for record in records for name, v in record.items() if not isinstance(v, list)}
+
+
+def _weighted_means(own: list[Metrics]) -> Metrics:
+    """Average the metrics that all report, weighted by `num-examples`, 1 if it is missing."""
+    shared = set.intersection(*(set(metrics) for metrics in own)) - {"num-examples"}
+    weights = [metrics.get("num-examples", 1.0) for metrics in own]
+    total = sum(weights)
+    return {
+        name: sum(w * metrics[name] for w, metrics in zip(weights, own, strict=True)) / total for name in sorted(shared)
+    }

@@ -104,18 +104,13 @@ class Gossip(Relay):
         matrices = read_matrices(Path(config.topology_file), institutions) if config.topology_file else None
         mixing_matrix(config.topology, max(1, institutions), 0, matrices=matrices)
 
-    @property
-    def init_seed(self) -> int:
-        """The seed of the fresh weights, the same for all institutions."""
-        return derived_seed(self.settings.seed, self.seed_of)
-
     def instructions(self, exchange: int, member: Member) -> dict[str, Any]:
         """Return the instructions of every request to train."""
         return {
             "server_round": exchange,
             "run": self.settings.run,
             "lr": self.lr(exchange),
-            "init_seed": self.init_seed,
+            "init_seed": derived_seed(self.settings.seed, self.seed_of),  # the same for all institutions
             "committed": self.mailbox.committed.get(member.name, 0),
             "exchanged": self.exchanged,
         }
@@ -146,7 +141,8 @@ class Gossip(Relay):
         waiting = self.mailbox.waiting
         free = sum(member.name not in waiting for member in self.trainers(exchange))
         self.exchanged = self.has_edges(exchange, free)
-        asked = [m for m in self.configure_train(exchange, arrays, config, grid) if self.receiver(m) not in waiting]
+        messages, called = self.configure_train(exchange, arrays, config, grid), self.members.called
+        asked = [message for message in messages if called(message.metadata.dst_node_id) not in waiting]
         released: dict[str, Released] = {}
 
         def take(member: Member, reply: Message) -> None:
@@ -165,19 +161,8 @@ class Gossip(Relay):
         """Return those that have trained and released; the last to answer have mixed."""
         return sorted(self.releasing)
 
-    def receiver(self, message: Message) -> str:
-        """Return the name of a message's receiver."""
-        member = self.members.by_node(message.metadata.dst_node_id)
-        return member.name if member else ""
-
     def released(self, member: Member, reply: Message) -> Released:
-        """Decode and check what an institution has released.
-
-        Raises
-        ------
-        WireError
-            If the model has another form, or w another value; nobody receives it then.
-        """
+        """Decode and check what an institution has released; nobody receives a model of another form or w."""
         answer = self.answer.decode(reply.content)
         arrays, w = opened(answer.arrays), self.mailbox.weights.get(member.name, 1.0)
         known = self.roll.form and not self.settings.sealed  # a receiver checks the form of what it opens

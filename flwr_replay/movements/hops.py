@@ -7,9 +7,8 @@ A model has the name of the institution where it began. Who takes part for the f
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -29,15 +28,11 @@ class Turn(NamedTuple):
     before: str
 
 
-class Reopening(Iterator[T], Generic[T]):
+class Reopening(Iterator[T]):
     """An iterator that ends while `draw` returns None, and goes on when it returns something again."""
 
     def __init__(self, draw: Callable[[], T | None]) -> None:
         self.draw = draw
-
-    def __iter__(self) -> Self:
-        """Return itself."""
-        return self
 
     def __next__(self) -> T:
         """Draw."""
@@ -46,50 +41,13 @@ class Reopening(Iterator[T], Generic[T]):
         return drawn
 
 
-class Hops(ABC):
-    """Which institution trains which model next. A round has as many turns as there are institutions."""
-
-    at_once: int | None = None  # how many may train at a time; None: all
-
-    @abstractmethod
-    def begin_round(self, exchange: int, present: Sequence[str]) -> None:
-        """Begin a round of these institutions."""
-
-    @abstractmethod
-    def sources(self) -> Mapping[str, Sequence[str]]:
-        """Return, by institution: where the models that it may train in this round come from."""
-
-    @abstractmethod
-    def start(self) -> Turn | None:
-        """Begin the next turn; None while nobody can."""
-
-    @abstractmethod
-    def pass_on(self, institution: str, trained: bool) -> None:
-        """End an institution's turn."""
-
-    @abstractmethod
-    def names(self) -> Mapping[str, str]:
-        """Return a name for each model, between rounds: where it is, if each institution has one."""
-
-    @abstractmethod
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold; between rounds nobody trains."""
-
-    @abstractmethod
-    def restore(self, values: dict[str, Any]) -> None:
-        """Restore what `state` returned."""
-
-
-class Cycles(Hops):
+class Cycles:
     """In each round all models of the institutions present go one place along a random cycle through all of them.
 
-    Parameters
-    ----------
-    seed : int
-        Of the cycles.
-    stay : bool
-        Whether models stay; the cycle then says only whose predecessor an institution is.
+    With `stay` models stay; the cycle then says only whose predecessor an institution is.
     """
+
+    at_once: int | None = None  # how many may train at a time; None: all
 
     def __init__(self, seed: int, stay: bool = False) -> None:
         self.seed, self.stay = seed, stay
@@ -99,7 +57,7 @@ class Cycles(Hops):
         self.new: set[str] = set()  # where a model begins in this round
 
     def begin_round(self, exchange: int, present: Sequence[str]) -> None:
-        """Draw the cycle, and move the models; the model of an absent institution waits there."""
+        """Begin a round: draw the cycle, and move the models; that of an absent institution waits there."""
         here = sorted(name for name in present if name in self.at)
         cycle = mixing_matrix("random", max(1, len(here)), exchange - 1, self.seed)
         self.before = {here[to]: name for k, name in enumerate(here) for to in receivers(cycle, k)[0]}
@@ -110,27 +68,27 @@ class Cycles(Hops):
         self.left = sorted(present)
 
     def sources(self) -> Mapping[str, Sequence[str]]:
-        """Return the predecessors."""
+        """Return, by institution, where the models that it may train in this round come from: its predecessor."""
         return {name: [before] for name, before in self.before.items()}
 
     def start(self) -> Turn | None:
-        """Begin an institution's turn; all may train at a time."""
+        """Begin the next turn, None while nobody can; all may train at a time."""
         if not self.left:
             return None
         name = self.left.pop(0)
         return Turn(name, self.at[name], self.before.get(name, ""))
 
     def pass_on(self, institution: str, trained: bool) -> None:
-        """Leave the model where it is; one that could not begin here begins when this institution is asked next."""
+        """End a turn: the model stays; one that could not begin begins when this institution is asked next."""
         if institution in self.new and not trained:
             del self.at[institution]
 
     def names(self) -> Mapping[str, str]:
-        """Return the models by the institutions where they are."""
+        """Return the models, between rounds, by the institutions where they are."""
         return self.at
 
     def state(self) -> dict[str, Any]:
-        """Return where the models are."""
+        """Return what a checkpoint must hold: where the models are; between rounds nobody trains."""
         return {"at": dict(self.at)}
 
     def restore(self, values: dict[str, Any]) -> None:
@@ -138,18 +96,13 @@ class Cycles(Hops):
         self.at = values["at"]
 
 
-class Queues(Hops):
+class Queues:
     """Who has trained a model passes it on to another institution at random, where it waits: first in, first out.
 
     Where the institutions' durations are given, time is virtual: who would finish first is asked first, and a run can
     be repeated. Otherwise all who are free are asked at once, and the order of their answers decides.
 
-    Parameters
-    ----------
-    seed : int
-        Of the draws.
-    durations : Sequence[float]
-        How long institutions train, in the order of their names; empty: the order of answers decides.
+    `durations` say how long institutions train, in the order of their names; empty: the order of answers decides.
     """
 
     def __init__(self, seed: int, durations: Sequence[float] = ()) -> None:
@@ -212,3 +165,6 @@ class Queues(Hops):
         """Restore the queues."""
         self.waiting = {name: [(came, model) for came, model in pairs] for name, pairs in values["waiting"].items()}
         self.free, self.last, self.passed = values["free"], values["last"], values["passed"]
+
+
+Hops = Cycles | Queues  # which institution trains which model next; a round has as many turns as institutions

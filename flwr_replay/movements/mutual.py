@@ -57,9 +57,7 @@ class MutualConfig(StrategyConfig):
     holdout: float = 0.1  # listen=pool: share of the own examples that are held out where there is no validation split
     private_shift: int = 0  # largest shift of a batch in these passes, pixels; it gives more predictions to learn from
     optimizer_state: str = "keep"  # keep: both optimizers keep their state | reset: fresh ones every round
-    proxy_optimizer: str = (
-        "stays"  # stays: as optimizer-state says | travels: with the proxy | reset: fresh every round
-    )
+    proxy_optimizer: str = "stays"  # stays: as optimizer-state says | travels: with the proxy | reset: every round
 
     def __post_init__(self) -> None:
         weight = Range(0, 1, "lies in [0, 1]")
@@ -141,13 +139,7 @@ def check_pair(config: MutualConfig, settings: Settings) -> None:
 
 
 def first_state(config: MutualConfig, settings: Settings) -> StateDict:
-    """Return the state of the proxy's optimizer with which a run begins; empty unless it travels.
-
-    Raises
-    ------
-    ConfigError
-        If the settings have no model, whose form it has.
-    """
+    """Return the state of the proxy's optimizer with which a run begins; empty unless it travels."""
     if config.proxy_optimizer != "travels":
         return {}
     if settings.model is None:

@@ -30,21 +30,8 @@ def number_chosen(institutions: int, fraction: float) -> int:
 def participants(names: Sequence[str], fraction: float, seed: int, number: int) -> list[str]:
     """Draw the institutions that train in a round, without replacement, each with the same chance.
 
-    Parameters
-    ----------
-    names : Sequence[str]
-        Those that could train.
-    fraction : float
-        C, in (0, 1].
-    seed : int
-        The run's.
-    number : int
-        The round, or the cycle of a serial method.
-
-    Returns
-    -------
-    list of str
-        `number_chosen` of the names, in the order given; all of them if the fraction is 1.
+    `number` is the round, or the cycle of a serial method. Returned are `number_chosen` of the names, in the order
+    given; all of them if the fraction is 1.
     """
     if fraction == 1:
         return list(names)
@@ -57,10 +44,6 @@ class AtOnce(Movement):
     """Base of the movements in which all institutions train at once, or those that are drawn for the round."""
 
     missed: frozenset[str] = frozenset()  # who has been asked since the last answer, and failed
-
-    def exchanges_per_round(self) -> int:
-        """One: all institutions train in it."""
-        return 1
 
     def trainers(self, exchange: int) -> list[Member]:
         """Return the institutions that train in an exchange, by name."""

@@ -10,7 +10,7 @@ from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.sections import require
 from flwr_replay.errors import ConfigError
 from flwr_replay.learning.training import refuse_single_batches
-from flwr_replay.movements.run import RunState
+from flwr_replay.movements.evaluating import RunState
 from flwr_replay.privacy.dpsgd import refuse_mixing
 from flwr_replay.server.settings import Settings
 
@@ -18,13 +18,7 @@ __all__ = ["refuse_fraction", "refuse_options", "say_what_differs"]
 
 
 def refuse_options(method: Any, settings: Settings) -> None:
-    """Refuse replay, DP and tests before mixing where a method has none, and batches of one for models with batch norm.
-
-    Raises
-    ------
-    ConfigError, TrainingError
-        If an option does not fit.
-    """
+    """Refuse replay, DP and tests before mixing where a method has none, and batches of one under batch norm."""
     traits, name = method.traits(), method.config_type.name
     if (settings.replay_plan or (settings.synthesis and settings.synthesis.replays)) and not traits.supports_replay:
         raise ConfigError(

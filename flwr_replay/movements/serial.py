@@ -16,8 +16,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_replay.movements.base import Exchange, Movement
+from flwr_replay.movements.evaluating import RunState
 from flwr_replay.movements.participation import number_chosen, participants
-from flwr_replay.movements.run import RunState
 from flwr_replay.payloads.common import Trained
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Request

@@ -117,21 +117,7 @@ def mixing_matrix(topology: str, institutions: int, t: int, seed: int = 0, matri
 
 
 def receivers(p: Matrix, k: int) -> tuple[dict[int, float], float]:
-    """Read a sender's column: the share of each receiver, and the share that it keeps.
-
-    Parameters
-    ----------
-    p : Matrix
-        Column-stochastic, shape (K, K).
-    k : int
-        The sender.
-
-    Returns
-    -------
-    shares : dict[int, float]
-        By receiver, ascending: its share.
-    kept : float
-        The share that stays.
+    """Read sender k's column: by receiver, ascending, its share; and the share that stays.
 
     Examples
     --------
@@ -178,28 +164,9 @@ def read_matrices(path: Path, institutions: int = 0) -> Matrix:
 
 
 def checked(matrices: Matrix, what: str, institutions: int = 0, stacked: bool = True) -> Matrix:
-    """Check mixing matrices, (T, K, K).
+    """Check mixing matrices, (T, K, K), as `read_matrices` does; return them with every column divided by its sum.
 
-    Parameters
-    ----------
-    matrices : Matrix
-        Column k of each says how institution k distributes its model.
-    what : str
-        Their origin, for error messages.
-    institutions : int
-        K; 0: of any number.
-    stacked : bool
-        Whether error messages number the matrix.
-
-    Returns
-    -------
-    Matrix
-        Every column divided by its sum, so that rounding does not add up.
-
-    Raises
-    ------
-    ConfigError
-        As `read_matrices` does.
+    `what` is their origin, for error messages, which number the matrix if they are `stacked`.
     """
     if institutions:
         _fits(matrices, institutions, what)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message
@@ -27,41 +27,23 @@ from flwr_replay.wire.bounds import cut_back
 from flwr_replay.wire.payload import Payload, Request, request_of, rows
 from flwr_replay.wire.records import StateDict, array_record, config_in, opened
 
-__all__ = ["Exchanger"]
+__all__ = ["Exchange", "Exchanger"]
 
+Exchange = tuple[Member, Request, Payload, int]  # of a forecast: request, answer, how often
 Take = Callable[[Member, Message], None]
 
 SAME_FAULTS = 3  # messages to a simulation's workers that may fail with the same text
 MOST_NAMED = 8  # institutions in a line of the log
 
 
-class ExchangingMethod(Protocol):
-    """What a method may decide about its exchanges."""
-
-    def addressed(self, member: Member, request: Request) -> Request:
-        """Add to a request what depends on the institution."""
-
-    def examples_of(self, member: Member, request: type[Request], instructions: dict[str, Any]) -> range:
-        """Return the numbers of examples that an answer may report."""
-
-    def stops_without_answers(self) -> bool:
-        """Return whether an exchange without answers ends the run."""
-
-
 class Exchanger:
     """Sends requests to institutions and takes their answers; calling it makes one exchange.
 
-    Parameters
-    ----------
-    method : ExchangingMethod
-        The strategy whose exchanges these are.
-    settings : Settings
-        What every strategy needs.
-    recorder : Recorder
-        Writes the ledger, and notes failures.
+    `method` is the `Movement` whose exchanges these are; its methods `addressed`, `examples_of` and
+    `stops_without_answers` decide about them.
     """
 
-    def __init__(self, method: ExchangingMethod, settings: Settings, recorder: Recorder) -> None:
+    def __init__(self, method: Any, settings: Settings, recorder: Recorder) -> None:
         self.method, self.settings, self.recorder = method, settings, recorder
         self.members = Members()
         self.timeout = settings.timeout  # seconds to wait for an answer
@@ -77,13 +59,7 @@ class Exchanger:
 
     @property
     def task(self) -> Task:
-        """The task.
-
-        Raises
-        ------
-        ConfigError
-            If the settings have none.
-        """
+        """The task."""
         if self.settings.task is None:
             raise ConfigError(f"{type(self.method).__name__} needs the task: give Settings(task=...)")
         return self.settings.task
@@ -141,23 +117,10 @@ class Exchanger:
     ) -> list[Message]:
         """Send messages, write the ledger, report failures; return the valid replies, ordered by institutions' names.
 
-        Parameters
-        ----------
-        grid : Grid
-            Flower's, or `flwr_replay.engines.inline.InlineGrid`.
-        exchange : int
-            The number of the exchange.
-        messages : iterable of Message
-            Drawn one by one, each just before it is sent.
-        needed : bool
-            Whether the run ends if nobody answers.
-        take : Callable[[Member, Message], None] | None
-            Receives each valid reply when it arrives, so that replies need not stay in memory; the returned list is
-            then empty. It may refuse a reply by a `WireError`.
-        at_once : int | None
-            How many messages may wait for a reply at a time, and so how many replies are in memory; None: all.
-        missed : Callable[[Member], None] | None
-            Called for each message without a valid reply.
+        Messages are drawn one by one, each just before it is sent. If the replies are `needed`, the run ends if nobody
+        answers. `take` receives each valid reply when it arrives, so that replies need not stay in memory; the returned
+        list is then empty. It may refuse a reply by a `WireError`. `at_once` messages may wait for a reply at a time,
+        and so many replies are in memory; None: all. `missed` is called for each message without a valid reply.
 
         Raises
         ------
@@ -276,20 +239,8 @@ class Exchanger:
     def examples_of(self, member: Member, request: type[Request], instructions: dict[str, Any]) -> range:
         """Return the numbers of examples that an answer may report.
 
-        Parameters
-        ----------
-        member : Member
-            The institution that answers.
-        request : type[Request]
-            The request's class.
-        instructions : dict[str, Any]
-            The request's instructions.
-
-        Returns
-        -------
-        range
-            The number of the roll call. Any number if there is none, for test examples, and where the
-            answer counts others' examples. Only of validation examples there may be none.
+        It is the number of the roll call. Any number if there is none, for test examples, and where the answer counts
+        others' examples. Only of validation examples there may be none.
         """
         split = instructions.get("split", "test") if request.message_type == "evaluate" else "train"
         if split != "train" or not member.ours or request.answer is Kept:

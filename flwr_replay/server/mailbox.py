@@ -42,41 +42,19 @@ class Delivery:
         before = cls.of(values["given_back"]) if values["given_back"] else None
         return cls(**{**values, "parcels": [ModelShare(**one) for one in values["parcels"]], "given_back": before})
 
-    @property
-    def mixed_weight(self) -> float:
-        """The receiver's w after mixing."""
-        return self.weight * self.kept + sum(parcel.weight * parcel.share for parcel in self.parcels)
-
 
 @dataclass
 class Mailbox:
-    """All deliveries that are not acknowledged, and the models in them.
+    """All deliveries that are not acknowledged, and the models in them."""
 
-    Attributes
-    ----------
-    waiting : dict of str to Delivery
-        By receiver: its delivery.
-    coming_back : dict of str to list of Parcel
-        By sender: its parcels that nobody acknowledged, for its next delivery.
-    committed : dict of str to int
-        By institution: the exchange of its last acknowledged delivery.
-    weights : dict of str to float
-        By institution: its w after that delivery; 1 if it is missing.
-    models : dict of int to ArrayRecord
-        By a parcel's number: its model.
-    posted : int
-        The number of models so far.
-    recent : list of set of int
-        The numbers of the waiting models at each of the last three calls of `keep`.
-    """
-
-    waiting: dict[str, Delivery] = field(default_factory=dict)
+    waiting: dict[str, Delivery] = field(default_factory=dict)  # by receiver: its delivery
+    # by sender: its parcels that nobody acknowledged, for its next delivery
     coming_back: dict[str, list[ModelShare]] = field(default_factory=dict)
-    committed: dict[str, int] = field(default_factory=dict)
-    weights: dict[str, float] = field(default_factory=dict)
-    models: dict[int, ArrayRecord] = field(default_factory=dict)
-    posted: int = 0
-    recent: list[set[int]] = field(default_factory=list)
+    committed: dict[str, int] = field(default_factory=dict)  # by institution: the exchange of its last acknowledged one
+    weights: dict[str, float] = field(default_factory=dict)  # by institution: its w after that; 1 if it is missing
+    models: dict[int, ArrayRecord] = field(default_factory=dict)  # by a parcel's number: its model
+    posted: int = 0  # models so far
+    recent: list[set[int]] = field(default_factory=list)  # numbers of the waiting models at the last calls of `keep`
 
     def post(self, model: ArrayRecord) -> int:
         """Store a model; return its number."""
@@ -98,7 +76,9 @@ class Mailbox:
         """
         delivery = self.waiting.pop(name)
         mixed = delivery.given_back if delivery.given_back and held else delivery
-        self.committed[name], self.weights[name] = delivery.exchange, mixed.mixed_weight
+        self.committed[name] = delivery.exchange
+        arrived = sum(parcel.weight * parcel.share for parcel in mixed.parcels)
+        self.weights[name] = mixed.weight * mixed.kept + arrived  # its w after mixing
         return sum(not self._withdraw(parcel) for parcel in mixed.parcels) if mixed is not delivery else 0
 
     def _withdraw(self, parcel: ModelShare) -> bool:
@@ -144,17 +124,7 @@ class Mailbox:
 
     @classmethod
     def restored(cls, values: dict[str, Any], folder: Path, run: str) -> Self:
-        """Return the mailbox of a checkpoint.
-
-        Parameters
-        ----------
-        values : dict of str to Any
-            What `state` returned.
-        folder : Path
-            The folder of `keep`.
-        run : str
-            The run's id.
-        """
+        """Return the mailbox of a checkpoint, from what `state` returned and `keep` wrote."""
         waiting = {name: Delivery.of(one) for name, one in values["waiting"].items()}
         back = {name: [ModelShare(**parcel) for parcel in some] for name, some in values["coming_back"].items()}
         models = {n: array_record(read_own(folder / f"{n:06d}.safetensors", run)) for n in values["models"]}

@@ -45,11 +45,6 @@ def present(node_id: int, reply: Message, pinned: bool) -> Member:
     """Read an answer to the roll call; any other answer than `Present` is that of a user's own ClientApp.
 
     Pins count in a sealed or masked run only: in any other, nobody can have others refused by stating some.
-
-    Raises
-    ------
-    WireError
-        If the name or a number is invalid.
     """
     try:
         declared = not reply.has_error() and all(rows(reply.content, Present))
@@ -88,7 +83,7 @@ class Members:
         self._known: dict[str, Member] = {}  # these, and those that took part before the run was resumed
         self._names: dict[int, str] = {}  # by node id: the institution's name
         self._sorted = True  # whether the first two are in the order of names
-        self._online: frozenset[int] = frozenset()
+        self.online: frozenset[int] = frozenset()  # nodes at the last look
         self._gone: set[int] = set()  # nodes that have gone since `left` was called
         self._asked: set[int] = set()
         self._here: set[int] = set()  # nodes that have answered the roll call since they joined or returned
@@ -131,11 +126,6 @@ class Members:
         member = self._by_name.get(self._names.get(node_id, ""))
         return member if member and member.node_id == node_id else None
 
-    @property
-    def online(self) -> frozenset[int]:
-        """The nodes that were online at the last look."""
-        return self._online
-
     def called(self, node_id: int) -> str:
         """Return a node's name, from before the run was resumed too; empty if it has none, or another node has it."""
         return next((one.name for one in self._known.values() if one.node_id == node_id), "")
@@ -143,12 +133,12 @@ class Members:
     def newcomers(self, node_ids: Iterable[int]) -> list[int]:
         """Note the nodes that are online; return, ascending, those to ask: new and returning ones."""
         online = frozenset(node_ids)
-        if gone := self._online - online:
+        if gone := self.online - online:
             self._here -= gone
             self._asked -= gone | self._waiting  # a name may be free now
             self._waiting.clear()
         unknown = sorted(online - self._asked)
-        self._online = online
+        self.online = online
         self._gone |= gone
         self._asked |= online
         return unknown
@@ -189,13 +179,7 @@ class Members:
         self._sorted = self.contested = False
 
     def admit(self, arrived: Iterable[Member]) -> dict[int, str]:
-        """Enter the institutions that have answered the roll call.
-
-        Returns
-        -------
-        dict of int to str
-            By node id: why an institution may not take part.
-        """
+        """Enter the institutions that have answered the roll call; return, by node id, why one may not take part."""
         faults, fit = {}, []
         for member in arrived:
             if fault := self._fault(member):
@@ -223,13 +207,7 @@ class Members:
         return faults
 
     def add(self, member: Member) -> None:
-        """Enter an institution that is present.
-
-        Raises
-        ------
-        RunError
-            If the institution may not take part.
-        """
+        """Enter an institution that is present; a RunError if it may not take part."""
         if fault := self._fault(member):
             raise RunError(fault)
         self._enter(member)

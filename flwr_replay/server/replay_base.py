@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from flwr.app import ConfigRecord
@@ -10,22 +11,17 @@ from flwr.serverapp import Grid
 
 from flwr_replay.config.sections import ReplayConfig
 from flwr_replay.errors import RunError
-from flwr_replay.server.exchange import Exchanger
+from flwr_replay.server.exchange import Exchange, Exchanger
+from flwr_replay.server.members import Member
 from flwr_replay.wire.records import StateDict
 
 __all__ = ["Replay"]
 
 
 class Replay(ABC):
-    """Sees to it that every institution holds what it is to replay.
+    """Sees to it that every institution holds what it is to replay."""
 
-    Parameters
-    ----------
-    exchanger : Exchanger
-        Writes, sends and reads messages.
-    options : ReplayConfig
-        The options.
-    """
+    stages: tuple[str, ...]  # that every institution is asked for, in addition to the method's own
 
     def __init__(self, exchanger: Exchanger, options: ReplayConfig) -> None:
         self.exchanger, self.options = exchanger, options
@@ -35,11 +31,8 @@ class Replay(ABC):
     def prepare(self, grid: Grid, exchange: int, arrays: StateDict, extra: ConfigRecord, last: bool) -> None:
         """Make the exchanges that are due; called before every exchange of the method.
 
-        Raises
-        ------
-        RunError
-            If no institution could train a generator, or if replay is incomplete for the last round and
-            replay.missing=stop.
+        The run stops if no institution could train a generator, or if replay is incomplete for the last round and
+        replay.missing=stop.
         """
         self.grid, self.exchange, self.extra = grid, exchange, extra
         self.complete(arrays)
@@ -61,11 +54,6 @@ class Replay(ABC):
     def begun(self) -> bool:
         """Whether an institution's generator is trained."""
 
-    @property
-    @abstractmethod
-    def stages(self) -> tuple[str, ...]:
-        """The stages that every institution is asked for, in addition to the method's own."""
-
     @abstractmethod
     def complete(self, arrays: StateDict) -> None:
         """Train what is to be trained, and send what institutions lack; `arrays` are the global weights."""
@@ -78,9 +66,9 @@ class Replay(ABC):
     def holding(self, name: str) -> int:
         """Return how many examples an institution has for replay."""
 
-    @abstractmethod
     def instructions(self, name: str) -> dict[str, Any]:
         """Return, by the names of their fields, the instructions about replay in a request to train."""
+        return {"replayed": self.holding(name)}
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
@@ -89,3 +77,7 @@ class Replay(ABC):
     @abstractmethod
     def restore(self, values: dict[str, Any]) -> None:
         """Restore what `state` returned."""
+
+    @abstractmethod
+    def forecast(self, members: Sequence[Member]) -> list[Exchange]:
+        """Return the exchanges if every institution stays; from then on the replay is as if they had been made."""

@@ -28,6 +28,7 @@ what is missing. The last pass of codes=last-pass takes effect once all institut
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,11 +47,12 @@ from flwr_replay.payloads.replay import (
     KeepCodes,
     KeepDecoder,
     KeepPrior,
+    Kept,
     TrainedPrior,
     TrainGenerator,
     TrainPrior,
 )
-from flwr_replay.server.exchange import Exchanger
+from flwr_replay.server.exchange import Exchange, Exchanger
 from flwr_replay.server.members import Member
 from flwr_replay.server.pieces import Answer, Asking
 from flwr_replay.server.replay_base import Replay
@@ -67,16 +69,7 @@ KEPT = ("itinerary", "visits", "trained", "codes_at", "rows", "coded", "counts",
 class GenerativeReplay(Replay):
     """Trains generator and priors before a method's first round, and sends them to every institution.
 
-    Parameters
-    ----------
-    exchanger : Exchanger
-        Writes, sends and reads messages.
-    roll : Roll
-        Tells who has come back.
-    replay_plan : ReplayPlan
-        The options of replay, and builders of its models.
-    checkpoint : Callable[[int, StateDict], None]
-        Writes a checkpoint, given the number of the last complete exchange and the global weights.
+    `checkpoint` writes one, given the number of the last complete exchange and the global weights.
     """
 
     def __init__(
@@ -84,7 +77,7 @@ class GenerativeReplay(Replay):
     ) -> None:
         super().__init__(exchanger, replay_plan.replay)
         self.roll, self.replay_plan, self.checkpoint = roll, replay_plan, checkpoint
-        self.run = exchanger.settings.run
+        self.run, self.stages = exchanger.settings.run, replay_plan.stages
         self.model = replay_plan.fresh_generator()
         self.itinerary: list[str] = []  # names in the order of visits; a failed one is added again
         self.visits = 0  # visits made, failed ones included
@@ -112,11 +105,6 @@ class GenerativeReplay(Replay):
     def begun(self) -> bool:
         """Whether an institution has trained the generator."""
         return bool(self.trained)
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        """The stages of the plan."""
-        return self.replay_plan.stages
 
     def complete(self, arrays: StateDict) -> None:
         """Make the visits that are due, then send the results to the institutions that lack them."""
@@ -149,15 +137,6 @@ class GenerativeReplay(Replay):
         last_pass = self.codes_travel and self.replay_plan.replay.codes == "last-pass"
         return last_pass and self.coded < len(self.trained)
 
-    def expect(self, members: Sequence[Member]) -> None:
-        """Assume that replay is complete, so that a forecast can be made."""
-        self.rows = sum(member.num_examples for member in members)
-        self.counts, self.held = [[self.rows]], {member.name: 1 for member in members}
-
-    def instructions(self, name: str) -> dict[str, Any]:
-        """Return how many examples the institution holds."""
-        return {"replayed": self.holding(name)}
-
     def holding(self, name: str) -> int:
         """Return how many examples an institution has for replay."""
         held = self.held.get(name, 0)
@@ -185,7 +164,8 @@ class GenerativeReplay(Replay):
         if not self.prepared(member):
             return False
         stale = self.replay_plan.replay.codes == "stale"
-        request = self.train_request(self.generator, self.num_replay_examples)
+        replayed = self.rows if self.codes_travel else sum(map(sum, self.counts))  # how many can be, so far
+        request = self.train_request(self.generator, replayed)
         generated = self.trained_by(member, request, Generated, self.replay_plan.generator)
         if generated is None:
             return False
@@ -198,7 +178,7 @@ class GenerativeReplay(Replay):
         self.exchanger.recorder.generated(member.name, "generator", list(generated.losses), perplexity=perplexity)
         if not self.codes_travel:
             return self.take_prior(member, weights)
-        codes = self.encoded(member, weights, 0 if stale else self.num_replay_examples)
+        codes = self.encoded(member, weights, 0 if stale else replayed)
         if codes is None:
             return False
         self.keep("generator", self.visits, weights)
@@ -217,10 +197,11 @@ class GenerativeReplay(Replay):
         answer = self.asking.answers({member: self.encode_request(weights, replayed)}, Codes).get(member.name)
         if answer is None:
             return None
-        n = member.num_examples + replayed
+        n, masks = member.num_examples + replayed, self.replay_plan.kind == "segmentation"  # whose labels are zeros
         try:
             unpack_codes(answer.codes, self.model.codes_per_image, self.model.codebook_size)
-            if not len(answer.codes) == len(answer.labels) == n or not self.accepts(answer):
+            fit = not answer.labels.any() if masks else self.exchanger.task.accepts(answer.labels)
+            if not len(answer.codes) == len(answer.labels) == n or not fit:
                 raise WireError(
                     f"codes and labels of {n} examples were asked for; got {len(answer.codes)}, or invalid labels"
                 )
@@ -228,11 +209,6 @@ class GenerativeReplay(Replay):
             self.exchanger.recorder.failed(self.exchange, member.name, str(error))
             return None
         return {"codes": answer.codes, "labels": answer.labels}
-
-    def accepts(self, answer: Codes) -> bool:
-        """Return whether labels can be the task's; those of masks must be zeros."""
-        masks = self.replay_plan.kind == "segmentation"
-        return not answer.labels.any() if masks else bool(self.exchanger.task.accepts(answer.labels))
 
     def encode_once_more(self) -> None:
         """Have every institution encode its real images with the current generator; e changes once all have."""
@@ -305,7 +281,8 @@ class GenerativeReplay(Replay):
             yield [decoder, self.keep_codes()]
             return
         for number, (visit, counts) in enumerate(zip(self.trained, self.counts, strict=True)):
-            yield [KeepPrior(**self.head, arrays=self.file("source", visit), source=number, label_counts=counts)]
+            both = read_own(self.path("source", visit), self.run)
+            yield [KeepPrior(**self.head, arrays=both, source=number, label_counts=counts)]
 
     def give(self, members: list[Member], requests: list[Request]) -> list[Member]:
         """Send requests, one after another, to all; return the institutions that have saved everything."""
@@ -314,11 +291,6 @@ class GenerativeReplay(Replay):
             replies = self.exchanger(self.grid, self.exchange, asked, needed=False)
             members = [member for member, _ in self.exchanger.answers(replies)]
         return members
-
-    @property
-    def num_replay_examples(self) -> int:
-        """How many examples can be replayed so far."""
-        return self.rows if self.codes_travel else sum(map(sum, self.counts))
 
     @property
     def head(self) -> dict[str, Any]:
@@ -341,7 +313,7 @@ class GenerativeReplay(Replay):
         return KeepCodes(**self.head, codes=e["codes"], labels=e["labels"])
 
     def prior_request(self, weights: StateDict) -> TrainPrior:
-        """Ask to train a prior."""
+        """Ask to train a fresh prior."""
         fresh = to_arrays(self.replay_plan.fresh_prior(self.model))
         return TrainPrior(**self.head, arrays=nested({"generator": weights, "prior": fresh}))
 
@@ -363,28 +335,66 @@ class GenerativeReplay(Replay):
     @property
     def generator(self) -> StateDict:
         """The current θ_G."""
-        return self.file("generator", self.trained[-1]) if self.trained else to_arrays(self.model)
+        if not self.trained:
+            return to_arrays(self.model)
+        return read_own(self.path("generator", self.trained[-1]), self.run)
 
     @property
     def codes(self) -> StateDict:
         """The current e: codes and labels."""
-        return self.file("codes", self.codes_at)
+        return read_own(self.path("codes", self.codes_at), self.run)
 
     def decoder(self, weights: StateDict) -> StateDict:
         """Return the weights of the decoder, which turns codes into images."""
         return {name: array for name, array in weights.items() if self.model.decodes.match(name)}
 
-    def file(self, what: str, visit: int) -> StateDict:
-        """Read a file of a visit."""
-        return read_own(self.exchanger.recorder.folder("replay") / f"{what}-{visit:03d}.safetensors", self.run)
+    def path(self, what: str, visit: int) -> Path:
+        """Return where a file of a visit lies."""
+        return self.exchanger.recorder.folder("replay") / f"{what}-{visit:03d}.safetensors"
 
     def keep(self, what: str, visit: int, arrays: StateDict) -> None:
         """Write a file of a visit; the next checkpoint refers to it."""
-        file = self.exchanger.recorder.folder("replay") / f"{what}-{visit:03d}.safetensors"
-        write_tensors(file, arrays, {OF_RUN: self.run})
+        write_tensors(self.path(what, visit), arrays, {OF_RUN: self.run})
 
     def keep_all(self, parts: list[StateDict]) -> None:
         """Write the union of codes and labels to a new file; the last checkpoint still refers to the old one."""
         union = {key: np.concatenate([part[key] for part in parts]) for key in ("codes", "labels")}
         self.codes_at, self.rows = max(self.visits, self.codes_at + 1), len(union["labels"])
         self.keep("codes", self.codes_at, union)
+
+    # --- forecast -----------------------------------------------------------------------------------------------------
+
+    def forecast(self, members: Sequence[Member]) -> list[Exchange]:
+        """Every training takes one message; one that takes longer has more, which hold numbers and no weights."""
+        self.rows = total = sum(member.num_examples for member in members)
+        self.counts, self.held = [[total]], {member.name: 1 for member in members}  # as if replay were complete
+        plan, before, found, kept = self.replay_plan, 0, list[Exchange](), Kept(num_examples=0)
+        weights, prior = to_arrays(self.model), plan.fresh_prior(self.model)
+        counts: dict[str, Any] = {"num_examples": 0, "examples_seen": 0, "steps": 0, "steps_left": 0}
+        losses = [0.0] * plan.generator.epochs
+        generated = Generated(arrays=weights, losses=losses, perplexity=[0.0, 0.0], **counts)
+        given, labels = to_arrays(prior), [0] * prior.classes
+        losses = [0.0] * plan.prior.epochs
+        own = TrainedPrior(arrays=nested({"prior": given}), losses=losses, label_counts=labels, **counts)
+        both = nested({"decoder": self.decoder(weights), "prior": given})
+        keep_prior = KeepPrior(run=self.run, arrays=both, source=0, label_counts=labels)
+        decoder, encode = KeepDecoder(run=self.run, arrays=self.decoder(weights)), self.encode_request(weights, 0)
+        for member in members:
+            found.append((member, self.train_request(weights, 0), generated, 1))
+            if not self.codes_travel:
+                found += [(member, self.prior_request(weights), own, 1), (member, keep_prior, kept, len(members))]
+                continue
+            if before:
+                found.append((member, KeepCodes(run=self.run, **self.blank(before)), kept, 1))
+            passes = [member.num_examples + (0 if plan.replay.codes == "stale" else before)]
+            passes += [member.num_examples] if plan.replay.codes == "last-pass" else []
+            found += [(member, encode, Codes(**self.blank(n), num_examples=0, raw_bytes=0), 1) for n in passes]
+            found += [(member, decoder, kept, 1), (member, KeepCodes(run=self.run, **self.blank(total)), kept, 1)]
+            before += member.num_examples
+        return found
+
+    def blank(self, rows: int) -> dict[str, Any]:
+        """Return blank codes and labels, as large as real ones."""
+        codes = np.broadcast_to(np.zeros((), np.uint8), (rows, self.replay_plan.code_bytes(self.model)))
+        kind = np.float32 if self.replay_plan.kind == "regression" else np.int64
+        return {"codes": codes, "labels": np.zeros(rows, kind)}

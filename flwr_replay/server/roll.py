@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import Any
 
 from flwr.app import Message
 from flwr.serverapp import Grid
 
 from flwr_replay.config.binding import digest_of
 from flwr_replay.config.sections import require
-from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import WireError
 from flwr_replay.files.atomic import NAME
 from flwr_replay.payloads.common import Failure, Present, RollCall
@@ -30,31 +29,15 @@ LONGEST = 8.0  # seconds between two looks for who comes back, in the first minu
 AGAIN = "; they may still answer an earlier run: if none is live, start their SuperNodes again"
 
 
-class AdmittingMethod(Protocol):
-    """What a strategy's class says of who may take part."""
-
-    config_type: ClassVar[type[StrategyConfig]]
-    one_form: ClassVar[bool]
-
-
 class Roll:
     """Calls the roll, and enters in `exchange.members` who answers.
 
-    Parameters
-    ----------
-    exchanger : Exchanger
-        Writes the messages, and has the members.
-    method : type[AdmittingMethod]
-        The strategy's class.
-    stages : Callable[[], Sequence[str]]
-        Returns all stages that the run requests.
+    `method` is the strategy's class, a `Movement`; `stages` returns all stages that the run requests.
     """
 
     ours_only = False  # whether this run needs this package's client everywhere
 
-    def __init__(
-        self, exchanger: Exchanger, method: type[AdmittingMethod], stages: Callable[[], Sequence[str]]
-    ) -> None:
+    def __init__(self, exchanger: Exchanger, method: type[Any], stages: Callable[[], Sequence[str]]) -> None:
         self.exchanger, self.method, self.stages = exchanger, method, stages
         self.settings, self.recorder, self.members = exchanger.settings, exchanger.recorder, exchanger.members
         self.nodes = max(1, self.settings.nodes)
@@ -87,13 +70,7 @@ class Roll:
         )
 
     def refuse(self, grid: Grid, ours: bool) -> None:
-        """Refuse a deployment of unsaid size, and an app of a user's own where this run, or `ours`, needs this client.
-
-        Raises
-        ------
-        ConfigError
-            If so.
-        """
+        """Refuse a deployment of unsaid size, and a user's own app where this run, or `ours`, needs this client."""
         refuse_unsaid_nodes(grid, self.settings.nodes)
         require(self.settings.roll_call or not (self.ours_only or ours), self.needs)
 

@@ -29,11 +29,6 @@ KINDS: dict[str, type] = {  # of what a user's own app is likely to mistake
 }
 
 
-def new_id() -> str:
-    """Return a new run's id, which is unique: institutions keep their state under it."""
-    return f"run-{secrets.token_hex(8)}"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What every strategy needs in addition to its own options.
@@ -56,7 +51,8 @@ class Settings:
     forgetting: bool = False  # after every exchange, also evaluate on each institution's training examples
     timeout: float = 3600  # seconds to wait for an institution's answer
     wait: float = 120  # seconds to wait for `nodes` institutions
-    run: str = field(default_factory=new_id)  # the run's id; institutions keep their state under it
+    # the run's id, which is unique: institutions keep their state under it
+    run: str = field(default_factory=lambda: f"run-{secrets.token_hex(8)}")
     sealed: bool = False  # institutions seal what they send for each other: the server cannot read it
     masked: bool = False  # institutions add masks that cancel: the server can read the mean of their weights only
     record: str = ""  # which messages the server keeps, as the roll call announces it: up, all, or empty for none
@@ -95,13 +91,7 @@ def checked_arguments(
     settings: Settings | None,
     unknown: Iterable[str],
 ) -> tuple[StrategyConfig, Settings]:
-    """Return a strategy's options and settings, the defaults for None.
-
-    Raises
-    ------
-    ConfigError
-        If an argument is unknown or of another type.
-    """
+    """Return a strategy's options and settings, the defaults for None."""
     require(
         not unknown,
         f"{name} takes options, settings= and recorder=; got {', '.join(unknown)}: write {name}("

@@ -26,14 +26,14 @@ from flwr_replay.files.tensors import OF_RUN, read_own, write_tensors
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.payloads.replay import Kept
 from flwr_replay.payloads.synthetic import Buffer, DrawBuffer, GeneratorSlice, KeepBuffer, TrainSlice
-from flwr_replay.server.exchange import Exchanger
+from flwr_replay.server.exchange import Exchange, Exchanger
 from flwr_replay.server.members import Member
 from flwr_replay.server.pieces import Asking
-from flwr_replay.wire.payload import Payload, Request
+from flwr_replay.server.replay_base import Replay
 from flwr_replay.wire.records import StateDict, opened
 from flwr_replay.wire.sealed import blank
 
-__all__ = ["FOLDER", "STAGES", "Buffers"]
+__all__ = ["FOLDER", "STAGES", "BufferReplay", "Buffers"]
 
 ALIKE = 0.3  # diversity below which a class is almost one image
 UNLIKE = 0.1  # precision below which nearly all images are noise
@@ -44,18 +44,8 @@ STAGES = ("train-slice", "draw-buffer", "keep-buffer")
 class Buffers:
     """Has every institution train its generator, takes a buffer from each, and hands buffers on.
 
-    Parameters
-    ----------
-    exchanger : Exchanger
-        Writes, sends and reads messages.
-    plan : SynthesisPlan
-        The generators and the form of their images.
-    size : int
-        Images in a buffer; 0: there are no buffers, and generators are trained only if `always`.
-    refreshed : bool
-        Whether every institution draws a new buffer in every round.
-    always : bool
-        Whether generators are trained even if no buffer is to be drawn.
+    A buffer has `size` images; 0: there are none, and generators are trained only if `always`. With `refreshed` every
+    institution draws a new one in every round.
     """
 
     def __init__(
@@ -83,17 +73,15 @@ class Buffers:
     def prepare(self, grid: Grid, exchange: int, extra: ConfigRecord, givers: Container[str] | None = None) -> None:
         """Have the institutions that lack a trained generator train it, and those that lack a buffer draw one.
 
-        Parameters
-        ----------
-        givers : Container of str, or None
-            Of whose buffers others are to learn in this round; None: of all. Nobody else draws one.
+        Of the buffers of `givers` others are to learn in this round, None: of all. Nobody else draws one.
         """
         if not self.size and not self.always:
             return
         self.train(grid, exchange, extra)
         if not self.size:
             return
-        lacking = [m for m in self.exchanger.members if m.name in self.trained and self.lacks(m, givers)]
+        wanted = [m for m in self.exchanger.members if givers is None or m.name in givers]
+        lacking = [m for m in wanted if m.name in self.trained and (self.refreshed or m.name not in self.numbers)]
         numbers = {member.name: self.made + i for i, member in enumerate(lacking, 1)}
         self.made += len(lacking)
 
@@ -106,11 +94,6 @@ class Buffers:
 
         asked = (self.exchanger.message(m, self.draw(exchange), extra) for m in lacking)
         self.exchanger(grid, exchange, asked, needed=False, take=take, at_once=1, missed=self.drew_none.append)
-
-    def lacks(self, member: Member, givers: Container[str] | None) -> bool:
-        """Return whether an institution is to draw a buffer."""
-        wanted = givers is None or member.name in givers
-        return wanted and (self.refreshed or member.name not in self.numbers)
 
     def train(self, grid: Grid, exchange: int, extra: ConfigRecord) -> None:
         """Send message after message until every generator is complete, or its institution fails."""
@@ -151,13 +134,7 @@ class Buffers:
         return self.exchanger.settings.sealed
 
     def checked(self, buffer: Buffer) -> StateDict:
-        """Return a buffer's arrays; refuse one that is not what was asked for, before anybody receives it.
-
-        Raises
-        ------
-        WireError
-            If number, shape or labels are wrong.
-        """
+        """Return a buffer's arrays; refuse one that is not what was asked for in number, shape or labels."""
         form = self.plan.form
         shape = (self.size, form.channels, form.size, form.size)
         if buffer.images.shape != shape or len(buffer.labels) != self.size:
@@ -171,13 +148,7 @@ class Buffers:
     def deliver(
         self, grid: Grid, exchange: int, wanted: Mapping[str, Sequence[int]], extra: ConfigRecord
     ) -> dict[str, list[int]]:
-        """Send every institution the buffers that it is to train on and lacks; return those that it has.
-
-        Parameters
-        ----------
-        wanted : Mapping of str to Sequence of int
-            By institution: numbers of buffers.
-        """
+        """Send every institution the wanted numbers of buffers that it lacks; return those that it has."""
         lacking = [
             (member, number)
             for member in self.exchanger.members
@@ -200,30 +171,17 @@ class Buffers:
 
     def keep(self, exchange: int, number: int) -> KeepBuffer:
         """Send a buffer."""
-        file = self.exchanger.recorder.folder(FOLDER) / f"{number:06d}.safetensors"
-        buffer = read_own(file, self.exchanger.settings.run)
-        images: Any = buffer.get("images", buffer)  # sealed: all of it
-        run, labels = self.exchanger.settings.run, buffer.get("labels")
-        return KeepBuffer(
-            server_round=exchange,
-            run=run,
-            number=number,
-            buffer=self.size,
-            images=images,
-            labels=labels,  # type: ignore[arg-type]
-        )
+        run, file = self.exchanger.settings.run, self.exchanger.recorder.folder(FOLDER) / f"{number:06d}.safetensors"
+        buffer = read_own(file, run)
+        found: Any = {"images": buffer.get("images", buffer), "labels": buffer.get("labels")}  # sealed: all of it
+        return KeepBuffer(server_round=exchange, run=run, number=number, buffer=self.size, **found)
 
     # --- forecast -----------------------------------------------------------------------------------------------------
 
-    def forecast(
-        self, deliveries: Mapping[str, int], draws: Mapping[str, int]
-    ) -> list[tuple[Member, Request, Payload, int]]:
+    def forecast(self, deliveries: Mapping[str, int], draws: Mapping[str, int]) -> list[Exchange]:
         """Return the exchanges if every institution stays and none needs more time than a message has.
 
-        Parameters
-        ----------
-        deliveries, draws : Mapping of str to int
-            By institution: how many buffers it receives, and how many it draws.
+        Given are, by institution, how many buffers it receives, and how many it draws.
         """
         if not self.size and not self.always:
             return []
@@ -234,7 +192,7 @@ class Buffers:
         if self.sealed:
             whole = blank({"images": images, "labels": labels}, run, "synthetic", self.exchanger.members.names)
             images, labels = opened(whole), None
-        found: list[tuple[Member, Request, Payload, int]] = []
+        found: list[Exchange] = []
         for member in self.exchanger.members:
             slices = self.plan.slices(member.num_examples)
             answer = GeneratorSlice(num_examples=0, steps=0, steps_left=0, loss=0.0)
@@ -243,14 +201,84 @@ class Buffers:
             )
             found += [(member, TrainSlice(run=run), said, n) for said, n in ((answer, slices - 1), (last, 1))]
             if self.size:
-                found.append(
-                    (
-                        member,
-                        self.draw(0),
-                        Buffer(images=images, labels=labels, num_examples=0),
-                        draws.get(member.name, 0),
-                    )
-                )
+                buffer = Buffer(images=images, labels=labels, num_examples=0)
+                found.append((member, self.draw(0), buffer, draws.get(member.name, 0)))
                 keep = KeepBuffer(run=run, number=0, buffer=self.size, images=images, labels=labels)
                 found.append((member, keep, Kept(num_examples=0), deliveries.get(member.name, 0)))
         return found
+
+
+class BufferReplay(Replay):
+    """Replay of synthetic images: collects a buffer of every institution, and hands it on to all others.
+
+    Source: Pennisi et al. 2023, section III-B, for the buffers; Qu et al. 2022, Algorithm 1, lines 1-6, for the
+    batches, which hold real images and images of the others' buffers.
+    Failures: Who has no buffer, or has not received the others', is asked again before every exchange. The run stops
+    before its last round if replay is still incomplete.
+    """
+
+    stages = STAGES
+
+    def __init__(self, exchanger: Exchanger, plan: SynthesisPlan) -> None:
+        super().__init__(exchanger, plan.replay)
+        self.buffers = Buffers(exchanger, plan, plan.replay.images)
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a buffer."""
+        return bool(self.buffers.numbers)
+
+    def complete(self, arrays: StateDict) -> None:
+        """Have generators trained and buffers drawn where they lack; deliver them to those who lack them."""
+        self.buffers.prepare(self.grid, self.exchange, self.extra, self.givers())
+        wanted = {member.name: self.others(member.name) for member in self.exchanger.members}
+        self.buffers.deliver(self.grid, self.exchange, wanted, self.extra)
+
+    def givers(self) -> list[str]:
+        """Return all that are there, if others are known, who may be away now; one institution alone draws nothing."""
+        return [member.name for member in self.exchanger.members] if len(self.ours()) > 1 else []
+
+    def ours(self) -> set[str]:
+        """Return the institutions that are there, and those that have been."""
+        members = self.exchanger.members
+        return {member.name for member in members.known if member.ours} | {member.name for member in members}
+
+    def others(self, name: str) -> list[int]:
+        """Return the numbers of the others' buffers."""
+        return sorted(number for other, number in self.buffers.numbers.items() if other != name)
+
+    def held(self, name: str) -> list[int]:
+        """Return the numbers of the others' buffers that an institution has."""
+        return [number for number in self.others(name) if number in self.buffers.held.get(name, ())]
+
+    def lacking(self) -> dict[str, str]:
+        """Return who is not replayed, and who lacks others' buffers."""
+        members = self.exchanger.members
+        found = {m.name: "has received no replays" for m in members if self.held(m.name) != self.others(m.name)}
+        ours = self.ours()
+        silent = dict.fromkeys(ours - {*self.buffers.numbers}, "is not replayed") if len(ours) > 1 else {}
+        return dict(sorted((found | silent).items()))
+
+    def holding(self, name: str) -> int:
+        """Return how many images of others an institution has."""
+        return len(self.held(name)) * self.options.images
+
+    def instructions(self, name: str) -> dict[str, Any]:
+        """Return also the numbers of the buffers."""
+        return {**super().instructions(name), "buffers": self.held(name)}
+
+    def state(self) -> dict[str, Any]:
+        """Return what is known of buffers, which are in files."""
+        return {"buffers": self.buffers.state(), "missing": self.missing}
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Restore what `state` returned."""
+        self.buffers.restore(values["buffers"])
+        self.missing = values["missing"]
+
+    def forecast(self, members: Sequence[Member]) -> list[Exchange]:
+        """Every institution draws a buffer once, and receives all others'."""
+        self.buffers.numbers = {name: i for i, name in enumerate(self.givers(), 1)}
+        self.buffers.held = {member.name: self.others(member.name) for member in members}
+        deliveries = {member.name: len(members) - 1 for member in members}
+        return self.buffers.forecast(deliveries, dict.fromkeys(self.givers(), 1))

@@ -3,7 +3,7 @@
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord
 
-from flwr_replay.movements.run import RunState
+from flwr_replay.movements.evaluating import RunState
 from flwr_replay.server.members import Member
 from flwr_replay.server.settings import Settings
 from flwr_replay.strategies.central import Central, CentralConfig
