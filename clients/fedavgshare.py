@@ -26,9 +26,8 @@ class FedAvgShareClient(FedAvgClient):
     def give(self, request: Give) -> Given:
         """Return S_k, a random share of D_k, which is the same at every request of a run."""
         data = self.institution.train
-        chosen = torch.randperm(len(data), generator=self.shuffle("share"))[
-            : number_shared(len(data), request.share)
-        ].to(data.y.device)
+        order = torch.randperm(len(data), generator=self.shuffle("share"))
+        chosen = order[: number_shared(len(data), request.share)].to(data.y.device)
         images, labels = data.x[chosen].cpu().numpy(), data.y[chosen].cpu().numpy()
         return Given(images=images, labels=labels, num_examples=len(data), raw_bytes=images.nbytes + labels.nbytes)
 

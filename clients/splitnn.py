@@ -153,13 +153,7 @@ class SplitNNClient(InstitutionClient):
         self.state.save(key, request.run, request.message, kept, to_disk=False)
 
     def load_part(self, request: AnyRequest) -> tuple[StagedModel, torch.optim.Optimizer]:
-        """Return the part and its optimizer as saved at the previous message.
-
-        Raises
-        ------
-        TrainingError
-            If they are not there.
-        """
+        """Return the part and its optimizer as saved at the previous message; an error if they are gone."""
         kept = self.state.take(f"part-{request.server_round:06d}", request.run, request.message)
         if kept is None:
             raise TrainingError(

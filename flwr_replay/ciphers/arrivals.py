@@ -44,22 +44,7 @@ class Arrival(NamedTuple):
 
 
 class Arrivals:
-    """What an institution has noted of one run.
-
-    Parameters
-    ----------
-    store : StateStore
-        The institution's.
-    run : str
-        The run's id.
-    own : str
-        The institution's name.
-
-    Raises
-    ------
-    RefusedError
-        If the notes are damaged.
-    """
+    """What an institution, whose name is `own`, has noted of one run; damaged notes are refused."""
 
     def __init__(self, store: StateStore, run: str, own: str) -> None:
         self.file, self.own = store.of_run(run) / NOTES, own
@@ -77,13 +62,7 @@ class Arrivals:
         self.shares: dict[int, float] = dict(noted["shares"])  # of own models, in exchanges before the last `KEPT`
 
     def ask(self, asked: int) -> None:
-        """Note a request.
-
-        Raises
-        ------
-        RefusedError
-            If it is older than an interrupted run repeats.
-        """
+        """Note a request; refuse one that is older than an interrupted run repeats."""
         if asked <= self.newest - REPEATS:
             raise RefusedError(
                 f"an interrupted run repeats at most its last {REPEATS} exchanges; exchange {asked} was asked for "
@@ -94,10 +73,7 @@ class Arrivals:
     def begin(self, asked: int, committed: int) -> None:
         """Note that the own model is trained on, from the mixing `committed`, to be released: later ones are undone.
 
-        Raises
-        ------
-        RefusedError
-            If the exchange was mixed too often.
+        An exchange that was mixed too often is refused.
         """
         if sum(bool(one.into) and one.asked == asked and one.sender == self.own for one in self.known) >= TRIES:
             raise RefusedError(
@@ -108,19 +84,9 @@ class Arrivals:
         self.known = [one._replace(share=0.0) if one.asked > committed else one for one in self.known]
 
     def follow(self, arrival: Arrival, one_model: bool) -> None:
-        """Note a model to go on from.
+        """Note a model to go on from; refuse one that is older than what an earlier exchange brought.
 
-        Parameters
-        ----------
-        arrival : Arrival
-            The parcel.
-        one_model : bool
-            Whether one model goes round, so that all senders count.
-
-        Raises
-        ------
-        RefusedError
-            If it is older than what an earlier exchange brought.
+        With `one_model` a single one goes round, so that all senders count.
         """
         earlier = [one for one in self.known if one.asked < arrival.asked and one.kind == arrival.kind]
         last = max((one.exchange for one in earlier if one_model or one.sender == arrival.sender), default=0)
@@ -137,10 +103,7 @@ class Arrivals:
     def mix(self, exchange: int, kept: float, parcels: Sequence[Arrival]) -> None:
         """Note a delivery, with the own share that is kept.
 
-        Raises
-        ------
-        RefusedError
-            If a parcel may not come, or the own release of that exchange is an old one.
+        Refused are a parcel that may not come, and an own release of that exchange that is not the last one.
         """
         if exchange != self.released:
             raise RefusedError(

@@ -61,10 +61,7 @@ OWN = ("continues", "stated", "run")
 class Masking(Hiding):
     """Masks the weights that answer one message of a run; takes the place of `Sealing`.
 
-    Raises
-    ------
-    RefusedError
-        If it has pinned the keys of fewer than three institutions, its own among them.
+    It needs pinned keys of at least three institutions, its own among them.
     """
 
     kept: StateDict | None = None  # the answer of this exchange, if there is one already
@@ -117,7 +114,7 @@ class Masking(Hiding):
         check_room(opened(record))  # of the request alone, so all institutions refuse it, or none
         self.share, body = own / total, joined_body(record)
         self.asked = sha256(json.dumps(shared, sort_keys=True).encode() + b"\n" + body).digest()
-        self.kept = kept = self._kept(exchange)
+        self.kept = kept = self.store.at(KEPT, self.run, exchange)
         if kept and kept[ASKED].tobytes() != self.asked:
             raise RefusedError(
                 f"in a masked run an exchange has one answer; exchange {exchange} is asked again, with another "
@@ -135,7 +132,7 @@ class Masking(Hiding):
                 f"state knows of {newest or 'none'}: restore the newest state directory, or begin a new run"
             )
         if not kept:
-            before = self._kept(newest)
+            before = self.store.at(KEPT, self.run, newest)
             self.history = sha256((before[HISTORY].tobytes() if before else b"") + self.asked).digest()
         return message
 
@@ -160,9 +157,6 @@ class Masking(Hiding):
             self.store.save(KEPT, self.run, exchange, kept, self.durable)
         leaves = {name: array for name, array in kept.items() if name not in (ASKED, HISTORY)}
         reply.content["arrays"] = array_record(leaves)
-
-    def _kept(self, exchange: int) -> StateDict | None:
-        return self.store.at(KEPT, self.run, exchange)
 
     def _cancelling(self, like: StateDict, dtype: str, *context: object) -> dict[str, NDArray[np.int64]]:
         """Return random numbers of these shapes that are zeros in the sum of all institutions: m_k modulo 2^64, or u_k.

@@ -60,27 +60,15 @@ class Opened:
 
     @property
     def arrays(self) -> ArrayRecord:
-        """Read the named arrays anew.
-
-        Raises
-        ------
-        WireError
-            If its sender has sealed something else.
-        """
+        """Read the named arrays anew; a WireError if its sender has sealed something else."""
         return parted_body(self.body)
 
 
 class Seal:
     """An institution's private key, and the public keys that it has pinned.
 
-    Parameters
-    ----------
-    name : str
-        The institution's.
-    key : X25519PrivateKey
-        Its private key.
-    pins : Mapping[str, str]
-        By name: the public keys of all institutions with which it exchanges parcels, 64 hexadecimal digits each.
+    `pins` are, by name, the public keys of all institutions with which it exchanges parcels, 64 hexadecimal digits
+    each.
 
     Raises
     ------
@@ -109,13 +97,7 @@ class Seal:
     def close(
         self, arrays: ArrayRecord, run: str, options: str, kind: str, exchange: int, weight: float
     ) -> ArrayRecord:
-        """Seal named arrays for all pinned institutions.
-
-        Raises
-        ------
-        RefusedError
-            If they are too large.
-        """
+        """Seal named arrays for all pinned institutions; refuse them if they are too large."""
         body = joined_body(arrays)
         if len(body) > LARGEST:
             raise RefusedError(f"a sealed parcel has at most {LARGEST:,} bytes; got {len(body):,}: a smaller model")
@@ -197,10 +179,7 @@ def _text(data: bytes) -> bytes:
 def make_key(file: Path) -> tuple[X25519PrivateKey, str]:
     """Return the private key in a file, which is made at first use, and its public key.
 
-    Raises
-    ------
-    PrivacyError
-        If the file is damaged, or others may read it.
+    A damaged file, or one that others may read, is a PrivacyError.
     """
     text = write_once(file, X25519PrivateKey.generate().private_bytes_raw().hex()).strip()
     if os.name == "posix" and file.stat().st_mode & 0o077:
@@ -212,13 +191,7 @@ def make_key(file: Path) -> tuple[X25519PrivateKey, str]:
 
 
 def line_of(name: str, public: str) -> str:
-    """Return an institution's line in a file of pinned keys.
-
-    Raises
-    ------
-    ConfigError
-        If it cannot have this name.
-    """
+    """Return an institution's line in a file of pinned keys; a ConfigError if it cannot have this name."""
     if not NAME.fullmatch(name):
         raise ConfigError(f"a name has letters, digits, spaces, dots, hyphens and underscores; got {name!r}")
     return f"{name} {public}"
@@ -227,10 +200,7 @@ def line_of(name: str, public: str) -> str:
 def read_pins(file: Path) -> dict[str, str]:
     """Read a file of pinned keys: a line for each institution, its name and 64 hexadecimal digits; # begins a comment.
 
-    Raises
-    ------
-    ConfigError
-        If the file is missing or a line is wrong.
+    A missing file or a wrong line is a ConfigError.
     """
     if not file.is_file():
         raise ConfigError(f"the file of pinned keys must exist; got {file}: correct seal-peers in --node-config")

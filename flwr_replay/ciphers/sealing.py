@@ -58,13 +58,7 @@ TESTS = "tested"  # in a run's folder: the model that was tested last, which the
 
 
 def check_sealing(institution: KeyOwner, config: RunConfig, message: Message) -> None:
-    """Refuse a run that is neither sealed nor masked where keys are pinned, the other way round, and parcels in plain.
-
-    Raises
-    ------
-    RefusedError
-        If they differ.
-    """
+    """Refuse a run that is neither sealed nor masked where keys are pinned, the reverse, and parcels in plain runs."""
     pinned = institution.read_seal is not None
     if pinned and not config.pinned:
         raise RefusedError(
@@ -83,27 +77,15 @@ def check_sealing(institution: KeyOwner, config: RunConfig, message: Message) ->
 class KeyOwner(Owner, Protocol):
     """An institution's name, state and data, and its keys."""
 
+    read_seal: Callable[[], Seal] | None  # what reads the keys; None if none are pinned
+
     @property
     def seal(self) -> Seal | None:
         """What seals and opens parcels; None if it seals nothing."""
 
-    @property
-    def read_seal(self) -> Callable[[], Seal] | None:
-        """What reads the keys; None if none are pinned."""
-
 
 class Hiding:
-    """What stands between the wire and the ClientApp for one message of a run in which keys are pinned.
-
-    Parameters
-    ----------
-    institution : KeyOwner
-        It has a seal, which has its key and those that it has pinned.
-    config : RunConfig
-        The run's options.
-    run : str
-        The run's id.
-    """
+    """Stands between the wire and the ClientApp for one message of a run in which the institution's keys are pinned."""
 
     def __init__(self, institution: KeyOwner, config: RunConfig, run: str) -> None:
         assert institution.seal is not None
@@ -127,10 +109,7 @@ class Sealing(Hiding):
     def opened(self, message: Message, request: type[Request] | None) -> Message:
         """Return a message with its parcels opened; the message itself is unchanged.
 
-        Raises
-        ------
-        RefusedError
-            If arrays are not sealed, or a parcel is not one that may come here and now.
+        Arrays that are not sealed are refused, and parcels that may not come here and now.
         """
         if request is None:
             raise RefusedError("a sealed institution answers the requests of its own method only; got another: refused")

@@ -61,7 +61,7 @@ def show_synthetic(
         if institution not in ("", name):
             continue
         print(f"{name}: attacking its generator …", file=sys.stderr, flush=True)
-        folder = Path(out).absolute() / name if out else stages.state.folder / "synthetic" / stages.identity
+        folder = Path(out).absolute() / name if out else stages.institution.state / "synthetic" / stages.identity
         private_folder(folder)
         under_dp = stages.budget is not None
         own = read_run_id(run.expanduser()) if under_dp else ""

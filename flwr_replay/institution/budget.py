@@ -26,19 +26,7 @@ ROUNDING = 1e-6  # by which epsilon may differ between versions of a library
 
 
 class PrivacyBudget:
-    """What an institution may spend in a run, and what it has spent.
-
-    Parameters
-    ----------
-    plan : PrivacyPlan
-        Which mechanisms are trained under DP.
-    institution : Institution
-        Whose examples these are.
-    state : StateStore
-        Where its account of the run and its key are.
-    seed : int
-        Of the run; the noise comes from it only with `privacy.noise=seeded`, for tests.
-    """
+    """What an institution may spend in a run, and what it has spent; noise comes from `seed` only in tests."""
 
     def __init__(self, plan: PrivacyPlan, institution: Institution, state: StateStore, seed: int) -> None:
         self.plan, self.institution, self.state, self.seed = plan, institution, state, seed
@@ -80,24 +68,12 @@ class PrivacyBudget:
         return self.beginning(mechanism, replace(cost, steps=cost.steps // epochs), stream, epochs)
 
     def check_room(self, mechanism: str, steps: int, request: ChargedRequest) -> None:
-        """Refuse a training of which the budget does not allow all steps, before the first; nothing is charged.
-
-        Raises
-        ------
-        BudgetError
-            If so.
-        """
+        """Refuse a training of which the budget does not allow all steps, before the first; nothing is charged."""
         cost = replace(self.plan.cost(mechanism, self.examples, 1), steps=steps)
         self.account(request.run).check(mechanism, cost)
 
     def begin_steps(self, mechanism: str, steps: range, request: ChargedRequest) -> DPTraining:
-        """Charge for the steps of these numbers, of a mechanism that the run trains under DP; return their DP-SGD.
-
-        Raises
-        ------
-        PrivacyError
-            As `begin`.
-        """
+        """Charge for the steps of these numbers, and return their DP-SGD, as `begin` does."""
         cost = replace(self.plan.cost(mechanism, self.examples, 1), steps=len(steps))
         stream = self.stream(mechanism, request, steps.start)
         self.charge(mechanism, cost, request)
@@ -112,10 +88,7 @@ class PrivacyBudget:
     def check_steps(self) -> None:
         """Refuse an answer before all steps were taken that this message was charged for.
 
-        Raises
-        ------
-        PrivacyError
-            If a step is missing: the method may have taken others, without noise.
+        Without all of them the method may have taken others, without noise.
         """
         for mechanism, training in self.begun:
             if training.left:
@@ -159,10 +132,7 @@ class PrivacyBudget:
     def rest(self, mechanism: str, request: ChargedRequest) -> None:
         """Record that a mechanism's weights leave once more, unchanged, which costs nothing.
 
-        Raises
-        ------
-        BudgetError
-            If nothing was charged in this run: these weights would have no epsilon.
+        If nothing was charged in this run, these weights would have no epsilon: a BudgetError.
         """
         if not self.charged(request.run):
             raise BudgetError(
@@ -180,16 +150,8 @@ class PrivacyBudget:
 class DPTraining:
     """Poisson batches and noisy steps of a training that was charged.
 
-    Parameters
-    ----------
-    clip : float
-        C, the largest L2 norm of one example's gradient.
-    epoch_cost : SampledGaussian
-        Sampling rate, noise and steps of one epoch.
-    stream : Stream
-        Draws masks and noise.
-    epochs : int
-        Number of epochs that were charged.
+    `clip` is C, the largest L2 norm of one example's gradient. `epoch_cost` has sampling rate, noise and steps of one
+    epoch, of which `epochs` were charged; `stream` draws masks and noise.
     """
 
     def __init__(self, clip: float, epoch_cost: SampledGaussian, stream: Stream, epochs: int = 1) -> None:
@@ -222,16 +184,8 @@ class DPTraining:
     ) -> None:
         """Take one step. Its loss has no noise, so it is not returned.
 
-        Parameters
-        ----------
-        model, optimizer, losses
-            As for `flwr_replay.privacy.dpsgd.noisy_step`.
-        batch : tuple[Tensor, ...]
-            The replayed examples, then the institution's own.
-        batch_size : int
-            b, the expected number of the institution's examples.
-        num_replayed : int
-            Replayed examples at the beginning of the batch.
+        Model, optimizer and losses are as for `flwr_replay.privacy.dpsgd.noisy_step`. The batch has the replayed
+        examples, `num_replayed`, then the institution's own, of which b, `batch_size`, are expected.
 
         Raises
         ------

@@ -365,10 +365,7 @@ class InstitutionClient(NumPyClient):
     def latest(self, key: str, request: RunRequest) -> StateDict:
         """Return the newest state of one of the institution's own models, up to and including this exchange.
 
-        Raises
-        ------
-        TrainingError
-            If there is none yet.
+        Before its first training there is none, which is an error.
         """
         kept = self.state.load(key, request.run, request.server_round + 1)
         if kept is None:

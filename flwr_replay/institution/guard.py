@@ -76,15 +76,14 @@ def guard(message: Message, context: Context, call_next: ClientAppCallable) -> M
         reply = _failure(message, error, institution.name, deployed, secretive=plan is not None)
         found = list(rows(reply.content, Failure))
     try:
-        institution.record_release(
-            message.content if message.has_content() else RecordDict(),
-            reply.content,
-            found,
-            run=str(instructions.get("run", context.run_id))[:LONGEST],
-            exchange=asked if type(asked := instructions.get("server-round", 0)) is int else 0,
-            stage=str(instructions.get("stage", message.metadata.message_type))[:LONGEST],
-            split=str(instructions.get("split", ""))[:LONGEST],
-        )
+        about = {
+            "run": str(instructions.get("run", context.run_id))[:LONGEST],
+            "round": exchange if type(exchange := instructions.get("server-round", 0)) is int else 0,
+            "stage": str(instructions.get("stage", message.metadata.message_type))[:LONGEST],
+        }
+        about |= {"split": split[:LONGEST]} if (split := str(instructions.get("split", ""))) else {}
+        asked = message.content if message.has_content() else RecordDict()
+        institution.record_release(about, asked, reply.content, found)
     except Exception as error:  # an answer that cannot be recorded does not leave; only this notice does
         return _failure(message, error, institution.name, deployed, secretive=plan is not None)
     return reply
@@ -130,21 +129,7 @@ def _answered(
 def check_answer(reply: Message, answer: type[Payload] | None, policy: Policy, config: RunConfig) -> list[LedgerRow]:
     """Remove from an answer what the policy keeps here, refuse it if the rest may not leave; return what leaves.
 
-    Parameters
-    ----------
-    reply : Message
-        The answer; results of tests that may not leave are removed from it.
-    answer : type[Payload] | None
-        Its declaration; None if the message is not one of this package.
-    policy : Policy
-        The institution's.
-    config : RunConfig
-        The run's options.
-
-    Raises
-    ------
-    FlwrReplayError
-        If it may not leave.
+    `answer` is its declaration, None if the message is not one of this package.
     """
     plan = _plan(config)
     if answer and (policy.allowed_metrics != "exact" or (config.masked and not issubclass(answer, Evaluation))):
@@ -176,8 +161,8 @@ def run_rules(policy: Policy, config: RunConfig) -> dict[str, Callable[[], None]
         "strategies": lambda: policy.check_strategy(config.strategy.name),
         "recording": lambda: policy.check_recording(config.record),
         "limits": lambda: _check_options(policy, config),
-        "sealed": lambda: policy.check_sealed(config.sealed),
-        "masked": lambda: policy.check_masked(config.masked),
+        "sealed": lambda: policy.check_hidden("sealed", config.sealed),
+        "masked": lambda: policy.check_hidden("masked", config.masked),
     }
     return rules | ({"max-delta": lambda: policy.check_delta(plan.config.delta)} if plan else {})
 
@@ -187,23 +172,9 @@ def check_request(
 ) -> None:
     """Refuse what can be refused before any data are read.
 
-    Parameters
-    ----------
-    message : Message
-        What the server asks.
-    request : type[Request] | None
-        Its declaration; None if it is not a request of this package.
-    policy : Policy
-        The institution's.
-    config : RunConfig
-        The run's options.
-    private_model : str
-        The private model that the institution has chosen itself; empty: one of the run's options.
-
-    Raises
-    ------
-    FlwrReplayError
-        If the policy, or a promise that the run's options make, forbids it.
+    That is what the policy forbids, or a promise that the run's options make. `request` is the message's declaration,
+    None if it is not one of this package; `private_model` the model that the institution has chosen itself, empty if
+    one of the run's options.
     """
     instructions = config_in(message.content)
     for check in run_rules(policy, config).values():

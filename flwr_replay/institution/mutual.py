@@ -46,24 +46,11 @@ class Learning:
 
 
 class MutualLearner:
-    """Steps of both models.
+    """Steps of both models, φ (`private`) and θ (`proxy`).
 
-    Parameters
-    ----------
-    private, proxy : Learning
-        φ and θ.
-    task : Task
-        A classification; its loss is CE.
-    request : Mutual
-        Says α, β and how the private model trains alone.
-    batch_size : int
-        b.
-    dp : DPTraining | None
-        A charged pass of DP-SGD on θ; None: plain steps.
-    rests : bool
-        The budget is used up: θ stays as it is, φ learns on.
-    augment : Augment | None
-        Changes the images of a batch at random, for both models alike; None: they stay as they are.
+    `task` is a classification, whose loss is CE; `request` says α, β and how the private model trains alone;
+    `batch_size` is b. `dp` is a charged pass of DP-SGD on θ, None: plain steps. If the budget is used up, θ `rests` and
+    φ learns on. `augment` changes the images of a batch at random, for both models alike.
     """
 
     def __init__(
@@ -137,13 +124,7 @@ class MutualLearner:
         return torch.cat(h_parts).detach()
 
     def loss(self) -> float | None:
-        """Return φ's mean loss; None where the proxy is under DP, since the loss has no noise.
-
-        Raises
-        ------
-        DivergedError
-            If it would be returned and is not finite.
-        """
+        """Return φ's mean loss, which must be finite; None where the proxy is under DP, since the loss has no noise."""
         return mean_loss(self.losses) if self.losses and not (self.dp or self.rests) else None
 
 

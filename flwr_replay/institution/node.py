@@ -101,7 +101,7 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
     # Flower silently drops a key with spaces around =, so the SuperNode's log shows the policy in force.
     rules = owned.get("policy") or "none: everything may leave"
     logging.getLogger("flwr").info("%s: data %s, policy %s", owned["name"], owned["data"], rules)
-    root = Path(owned["state"]) if owned.get("state") else home() / "state"
+    root = _root(owned)
     read = load_bounded if config.privacy.end_to_end else load
     return Institution(
         name=owned["name"],
@@ -130,13 +130,18 @@ def _allow(parts: tuple[str, ...], owned: Mapping[str, str]) -> None:
     allow(parts)
 
 
+def _named(options: str, number: int, own: object, example: str) -> None:
+    """Refuse options of which a SuperNode must name its own, if it does not."""
+    if number > 1 and not own:
+        raise ConfigError(
+            f"{options} are dealt in turn in a simulation; a SuperNode names its own: start it with --node-config "
+            f"'… {example}'"
+        )
+
+
 def _batch_size(config: RunConfig, owned: Mapping[str, str]) -> int:
     sizes, own = config.training.batch_sizes, owned.get("batch-size", "")
-    if len(sizes) > 1 and not own:
-        raise ConfigError(
-            f"training.batch-sizes={list(sizes)} are dealt in turn in a simulation; a SuperNode names its own: start "
-            "it with --node-config '… batch-size=8'"
-        )
+    _named(f"training.batch-sizes={list(sizes)}", len(sizes), own, "batch-size=8")
     if own and not (own.isascii() and own.isdecimal() and 1 <= int(own) <= BATCH):
         raise ConfigError(f"batch-size in --node-config must be a whole number from 1 to {BATCH:,}; got {own!r}")
     if own and not sizes:
@@ -152,6 +157,10 @@ def _record(owned: Mapping[str, str]) -> str:
     return wanted
 
 
+def _root(owned: Mapping[str, str], default: str = "state") -> Path:
+    return Path(owned["state"]) if owned.get("state") else home() / default
+
+
 def _seal(owned: Mapping[str, str]) -> Callable[[], Seal] | None:
     """Return what reads the institution's key and those that it has pinned; None if its node config names none."""
     name, peers, key = owned["name"], owned.get("seal-peers", ""), owned.get("seal-key", "")
@@ -159,8 +168,7 @@ def _seal(owned: Mapping[str, str]) -> Callable[[], Seal] | None:
         if "seal-peers" in owned or key:
             raise ConfigError("seal-key in --node-config goes with seal-peers, the file of pinned keys; it is missing")
         return None
-    root = Path(owned["state"]) if owned.get("state") else home() / "state"
-    file = Path(key) if key else root / name / KEY
+    file = Path(key) if key else _root(owned) / name / KEY
     return lambda: Seal(name, make_key(file)[0], read_pins(Path(peers)))
 
 
@@ -188,11 +196,7 @@ def _number(text: str) -> float:
 
 def _classes(config: RunConfig, owned: Mapping[str, str]) -> str:
     declared, own = config.generator.classes, owned.get("classes", "")
-    if len(declared) > 1 and not own:
-        raise ConfigError(
-            f"generator.classes={list(declared)} are dealt in turn in a simulation; a SuperNode names its own: start "
-            """it with --node-config '… classes="0 1"'"""
-        )
+    _named(f"generator.classes={list(declared)}", len(declared), own, 'classes="0 1"')
     if own and config.draws_images:  # the same rules
         config.generator.check_classes(own, config.task.classes, "classes in --node-config")
     return own or (declared[0] if declared else "")
@@ -215,11 +219,7 @@ def _with_own_files(config: RunConfig, owned: Mapping[str, str]) -> RunConfig:
 
 def _private_model(config: RunConfig, owned: Mapping[str, str]) -> str:
     names = config.strategy.private_models
-    if len(names) > 1 and "private-model" not in owned:
-        raise ConfigError(
-            f"private-models={','.join(names)} are dealt in turn in a simulation; a SuperNode names its own: start "
-            """it with --node-config '… private-model="NAME"'"""
-        )
+    _named(f"private-models={','.join(names)}", len(names), "private-model" in owned, 'private-model="NAME"')
     return owned.get("private-model", names[0] if names else "")
 
 
@@ -227,7 +227,7 @@ def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) 
     check_allowed(config.own_parts, os.environ.get(VARIABLE, ""), f"export {VARIABLE}='package.module:function'")
     named = config.partition.name == "natural" or config.partition.file  # by the data, or by a table
     names = dealt(config.task, config.partition, nodes, config.seed).names if named else ()
-    root = Path(owned["state"]) if owned.get("state") else home() / "state" / "simulation"
+    root = _root(owned, "state/simulation")
     all_names = names or institution_names(nodes)
     private, sizes, classes = config.strategy.private_models, config.training.batch_sizes, config.generator.classes
     return Institution(

@@ -40,17 +40,7 @@ AT_ONCE = 2**23  # bytes of latents that are written together
 
 
 class NoisyUpload:
-    """The noisy latents and labels of an institution in one run.
-
-    Parameters
-    ----------
-    budget : PrivacyBudget
-        Of the institution.
-    local : LocalDP
-        Clipping norm, noise and views.
-    request : Extract
-        Brings the encoder, and names run, cut and dtype.
-    """
+    """The noisy latents and labels of an institution in one run; `request` names run, encoder, cut and dtype."""
 
     def __init__(self, budget: PrivacyBudget, local: LocalDP, request: Extract) -> None:
         self.budget, self.local, self.request = budget, local, request
@@ -61,14 +51,8 @@ class NoisyUpload:
     def rows(self, latents: Iterator[Tensor], total: int, first: int, stop: int) -> dict[str, NDArray[np.generic]]:
         """Return noisy rows `first` to `stop`: latents, labels and, of int8, scales; charged and on the disk.
 
-        Parameters
-        ----------
-        latents : Iterator[Tensor]
-            All rows without noise, in order and in parts; taken only if the upload is yet to be made.
-        total : int
-            Rows of the upload, V for each example.
-        first, stop : int
-            Rows, 0 ≤ first < stop ≤ total.
+        `latents` are all rows without noise, in order and in parts, taken only if the upload is yet to be made. It has
+        `total` rows, V for each example; 0 ≤ first < stop ≤ total.
 
         Raises
         ------

@@ -201,29 +201,18 @@ class Institution:
         return Shard.of(self.read_pooled().train, self.device)
 
     def record_release(
-        self,
-        asked: RecordDict,
-        answer: RecordDict,
-        rows: list[LedgerRow],
-        *,
-        run: str,
-        exchange: int,
-        stage: str,
-        split: str,
+        self, about: dict[str, Any], asked: RecordDict, answer: RecordDict, rows: list[LedgerRow]
     ) -> None:
-        """Write what is about to leave to the institution's own ledger; for a test, also its split.
+        """Write what is about to leave to the institution's own ledger: run, round, stage, and of a test the split.
 
         With `record`, the answer is kept before it leaves, and with record=all also what was asked.
         """
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        message = {"time": now, "run": run, "round": exchange, "stage": stage}
-        message |= {"split": split} if split else {}
-        kept = {}
+        message, kept = {"time": datetime.now(UTC).isoformat(timespec="seconds"), **about}, {}
         if self.record != "none":
-            about = {**message, "institution": self.name}
+            named = {**message, "institution": self.name}
             kept = {
-                "request": self._recording.keep({**about, "direction": "down"}, asked),
-                "message": self._recording.keep({**about, "direction": "up"}, answer),
+                "request": self._recording.keep({**named, "direction": "down"}, asked),
+                "message": self._recording.keep({**named, "direction": "up"}, answer),
             }
         self._ledger.record(message | {key: name for key, name in kept.items() if name}, rows)
         self._ledger.flush(to_disk=self.durable)

@@ -113,11 +113,8 @@ class PairClient(InstitutionClient):
     def held_rows(self, request: Listening) -> Tensor:
         """Return the rows that are held out, the same in every exchange; none without a pool or beside a split.
 
-        Raises
-        ------
-        RefusedError
-            If the policy lets no exact metrics leave. A server that sends proxies of its own can read single held-out
-            examples from the answers of a pool, even from counts.
+        Refused if the policy lets no exact metrics leave: a server that sends proxies of its own can read single
+        held-out examples from the answers of a pool, even from counts.
         """
         if request.listen != "pool" or self.institution.validation is not None:
             return torch.empty(0, dtype=torch.int64)
@@ -192,21 +189,9 @@ class PairClient(InstitutionClient):
 
 
 def load_arrived(optimizer: torch.optim.Optimizer, arrived: StateDict, own: StateDict) -> None:
-    """Load a state that was mixed elsewhere into an optimizer; step counts are rounded, and the state is unchanged.
+    """Load a state that was mixed elsewhere into a fresh optimizer, of whose form `own` is; step counts are rounded.
 
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        A fresh one.
-    arrived : StateDict
-        Named as by `optimizer_arrays`; its numbers were checked when they arrived.
-    own : StateDict
-        A state of the optimizer's form.
-
-    Raises
-    ------
-    WireError
-        If the forms differ.
+    `arrived` is unchanged. Its numbers were checked when it arrived; another form is a WireError.
     """
     if form_of(arrived) != form_of(own):
         raise WireError(

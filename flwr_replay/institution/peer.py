@@ -18,9 +18,8 @@ from flwr_replay.errors import TrainingError
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.learning.pushsum import mixed, parcel, sender_name
-from flwr_replay.payloads.avgpush import EvaluatePeer
-from flwr_replay.payloads.common import ReleaseRequest
-from flwr_replay.payloads.mutual import EvaluatePair
+from flwr_replay.payloads.avgpush import EvaluatePeer, Push
+from flwr_replay.payloads.mutual import EvaluatePair, TrainProxy
 from flwr_replay.payloads.relay import Committed, Deliver, TrainPeer
 from flwr_replay.wire.bounds import cut_back
 from flwr_replay.wire.records import StateDict, opened
@@ -37,10 +36,7 @@ class PeerClient(InstitutionClient):
     def begin(self, request: TrainPeer) -> tuple[StateDict, float]:
         """Return θ and w from after the last mixing that the server knows of; before the first, fresh ones.
 
-        Raises
-        ------
-        TrainingError
-            If θ is gone. Fresh weights would silently give other results.
+        If θ is gone, that is an error: fresh weights would silently give other results.
         """
         if not request.committed:
             theta, w = to_arrays(self.fresh(request.init_seed)), 1.0
@@ -55,19 +51,13 @@ class PeerClient(InstitutionClient):
         check_weights(theta)  # the server chose the shares, so θ may not be finite
         return {**theta, **cut_back(theta)}, w
 
-    def release(self, request: ReleaseRequest, theta: ArrayRecord, w: float) -> dict[str, Any]:
+    def release(self, request: Push | TrainProxy, theta: ArrayRecord, w: float) -> dict[str, Any]:
         """Save θ and w as they leave; return an answer's fields. θ leaves only if somebody may receive it."""
         self.save("released", request, pack_state(opened(theta), w), give=True)
         return {"arrays": theta if request.exchanged else ArrayRecord(), "weight": w, **self.spent(request.run)}
 
     def deliver(self, request: Deliver) -> Committed:
-        """Mix the released model with the parcels that arrived, and save the result.
-
-        Raises
-        ------
-        WireError
-            If a share is no share, or w no weight.
-        """  # lines 8-10
+        """Mix the released model with the parcels that arrived, and save the result."""  # lines 8-10
         request.check_shares()
         done = self.state.at("mixed", request.run, request.exchange)
         if done is None:
@@ -87,13 +77,7 @@ class PeerClient(InstitutionClient):
         return Committed(num_examples=len(self.institution.train), parcels=unpack_state(done)[2])
 
     def own_theta(self, request: TestPeer) -> StateDict:
-        """Return θ from after this exchange's mixing, or as it was released before.
-
-        Raises
-        ------
-        TrainingError
-            If there is none.
-        """
+        """Return θ from after this exchange's mixing, or as it was released before."""
         if request.mixed:
             theta = unpack_state(self.latest("mixed", request))[0]
             check_weights(theta)  # of parcels that a server chose

@@ -20,12 +20,8 @@ SCALE = 3  # small images are drawn larger
 def draw_grid(path: Path, rows: Mapping[str, Tensor]) -> None:
     """Draw rows of images below one another; a mask's channel is a row of its own.
 
-    Parameters
-    ----------
-    path : Path
-        The PNG; its folder is made. Its name should say what the rows show: `real-reconstruction-replay`.
-    rows : Mapping[str, Tensor]
-        For each row, its images (n, C, H, W) in [0, 1], all of one shape.
+    The name of the PNG, whose folder is made, should say what the rows show: `real-reconstruction-replay`. Images are
+    (n, C, H, W) in [0, 1], all of one shape.
     """
     from torchvision.utils import save_image
 
@@ -43,15 +39,7 @@ def draw_grid(path: Path, rows: Mapping[str, Tensor]) -> None:
 
 
 def gather(states: Mapping[str, Path], folder: Path) -> None:
-    """Copy the pictures of a simulation's institutions into its run directory.
-
-    Parameters
-    ----------
-    states : Mapping[str, Path]
-        For each institution, the folder of its state in this run.
-    folder : Path
-        The run directory; `pictures/<institution>/` is made if there are any.
-    """
+    """Copy pictures of a simulation's institutions, from their states in the run, to `pictures/` in its directory."""
     for name, state in states.items():
         for picture in sorted(state.glob("pictures/*.png")):
             target = private_folder(folder / "pictures" / name)

@@ -55,12 +55,7 @@ class Training(ABC):
 class Pieces:
     """Trains the pieces of an institution's trainings.
 
-    Parameters
-    ----------
-    budget : PrivacyBudget | None
-        Charged before steps under DP; None: there is no DP.
-    seconds : float
-        After which a message is answered; at least one block is begun.
+    A message is answered after `seconds`, but at least one block is begun.
     """
 
     def __init__(self, budget: PrivacyBudget | None, seconds: float) -> None:
@@ -79,21 +74,8 @@ class Pieces:
     ) -> NDArray[np.floating]:
         """Make steps until the time is over, `most` are made, or the training is complete; call it within `alone`.
 
-        Parameters
-        ----------
-        training : Training
-            As it was after the steps that are done.
-        done : Progress
-            How far the training is; afterwards, how far it is then.
-        request : ChargedRequest
-            What the server asks.
-        most : int
-            Steps.
-
-        Returns
-        -------
-        NDArray
-            The losses that `training.take` gave.
+        `training` is as it was after the steps that are `done`; afterwards these are more. Returned are the losses that
+        `training.take` gave.
 
         Raises
         ------
@@ -131,12 +113,7 @@ class Pieces:
     def images(self, data: Shard, mechanism: str) -> Shard:
         """Return examples with images in the range that a generator or prior needs.
 
-        Under DP numbers outside [0, 1] are clipped, since an error would reveal them.
-
-        Raises
-        ------
-        DataError
-            If there are numbers outside [0, 1], without DP.
+        Under DP numbers outside [0, 1] are clipped, since an error would reveal them; without DP they are a DataError.
         """
         if self.covers(mechanism):
             return data if data.x.dtype == torch.uint8 else replace(data, x=data.x.clamp(0, 1))

@@ -130,28 +130,18 @@ class Policy:
                 f"leave record out {ADVICE}"
             )
 
-    def check_sealed(self, sealed: bool) -> None:
-        """Refuse a run in which the server could read weights, where parcels must be sealed."""
-        if self.sealed and not sealed:
-            raise RefusedError(
-                f"policy asks for a sealed run (sealed: true); the server's says sealed=false: set sealed=true {ADVICE}"
-            )
+    def check_hidden(self, way: str, hidden: bool) -> None:
+        """Refuse a run in which the server could read weights, where they must be `sealed`, or `masked`.
 
-    def check_masked(self, masked: bool) -> None:
-        """Refuse a run, also a sealed one, in which one institution could read weights and show them to the server."""
-        if self.masked and not masked:
+        Masked is more: in a sealed run one institution could read weights and show them to the server.
+        """
+        if getattr(self, way) and not hidden:
             raise RefusedError(
-                f"policy asks for a masked run (masked: true); the server's says masked=false: set masked=true {ADVICE}"
+                f"policy asks for a {way} run ({way}: true); the server's says {way}=false: set {way}=true {ADVICE}"
             )
 
     def check_limits(self, asked: Mapping[str, Any]) -> None:
-        """Refuse more than a server may ask for.
-
-        Parameters
-        ----------
-        asked : Mapping[str, Any]
-            Options or instructions by name; for a list of numbers the sum counts.
-        """
+        """Refuse more than a server may ask for, in options or instructions by name; of a list the sum counts."""
         limits = dict(self.limits)
         for name, value in asked.items():
             most = limits.get(name.replace("_", "-").replace(".", "-").rpartition("-")[2])
@@ -169,12 +159,8 @@ class Policy:
     ) -> None:
         """Refuse a payload with a declared field that may not leave.
 
-        Parameters
-        ----------
-        answer : type[Payload]
-            The declaration of what would leave.
-        promise : Callable | None
-            Gives the largest epsilon that a field can have in this run. None: the run has no differential privacy.
+        `promise` gives the largest epsilon that a field can have in this run. None: the run has no differential
+        privacy.
         """
         if issubclass(answer, Evaluation) and self.allowed_metrics == "none":
             raise RefusedError(f"policy lets no metrics leave; a test was asked for: evaluate elsewhere, {ADVICE}")
@@ -228,14 +214,8 @@ class Policy:
     def check_weights(self, stage: str, digest: Callable[[], str], random: Callable[[], str]) -> None:
         """Refuse weights that the policy does not accept for a stage.
 
-        Parameters
-        ----------
-        stage : str
-            Of the request that brings the weights.
-        digest : Callable[[], str]
-            Computes their digest, as `flwr_replay.files.tensors.digest` does.
-        random : Callable[[], str]
-            Computes the digest of the weights that follow from the run's seed.
+        `digest` computes theirs, as `flwr_replay.files.tensors.digest` does, `random` that of the weights that follow
+        from the run's seed.
         """
         allowed = dict(self.weights).get(stage)
         if allowed is None or (came := digest()) in allowed or (RANDOM in allowed and came == random()):

@@ -168,10 +168,7 @@ class GenerativeStages:
     def sampler(self, run: str, exchange: int, replayed: int) -> ReplaySampler | None:
         """Return a sampler of the kept examples; None if the request replays none.
 
-        Raises
-        ------
-        TrainingError
-            If the server's number of them is not kept. Going on would silently give other results.
+        If the server's number of them is not kept, that is an error: going on would silently give other results.
         """
         if not replayed:
             return None
@@ -191,16 +188,12 @@ class GenerativeStages:
         found, have = list[Source](), 0
         while (
             have < replayed
-            and (kept := self.kept("codes", len(found), run, exchange))
-            and (decoder := self.kept("decoder", len(found), run, exchange))
+            and (kept := self.state.load(f"codes-{len(found):02d}", run, exchange + 1))
+            and (decoder := self.state.load(f"decoder-{len(found):02d}", run, exchange + 1))
         ):
             found.append(Source(digest(kept) + digest(decoder), decoder, kept["codes"], kept["labels"]))
             have += len(kept["labels"])
         return tuple(found)
-
-    def kept(self, what: str, source: int, run: str, exchange: int) -> StateDict | None:
-        """Return the codes or the decoder of a source."""
-        return self.state.load(f"{what}-{source:02d}", run, exchange + 1)
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 

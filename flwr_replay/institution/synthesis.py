@@ -90,7 +90,8 @@ class SynthesisStages:
                 done.loss = float(losses.mean()) if len(losses) else done.loss
                 done.margin = None if done.steps_left else training.said.get("margin")
                 done = done if done.steps_left else self.measured(done, generator, data)
-                self.save(generator, done, request.run)
+                private_folder(self.file(request.run).parent)
+                self.plan.write(self.file(request.run), generator, done, to_disk=self.institution.durable)
             elif self.plan.checkpoint(self.institution.name):
                 done = self.measured(done, generator, data)
         said = asdict(done) | ({"loss": None} if self.budget else {})
@@ -161,13 +162,7 @@ class SynthesisStages:
         return generator, TrainingProgress(steps_left=generator.steps(len(self.images())))
 
     def complete(self, run: str) -> ImageGenerator:
-        """Return the trained generator.
-
-        Raises
-        ------
-        TrainingError
-            If its training is not complete.
-        """
+        """Return the generator, whose training must be complete."""
         generator, done = self.trained_so_far(run)
         if done.steps_left:
             raise TrainingError(
@@ -175,16 +170,11 @@ class SynthesisStages:
             )
         return generator
 
-    def save(self, generator: ImageGenerator, done: TrainingProgress, run: str) -> None:
-        """Write the generator, and how far its training is."""
-        private_folder(self.file(run).parent)
-        self.plan.write(self.file(run), generator, done, to_disk=self.institution.durable)
-
     def file(self, run: str) -> Path:
         """Return where the generator lies: under DP beside the account that was charged, otherwise for all runs."""
         if self.budget:  # a run's options are bound to it
             return self.state.of_run(run) / "generators" / "own.safetensors"
-        return self.state.folder / "generators" / f"{self.identity}.safetensors"
+        return self.institution.state / "generators" / f"{self.identity}.safetensors"
 
     @property
     def identity(self) -> str:
@@ -223,13 +213,7 @@ class SynthesisStages:
         return {"images": torch.cat(parts)[:size].numpy(), "labels": labels[:size].numpy()}
 
     def keep_buffer(self, request: KeepBuffer) -> Kept:
-        """Keep another institution's buffer.
-
-        Raises
-        ------
-        WireError
-            If it has no number, or other images than the run's options say: how many, of which shape and classes.
-        """
+        """Keep another institution's buffer, with a number, and as many images, of the shape, as the options say."""
         form, labels = self.plan.form, request.labels
         shape = (request.buffer, form.channels, form.size, form.size)
         known = request.number >= 1 and ((labels >= 0) & (labels < form.classes)).all()
@@ -243,14 +227,9 @@ class SynthesisStages:
         return Kept(num_examples=len(labels))
 
     def sampler(self, run: str, exchange: int, numbers: Sequence[int], expected: int) -> ImageSampler | None:
-        """Return a sampler of the buffers of these numbers; None of none.
+        """Return a sampler of the buffers of these numbers, each named once; None of none.
 
-        Raises
-        ------
-        WireError
-            If a buffer is named twice.
-        TrainingError
-            If they are not the expected number of examples. Going on would silently give other results.
+        Other than the expected number of examples are an error: going on would silently give other results.
         """
         if len({*numbers}) != len(numbers):
             raise WireError(f"every buffer is named once; got {list(numbers)[:6]}: refused")

@@ -46,18 +46,9 @@ Rngs = Callable[..., torch.Generator]  # from a purpose to an rng
 
 
 class ReplayTraining(Training):
-    """The training of one network by Adam, in epochs of equally many steps.
+    """The training of one network by Adam, in epochs of `in_epoch` steps.
 
-    Parameters
-    ----------
-    config : VQVAE2Config | PriorConfig
-        The network's options.
-    model : nn.Module
-        On the institution's device.
-    in_epoch : int
-        Steps of an epoch.
-    rngs : callable
-        Gives an rng of the institution's own for a purpose.
+    `rngs` gives an rng of the institution's own for a purpose.
     """
 
     mechanism: ClassVar[str]
@@ -91,13 +82,7 @@ class ReplayTraining(Training):
         """Return what is `found`; called once, after the last step, with the budget where this training is under DP."""
 
     def begin(self, given: StateDict) -> None:
-        """Load the weights that a request has brought.
-
-        Raises
-        ------
-        WireError
-            If they have other names or shapes than the model.
-        """
+        """Load the weights that a request has brought."""
         load_arrays(self.model, given)
 
     def state(self) -> dict[str, StateDict]:
@@ -117,21 +102,7 @@ class ReplayTraining(Training):
 
 
 class GeneratorTraining(ReplayTraining):
-    """Trains a generator on real images and on replays.
-
-    Parameters
-    ----------
-    replay_plan : ReplayPlan
-        The options of replay.
-    model : ReplayGenerator
-        In training mode.
-    data : Shard
-        The institution's images.
-    old : ReplaySampler | None
-        Replays; None: there are none.
-    rngs : callable
-        Gives an rng of the institution's own for a purpose.
-    """
+    """Trains a generator on an institution's images and on replays, if there are `old` ones."""
 
     mechanism, releases = "generator", ("generator",)
     model: ReplayGenerator
@@ -204,20 +175,8 @@ class GeneratorTraining(ReplayTraining):
 class PriorTraining(ReplayTraining):
     """Trains a prior on the codes of an institution's images, which do not leave.
 
-    Parameters
-    ----------
-    config : PriorConfig
-        The prior's options.
-    prior : CodePrior
-        On the institution's device.
-    encode : callable
-        From a generator's weights to its codes of all images of the institution: (n, N), on the CPU.
-    classes : Tensor
-        Of the images' labels, (n,), int64, on the CPU.
-    rngs : callable
-        Gives an rng of the institution's own for a purpose.
-    in_epoch : int
-        Steps of an epoch.
+    `encode` makes of a generator's weights its codes of all images: (n, N), on the CPU. `classes` are those of the
+    images' labels: (n,), int64, on the CPU.
     """
 
     mechanism, releases = "prior", ("prior", COUNTS)
@@ -282,20 +241,8 @@ def train_piece(
 ) -> None:
     """Train the next piece, and keep it; call it within `pieces.alone`. A complete training is left as it is.
 
-    Parameters
-    ----------
-    pieces : Pieces
-        Trains them.
-    state : StateStore
-        Where what lies between them is kept.
-    training : ReplayTraining
-        With fresh weights. Afterwards its model has the trained ones.
-    request : ChargedRequest
-        What the server asks.
-    given : StateDict
-        The weights that the request has brought; empty: it asks to go on.
-    around : str
-        What the training depends on beside options and weights, as a digest.
+    `given` are the weights that the request has brought; none: it asks to go on. `around` is a digest of what the
+    training depends on beside options and weights. Afterwards the training's model has the trained weights.
 
     Raises
     ------

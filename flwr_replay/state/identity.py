@@ -23,24 +23,8 @@ KEY = "identity.key"
 def proof_of(folder: Path, run: str, durable: bool = True) -> str:
     """Return an institution's proof for one run; of any other text, one that only this institution can make.
 
-    Parameters
-    ----------
-    folder : Path
-        Its state directory, where the key is made at first use.
-    run : str
-        The run's id.
-    durable : bool
-        Whether a new key must outlive a loss of power, as in a deployment.
-
-    Returns
-    -------
-    str
-        64 hexadecimal digits.
-
-    Raises
-    ------
-    PrivacyError
-        If the key is damaged, or others may read it.
+    Its key is made at first use in its state directory, `folder`; with `durable` it must outlive a loss of power. A
+    proof has 64 hexadecimal digits. A damaged key, or one that others may read, is a PrivacyError.
     """
     path = folder / KEY
     key = write_once(path, secrets.token_hex(32), durable)

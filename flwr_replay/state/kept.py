@@ -28,37 +28,17 @@ GOES = (".safetensors", ".npy", ".png")
 
 @dataclass(frozen=True)
 class KeptOfRun:
-    """What an institution keeps of a run.
+    """What an institution keeps of a run."""
 
-    Attributes
-    ----------
-    run : str
-        The run's id.
-    bytes : int
-        Of all its files.
-    spare : list of Path
-        Those that can go.
-    seconds : float
-        Since the last of them was written.
-    removed : bool
-        Whether they were removed before; no message of the run is answered any more.
-    """
-
-    run: str
-    bytes: int
-    spare: list[Path]
-    seconds: float
-    removed: bool
+    run: str  # its id
+    bytes: int  # of all its files
+    spare: list[Path]  # files that can go
+    seconds: float  # since the last file was written
+    removed: bool  # whether they were removed before; no message of the run is answered any more
 
 
 def kept(state: Path) -> list[KeptOfRun]:
-    """Look at an institution's runs, the oldest first.
-
-    Raises
-    ------
-    RunError
-        If the folder is no institution's state directory.
-    """
+    """Look at the runs in an institution's state directory, the oldest first; another folder is a RunError."""
     if not (state / RUNS).is_dir() or not ((state / LEDGER).exists() or parts(state / LEDGER)[:-1]):
         raise RunError(
             f"an institution's state directory, as state/NAME, has {RUNS}/ and {LEDGER}; {state} has not: give another"
@@ -88,10 +68,7 @@ def ledger_bytes(state: Path) -> tuple[int, int, int]:
 def remove(state: Path, runs: Sequence[str]) -> None:
     """Remove what runs have left that can go; from then on the institution answers no message of these runs.
 
-    Raises
-    ------
-    RunError
-        If a run is not there, before anything is removed; or if a file cannot be removed.
+    A run that is not there is an error before anything is removed.
     """
     known = [one.run for one in kept(state)]
     for run in runs:

@@ -45,13 +45,9 @@ HELD = 256 * 2**20  # bytes of arrays in memory
 class Owner(Protocol):
     """Whose state it is: what `flwr_replay.institution.owner.Institution` has of it."""
 
-    @property
-    def name(self) -> str:
-        """Its name."""
-
-    @property
-    def durable(self) -> bool:
-        """Whether what is kept reaches the disk at once."""
+    name: str
+    durable: bool  # whether what is kept reaches the disk at once
+    read_pooled: Callable[[], Dataset] | None  # in a simulation, what reads the examples of all
 
     @property
     def state(self) -> Path:
@@ -61,10 +57,6 @@ class Owner(Protocol):
     def data(self) -> Dataset:
         """Its examples."""
 
-    @property
-    def read_pooled(self) -> Callable[[], Dataset] | None:
-        """In a simulation, what reads the examples of all."""
-
 
 class StateStore:
     """Arrays under a key, as they stood after an exchange of a run."""
@@ -72,37 +64,21 @@ class StateStore:
     def __init__(self, institution: Owner, bound: str = "") -> None:
         self.institution, self.origin = institution, digest_of(bound)
 
-    @property
-    def folder(self) -> Path:
-        """The institution's state directory, made when it is first used."""
-        return self.institution.state
-
     def of_run(self, run: str) -> Path:
         """Return a run's folder, which may not exist yet."""
         if not NAME.fullmatch(run):  # the server chose it: it must not lead out of the state directory
             raise WireError(f"a run's id has letters, digits, spaces, dots, hyphens and underscores; got {run!r}")
-        return self.folder / RUNS / run
+        return self.institution.state / RUNS / run
 
     def runs(self) -> list[Path]:
         """Return the folders of all runs."""
-        return [folder for folder in (self.folder / RUNS).iterdir() if folder.is_dir()]
+        return [folder for folder in (self.institution.state / RUNS).iterdir() if folder.is_dir()]
 
     def bind(self, run: str, bound: str) -> None:
-        """Bind a run to its options: the first message of a run writes them down, later ones must have the same.
+        """Bind a run to its options: its first message writes them down, from `binding`; later ones must have the same.
 
-        Parameters
-        ----------
-        run : str
-            Its id.
-        bound : str
-            From `flwr_replay.config.binding.binding`.
-
-        Raises
-        ------
-        PrivacyError
-            If this run began under other options: its state here may depend on data without noise.
-        RefusedError
-            If the institution has removed its state of this run: it would go on from another one.
+        A run that began under other options is refused, since its state here may depend on data without noise. So is
+        one whose state the institution has removed: it would go on from another one.
         """
         if there(self.of_run(run) / REMOVED):
             raise RefusedError(
@@ -116,14 +92,8 @@ class StateStore:
         What is noted is an HMAC under the institution's own key: without the key it tells nobody whether an image is
         the institution's. It never leaves.
 
-        Parameters
-        ----------
-        run : str
-            Its id.
-        dp : bool
-            Whether the run has an account here. Otherwise it goes on with the new data, which the log says once.
-        pooled : bool
-            In a simulation, whether the institution trains on the examples of all.
+        With `dp` the run has an account here; otherwise it goes on with the new data, which the log says once. With
+        `pooled` the institution trains, in a simulation, on the examples of all.
 
         Raises
         ------
@@ -290,10 +260,7 @@ class RecentArrays:
     def read(self, file: Path, origin: str) -> StateDict:
         """Return a file's arrays.
 
-        Raises
-        ------
-        PrivacyError
-            If the file was written under other options: its arrays may depend on data without noise.
+        If the file was written under other options, they may depend on data without noise: a PrivacyError.
         """
         held = self.held.get(_slot(file))
         if held and held[:2] == (file, stamp(file)):
