@@ -26,9 +26,7 @@ __all__ = [
     "ExpectsReplay",
     "Failure",
     "LabelScale",
-    "Pooling",
     "Present",
-    "ReleaseRequest",
     "ResumeRequest",
     "RollCall",
     "RunRequest",
@@ -88,28 +86,6 @@ class ChargedRequest(RunRequest, Protocol):
 
 class DPRequest(ResumeRequest, ChargedRequest, Protocol):
     """A request to train on from what was kept, charged where it is under DP."""
-
-
-class ReleaseRequest(RunRequest, Protocol):
-    """A request to train and release a model."""
-
-    @property
-    def exchanged(self) -> bool:
-        """Whether any institution may receive the model; otherwise it stays."""
-
-
-class Pooling(Protocol):
-    """How a task pools evaluations: see `flwr_replay.learning.tasks.Task`."""
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """The names of all metrics that `pool` may return."""
-
-    def empty(self) -> Evaluation:
-        """Return the evaluation of nothing."""
-
-    def pool(self, evaluations: Sequence[Evaluation]) -> dict[str, float]:
-        """Compute every metric from the institutions' sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,19 +251,22 @@ class Evaluation(Payload):
     squared_error: float | None = statistic("label's unit squared; regression only: sum", default=None)
 
     @classmethod
-    def empty(cls, task: Pooling) -> Evaluation:
-        """Return the evaluation of nothing."""
-        return task.empty()
+    def empty(cls, task: Any) -> Evaluation:
+        """Return the evaluation of nothing for a task, see `flwr_replay.learning.tasks.Task`."""
+        found: Evaluation = task.empty()
+        return found
 
     @classmethod
-    def metrics(cls, task: Pooling) -> tuple[str, ...]:
+    def metrics(cls, task: Any) -> tuple[str, ...]:
         """Return the names of all metrics that `pool` may return."""
-        return task.metrics
+        names: tuple[str, ...] = task.metrics
+        return names
 
     @classmethod
-    def pool(cls, task: Pooling, evaluations: Sequence[Any]) -> dict[str, float]:
+    def pool(cls, task: Any, evaluations: Sequence[Any]) -> dict[str, float]:
         """Compute a task's metrics from institutions' sums."""
-        return task.pool(evaluations)
+        pooled: dict[str, float] = task.pool(evaluations)
+        return pooled
 
 
 @dataclass(frozen=True, kw_only=True)

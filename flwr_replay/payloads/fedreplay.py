@@ -49,9 +49,8 @@ class Latents(Spent):
 
     latents: NDArray[Any] = per_sample("N ...", "float32", "float16", "int8", means="activations", dp="latents")
     labels: NDArray[Any] = per_sample("N ...", "int64", "float32", "uint8", means="labels", dp="latents")
-    scales: NDArray[Any] | None = per_sample(
-        "N", "float32", means="scales", dp="latents", default=None
-    )  # int8 only: value = scale * code
+    # int8 only: value = scale * code
+    scales: NDArray[Any] | None = per_sample("N", "float32", means="scales", dp="latents", default=None)
     num_examples: int = statistic("examples, the institution's, before views", public=True)
     first: int = statistic("row of the upload at which this chunk begins", public=True)
     total: int = statistic("rows of the whole upload: examples times views", public=True)

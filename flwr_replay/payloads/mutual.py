@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from flwr_replay.payloads.common import LAST_TRAINING, Evaluation, LabelScale, Pooling, Spending, Trained
+from flwr_replay.payloads.common import LAST_TRAINING, Evaluation, LabelScale, Spending, Trained
 from flwr_replay.payloads.relay import MIXED, Released, TrainPeer
 from flwr_replay.wire.fields import instruction, model, statistic
 from flwr_replay.wire.payload import Request
@@ -105,17 +105,17 @@ class PairEvaluation(Evaluation):
         return cls(**own, **{f"proxy_{name}": getattr(proxy, name) for name in HALVES})
 
     @classmethod
-    def empty(cls, task: Pooling) -> PairEvaluation:
+    def empty(cls, task: Any) -> PairEvaluation:
         """Return the evaluations of nothing."""
         return cls.of_pair(task.empty(), task.empty())
 
     @classmethod
-    def metrics(cls, task: Pooling) -> tuple[str, ...]:
+    def metrics(cls, task: Any) -> tuple[str, ...]:
         """Return the names of a task's metrics for both models."""
         return (*task.metrics, *(f"proxy-{name}" for name in task.metrics))
 
     @classmethod
-    def pool(cls, task: Pooling, evaluations: Sequence[Any]) -> dict[str, float]:
+    def pool(cls, task: Any, evaluations: Sequence[Any]) -> dict[str, float]:
         """Compute the private models' metrics, and those of the proxies with the prefix proxy-."""
         proxies = [
             Evaluation(num_examples=one.num_examples, **{name: getattr(one, f"proxy_{name}") for name in HALVES})

@@ -73,13 +73,7 @@ class Deliver(Request, stage="deliver", answer=Committed):
     weights: Sequence[float] = instruction("w of each sender", default=())
 
     def check_shares(self) -> None:
-        """Refuse shares and weights that none can be.
-
-        Raises
-        ------
-        WireError
-            If a share is no share, or w no weight.
-        """
+        """Refuse shares and weights that none can be."""
         if not all(0 <= share <= 1 for share in (self.kept, *self.shares)) or not all(
             0 < w <= LARGEST_W for w in self.weights
         ):

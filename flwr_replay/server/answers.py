@@ -47,17 +47,8 @@ OURS = ("delta", "epsilon", "epsilon-not-proven")
 def read_answer(answer: RecordDict, declared: type[Payload] | None) -> tuple[list[LedgerRow], dict[str, Any]]:
     """Return an answer's fields, as the ledger counts them, and its metrics.
 
-    Parameters
-    ----------
-    answer : RecordDict
-        The answer's records.
-    declared : type[Payload] | None
-        The payload that it must be; None for the answer of a user's own ClientApp, which is not checked here.
-
-    Raises
-    ------
-    WireError
-        If the answer is another payload, or states an invalid epsilon or delta.
+    `declared` is None for the answer of a user's own ClientApp, which is not checked here. Another payload is a
+    WireError, and so is an invalid epsilon or delta.
     """
     found = list(rows(answer, declared))
     if declared is None:
@@ -81,22 +72,10 @@ def check_answer(
 ) -> None:
     """Refuse an invalid answer before it is used.
 
-    Parameters
-    ----------
-    answer : RecordDict
-        The answer's records.
-    declared : type[Payload]
-        The payload that it must be.
-    request : type[Request]
-        The request's class.
-    asked : RecordDict
-        The request's records; returned weights must have the names, shapes and dtypes of those sent.
-    examples : range
-        The numbers of examples that the answer may report.
-    sealed_by : str
-        In a sealed run: the institution that must have sealed the arrays. What is in them, their receivers check.
-    masked : bool
-        Whether weights come under masks. Then only their mean can be checked.
+    `asked` are the request's records: returned weights must have the names, shapes and dtypes of those sent. `examples`
+    are the numbers of examples that the answer may report. `sealed_by` is, in a sealed run, the institution that must
+    have sealed the arrays; what is in them, their receivers check. Of weights under masks (`masked`) only the mean can
+    be checked.
 
     Raises
     ------
@@ -140,14 +119,7 @@ def check_answer(
 def check_foreign(answer: RecordDict, asked: RecordDict, trained: bool) -> None:
     """Refuse an invalid answer of a user's own ClientApp.
 
-    Parameters
-    ----------
-    answer : RecordDict
-        The answer's records.
-    asked : RecordDict
-        The request's records.
-    trained : bool
-        Whether weights were requested; otherwise metrics.
+    `asked` are the request's records, which asks for weights (`trained`) or metrics.
 
     Raises
     ------

@@ -60,13 +60,7 @@ def worker_failed(grid: Grid, reply: Message) -> bool:
 
 
 def refuse_unsaid_nodes(grid: Grid, nodes: int) -> None:
-    """Refuse a deployment that does not say how many institutions take part: it would begin with the first.
-
-    Raises
-    ------
-    ConfigError
-        If `nodes` is 0 and SuperNodes join over the network.
-    """
+    """Refuse a deployment that does not say how many institutions take part: it would begin with the first."""
     if not nodes and deployed(grid):
         raise ConfigError(
             "a deployment must say how many institutions it waits for; got nodes=0: set nodes to their number, in an "
@@ -75,13 +69,7 @@ def refuse_unsaid_nodes(grid: Grid, nodes: int) -> None:
 
 
 def wait_for_nodes(grid: Grid, minimum: int, seconds: float, say: Callable[[str], None]) -> None:
-    """Wait until enough nodes have joined; `say` is told from time to time how many have.
-
-    Raises
-    ------
-    RunError
-        If fewer than `minimum` have joined after `seconds`.
-    """
+    """Wait until enough nodes have joined; `say` is told from time to time how many have."""
     begun, due = time.monotonic(), 0.0
     deadline = begun + seconds
     while (joined := len(set(grid.get_node_ids()))) < minimum:
@@ -107,20 +95,11 @@ def ask(
 
     In a deployment Flower's own `send_and_receive` looks for replies only every three seconds.
 
-    Parameters
-    ----------
-    grid : Grid
-        Flower's grid.
-    messages : iterable of Message
-        Drawn one by one, each just before it is sent.
-    seconds : float
-        The time to wait for each reply.
-    at_once : int | None
-        How many messages may wait for a reply at a time. Replies are then fetched one by one, which bounds the memory
-        that they take, however many institutions there are. None: as many as the grid's own `at_once` says, else all.
-    silent : callable
-        Told the messages whose replies are missing, and for how many seconds the first has been waited for: after a
-        minute, then each time that this has doubled.
+    Messages are drawn one by one, each just before it is sent; `seconds` is the time to wait for each reply. Of
+    `at_once` messages that wait for a reply, replies are fetched one by one, which bounds the memory that they take,
+    however many institutions there are. None: as many as the grid's own `at_once` says, else all. `silent` is told the
+    messages whose replies are missing, and for how many seconds the first has been waited for: after a minute, then
+    each time that this has doubled.
     """
     unsent, at_once = iter(messages), at_once or getattr(grid, "at_once", None)
     due = SILENCE
@@ -156,13 +135,7 @@ def ask(
 
 
 def failure_of(message: Message) -> Failure | None:
-    """Return the failure that an institution with this package's ClientApp sent in place of an answer; else None.
-
-    Raises
-    ------
-    WireError
-        If it is a failure, but not as declared.
-    """
+    """Return the failure that an institution with this package's ClientApp sent in place of an answer; else None."""
     if message.has_error() or "failure" not in message.content.get("config", {}):
         return None
     failure = Failure.decode(message.content)

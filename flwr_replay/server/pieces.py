@@ -40,21 +40,7 @@ PAUSE = 1.0  # seconds between two looks for an institution that has gone
 
 @dataclass(frozen=True)
 class Asking:
-    """Asks institutions in one exchange.
-
-    Parameters
-    ----------
-    exchanger : Exchanger
-        Writes, sends and reads messages.
-    roll : Roll | None
-        Tells who has come back; None: nobody is waited for.
-    grid : Grid
-        Flower's.
-    exchange : int
-        The number of the exchange.
-    extra : ConfigRecord
-        Further instructions, sent unchanged.
-    """
+    """Asks institutions in one exchange; without a `roll`, which tells who has come back, nobody is waited for."""
 
     exchanger: Exchanger
     roll: Roll | None
@@ -65,20 +51,9 @@ class Asking:
     def train(self, totals: Mapping[Member, int], request: Request, declared: type[Answer]) -> dict[str, list[Answer]]:
         """Send message after message until every training is complete, or its institution has failed.
 
-        Parameters
-        ----------
-        totals : Mapping of Member to int
-            By institution: the most steps that its training has.
-        request : Request
-            The first message; later ones have no weights.
-        declared : type
-            The answers' class.
-
-        Returns
-        -------
-        dict of str to list
-            By institution, of complete trainings alone, the first to end first: all answers. If weights were sent, the
-            last one has weights of their form.
+        Given are, by institution, the most steps that its training has, and the first message; later ones have no
+        weights. Returned are, by institution, of complete trainings alone, the first to end first, all answers. If
+        weights were sent, the last one has weights of their form.
         """
         sent = opened(vars(request).get("arrays") or {})
         further = replace(request, arrays=None) if sent else request  # type: ignore[call-arg]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 __all__ = [
-    "MEANINGS",
     "RECORD_OF",
     "Field",
     "Kind",
@@ -32,7 +31,6 @@ Meaning = Literal[
     "gradients at a cut",
     "images",
 ]
-MEANINGS: tuple[str, ...] = get_args(Meaning)
 RECORD_OF: dict[Kind, str] = {
     "model": "arrays",
     "per-sample": "arrays",

@@ -26,10 +26,7 @@ SAMPLE_KINDS = ("per-sample", "per-sample-raw", "synthetic")
 class Ledger(Lines):
     """A folder's ledger, which only grows, in parts.
 
-    Raises
-    ------
-    RunError
-        If it had lines and has none: a new one would not be the record of what left.
+    If it had lines and has none, a new one would not be the record of what left: a RunError.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -45,16 +42,9 @@ class Ledger(Lines):
             write_atomic(self._begun, "", to_disk)
 
     def record(self, message: dict[str, Any], found: Iterable[LedgerRow], raw_bytes: int | None = None) -> None:
-        """Record the fields of one message.
+        """Record the fields of one message, whose lines begin with its exchange, institution, direction, stage.
 
-        Parameters
-        ----------
-        message : dict[str, Any]
-            The beginning of every line: the message's exchange, institution, direction and stage.
-        found : Iterable[Row]
-            The message's fields.
-        raw_bytes : int | None
-            The bytes of the raw examples that its per-sample fields represent, written with the first of these fields.
+        The bytes of the raw examples that its per-sample fields represent are written with the first of these fields.
         """
         head, lines = json.dumps(message)[:-1], []
         for row in found:

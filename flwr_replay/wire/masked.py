@@ -39,10 +39,7 @@ LARGEST_COARSE = 1e9  # of these
 def check_room(weights: StateDict) -> None:
     """Refuse weights from which no training may begin in a masked run: those of an answer may be a little larger.
 
-    Raises
-    ------
-    DivergedError
-        If they are not finite, or too large.
+    They must be finite, and not too large: else a DivergedError.
     """
     for name, array in weights.items():
         most = LARGEST if _bits(name, array) == BITS else LARGEST_COARSE
@@ -57,14 +54,7 @@ def fixed_point(weights: StateDict, share: float, dither: Mapping[str, NDArray[n
 
     If one is not finite, or too large, all are random, and the check is [r, 0] with a random r.
 
-    Parameters
-    ----------
-    weights : StateDict
-        An institution's.
-    share : float
-        n_k / n, its part of all examples.
-    dither : Mapping[str, NDArray[np.int64]]
-        2^32 u_k, by the weights' names.
+    `share` is n_k / n, the institution's part of all examples; `dither` is 2^32 u_k, by the weights' names.
     """
     fits = all(largest({name: one}) < 2.0 ** (63 - _bits(name, one)) for name, one in weights.items())
     if not fits:  # NaN does not, either
@@ -90,14 +80,7 @@ def blank_masked(weights: Weights) -> StateDict:
 
 
 def mean_of(answers: Sequence[StateDict], like: StateDict) -> StateDict:
-    """Return the mean of all institutions' weights, in the dtypes of the weights that were sent.
-
-    Parameters
-    ----------
-    answers : Sequence[StateDict]
-        What all institutions have sent, under masks.
-    like : StateDict
-        The weights that were sent.
+    """Return the mean of all institutions' weights, in the dtypes of those that were sent, `like`.
 
     Raises
     ------

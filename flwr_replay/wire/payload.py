@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, NamedTuple, Self, get_type_hints
+from typing import Any, ClassVar, NamedTuple, Self, get_args, get_type_hints
 
 import numpy as np
 from flwr.app import Array, ConfigRecord, Message, MetricRecord, RecordDict
@@ -32,12 +32,44 @@ from flwr_replay.wire.records import (
     metrics_in,
     opened,
 )
-from flwr_replay.wire.scalars import ScalarType
 from flwr_replay.wire.sealed import SEALED, is_sealed
 
 __all__ = ["CLIENT_APP_RAISED", "REQUESTS", "LedgerRow", "Payload", "Request", "request_of", "rows"]
 
 CLIENT_APP_RAISED = 2  # Flower's error code if a ClientApp's function raises or does not exist
+
+
+@dataclass(frozen=True)
+class ScalarType:
+    """The type of a field that is not an array: a plain value, or a list of them."""
+
+    base: type
+    listed: bool
+
+    @classmethod
+    def of(cls, hint: Any) -> ScalarType:
+        """Read an annotation: `int`, `float | None`, `Sequence[int]`."""
+        parts = [part for part in get_args(hint) if part is not type(None)]
+        if not parts:
+            return cls(hint, False)
+        optional = type(None) in get_args(hint)
+        return cls.of(parts[0]) if optional else cls(parts[0], True)
+
+    def fits(self, values: Sequence[Any], kind: Kind) -> bool:
+        """Say whether all values are of this type; a number's size is bounded, and no count is negative."""
+        types = (int, float) if self.base is float else (self.base,)
+        for found in set(map(type, values)):
+            if not issubclass(found, types) or (found is bool and self.base is not bool):
+                return False
+        if kind == "notice" or self.base not in (int, float):
+            return True
+        if self.base is float:
+            return all(abs(value) <= LARGEST_NUMBER for value in values)  # NaN is not
+        most = max(values, default=0) if kind == "statistic" else 0  # an instruction may be a seed
+        return min(values, default=0) >= 0 and most <= MOST_COUNTED
+
+    def __str__(self) -> str:
+        return f"a list of {self.base.__name__}" if self.listed else self.base.__name__
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +151,7 @@ class Payload:
     def check_scalars(cls, content: RecordDict) -> None:
         """Check the types and values of metrics, instructions and notices.
 
-        Raises
-        ------
-        WireError
-            If one is undeclared, of another type than declared, not finite, too large, or a negative count.
+        A WireError if one is undeclared, of another type than declared, not finite, too large, or a negative count.
         """
         scalars = {**config_in(content), **metrics_in(content)}
         known = cls.by_key()
@@ -217,19 +246,8 @@ def rows(
 ) -> Iterator[LedgerRow]:
     """Yield a message's fields; their bytes sum to those of its records.
 
-    Parameters
-    ----------
-    content : RecordDict
-        A message's records.
-    declared : type[Payload] | None
-        The payload's class. None accepts any message, and takes a value's kind from its record.
-    extra : frozenset[str]
-        Keys that a user's own ServerApp added to the config record.
-
-    Raises
-    ------
-    WireError
-        If a record or key is not declared.
+    `declared` is the payload's class; None accepts any message, and takes a value's kind from its record. `extra` are
+    keys that a user's own ServerApp added to the config record. A record or key that is not declared is a WireError.
     """
     fields = declared.by_key() if declared else {}
     weights = next((name for name, field in fields.items() if field.shape == "state dict"), None)

@@ -42,35 +42,18 @@ LONGEST = 10**8  # bytes of a header that safetensors reads
 
 @dataclass(frozen=True)
 class Recorded:
-    """A message as it travelled.
+    """A message as it travelled."""
 
-    Attributes
-    ----------
-    about : dict[str, Any]
-        The beginning of its ledger lines: exchange, institution, direction, stage, perhaps split.
-    arrays : StateDict
-        By key; of weights, by their names in the state dict.
-    scalars : dict[str, Any]
-        Metrics, instructions and notices by key.
-    """
-
-    about: dict[str, Any]
-    arrays: StateDict
-    scalars: dict[str, Any]
+    about: dict[str, Any]  # the beginning of its ledger lines: exchange, institution, direction, stage, perhaps split
+    arrays: StateDict  # by key; of weights, by their names in the state dict
+    scalars: dict[str, Any]  # metrics, instructions and notices by key
 
 
 class Recording:
     """Keeps messages in a folder, as long as they fit.
 
-    Parameters
-    ----------
-    folder : Path
-        The folder of the messages; made with the first one.
-    directions : collection of str
-        Which messages are kept: up, down, both or none.
-    most_mb : float
-        The most that all files together may have, in 10^6 bytes, whoever wrote them. A message that does not fit is
-        left out, and the log says so once.
+    The folder is made with the first message. All files together, whoever wrote them, have `most_mb` at most, in 10^6
+    bytes; a message that does not fit is left out, and the log says so once.
     """
 
     def __init__(self, folder: Path, directions: Collection[str], most_mb: float) -> None:
@@ -86,19 +69,9 @@ class Recording:
         return {"messages": self.messages, "bytes": self.bytes, "left-out": self.left_out}
 
     def keep(self, about: Mapping[str, Any], content: RecordDict) -> str:
-        """Write a message to its file.
+        """Write a message to its file; return the file's name, empty if the message is not kept.
 
-        Parameters
-        ----------
-        about : Mapping[str, Any]
-            The beginning of its ledger lines.
-        content : RecordDict
-            Its records.
-
-        Returns
-        -------
-        str
-            The file's name; empty if the message is not kept.
+        `about` is the beginning of its ledger lines.
         """
         if about["direction"] not in self.directions:
             return ""
@@ -140,13 +113,7 @@ class Recording:
 
 
 def read_message(path: Path) -> Recorded:
-    """Read a recorded message.
-
-    Raises
-    ------
-    RunError
-        If the file is damaged or is none.
-    """
+    """Read a recorded message; a damaged or another file is a RunError."""
     arrays, texts = read_with_texts(path)
     try:
         return Recorded(json.loads(texts["about"]), arrays, json.loads(texts["scalars"]))

@@ -116,10 +116,7 @@ def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
 def decoded(array: Array) -> NDArray[Any]:
     """Decode an array as a read-only view of its bytes; comparing the header is faster than parsing it.
 
-    Raises
-    ------
-    WireError
-        If its bytes are not an array as declared.
+    Bytes that are not an array as declared are a WireError.
     """
     try:
         dtype, size = np.dtype(array.dtype), math.prod(array.shape)

@@ -62,13 +62,7 @@ class Head(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> Head:
-        """Undo `pack`.
-
-        Raises
-        ------
-        WireError
-            If it is no head.
-        """
+        """Undo `pack`; a WireError if it is no head."""
         try:
             place, exchange, weight = NUMBERS.unpack_from(data)
             run, options, kind, *receivers = texts = json.loads(data[NUMBERS.size :])
@@ -98,21 +92,9 @@ def pack(parcel: SealedParcel) -> ArrayRecord:
 
 
 def head_of(array: Array) -> tuple[Head, memoryview, int]:
-    """Read a parcel's head.
+    """Read a parcel's head; return it, all bytes, and where the head ends.
 
-    Returns
-    -------
-    head : Head
-        What the parcel says of itself. Only a receiver can tell whether it is true.
-    data : memoryview
-        All bytes.
-    end : int
-        Where the head ends.
-
-    Raises
-    ------
-    WireError
-        If it is no parcel.
+    Only a receiver can tell whether what it says is true. A WireError if it is no parcel.
     """
     numbers = decoded(array)
     if numbers.dtype != np.uint8 or numbers.ndim != 1:
@@ -126,13 +108,7 @@ def head_of(array: Array) -> tuple[Head, memoryview, int]:
 
 
 def unpack(array: Array) -> tuple[Head, SealedParcel]:
-    """Undo `pack`.
-
-    Raises
-    ------
-    WireError
-        If it is no parcel.
-    """
+    """Undo `pack`; a WireError if it is no parcel."""
     head, data, end = head_of(array)
     keys = end + SALT
     body = keys + WRAPPED * len(head.receivers)
@@ -157,13 +133,7 @@ def joined_body(record: ArrayRecord) -> bytes:
 
 
 def parted_body(body: bytes) -> ArrayRecord:
-    """Undo `joined_body`; the arrays are checked when they are decoded.
-
-    Raises
-    ------
-    WireError
-        If it is no body: institutions need not trust each other.
-    """
+    """Undo `joined_body`; the arrays are checked when they are decoded. Another body is a WireError."""
     record, end = ArrayRecord(), 0
     try:
         (length,) = LENGTH.unpack_from(body)

@@ -1,6 +1,7 @@
 """Every array that any method sends says what its numbers are, and every such number has an attack or a sentence."""
 
 from dataclasses import dataclass
+from typing import get_args
 
 import pytest
 
@@ -8,7 +9,7 @@ from flwr_replay.config.catalogue import choices
 from flwr_replay.config.halves import load_client, load_strategy
 from flwr_replay.lab.registry import KNOWN
 from flwr_replay.payloads.common import Trained
-from flwr_replay.wire.fields import MEANINGS, RECORD_OF, model, per_sample, synthetic
+from flwr_replay.wire.fields import RECORD_OF, Meaning, model, per_sample, synthetic
 from flwr_replay.wire.payload import REQUESTS, Request
 from flwr_replay.wire.records import Weights
 
@@ -25,7 +26,7 @@ def arrays_without_an_attack():
 
 
 def test_every_meaning_has_attacks_or_a_sentence():
-    assert set(KNOWN) == set(MEANINGS)
+    assert set(KNOWN) == set(get_args(Meaning))
     assert all(known.attacks or known.untried.endswith(".") for known in KNOWN.values())
     attacks = {attack for known in KNOWN.values() for attack in known.attacks}
     assert len({attack.name for attack in attacks}) == len(attacks)
