@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -99,8 +99,7 @@ class FedAvgShare(FedAvg):
 
     def train_request(self, exchange: int, arrays: Weights) -> TrainEnlarged:
         """Send θ to every institution."""
-        request = super().train_request(exchange, arrays)
-        return TrainEnlarged(**{field.name: getattr(request, field.name) for field in fields(request)})
+        return TrainEnlarged(**vars(super().train_request(exchange, arrays)))
 
     def addressed(self, member: Member, request: Request) -> Request:
         """Say which examples of others the institution should hold: it refuses if they are lost."""

@@ -103,7 +103,7 @@ class Arrivals:
     def mix(self, exchange: int, kept: float, parcels: Sequence[Arrival]) -> None:
         """Note a delivery, with the own share that is kept.
 
-        Refused are a parcel that may not come, and an own release of that exchange that is not the last one.
+        A parcel that may not come is refused, and so is a delivery for an older release of its own.
         """
         if exchange != self.released:
             raise RefusedError(

@@ -85,7 +85,7 @@ class KeyOwner(Owner, Protocol):
 
 
 class Hiding:
-    """Stands between the wire and the ClientApp for one message of a run in which the institution's keys are pinned."""
+    """What stands between the wire and the ClientApp for one message of a run in which keys are pinned."""
 
     def __init__(self, institution: KeyOwner, config: RunConfig, run: str) -> None:
         assert institution.seal is not None
@@ -109,7 +109,7 @@ class Sealing(Hiding):
     def opened(self, message: Message, request: type[Request] | None) -> Message:
         """Return a message with its parcels opened; the message itself is unchanged.
 
-        Arrays that are not sealed are refused, and parcels that may not come here and now.
+        Arrays that are not sealed are refused, and so is a parcel that may not come here and now.
         """
         if request is None:
             raise RefusedError("a sealed institution answers the requests of its own method only; got another: refused")

@@ -88,7 +88,7 @@ class PrivacyBudget:
     def check_steps(self) -> None:
         """Refuse an answer before all steps were taken that this message was charged for.
 
-        Without all of them the method may have taken others, without noise.
+        If one is missing, the method may have taken others, without noise.
         """
         for mechanism, training in self.begun:
             if training.left:

@@ -172,9 +172,9 @@ def check_request(
 ) -> None:
     """Refuse what can be refused before any data are read.
 
-    That is what the policy forbids, or a promise that the run's options make. `request` is the message's declaration,
-    None if it is not one of this package; `private_model` the model that the institution has chosen itself, empty if
-    one of the run's options.
+    Refused is what the policy forbids, or a promise that the run's options make. `request` is the message's
+    declaration, None if it is not one of this package; `private_model` the model that the institution has chosen
+    itself, empty if one of the run's options.
     """
     instructions = config_in(message.content)
     for check in run_rules(policy, config).values():

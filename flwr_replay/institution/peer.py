@@ -36,7 +36,7 @@ class PeerClient(InstitutionClient):
     def begin(self, request: TrainPeer) -> tuple[StateDict, float]:
         """Return θ and w from after the last mixing that the server knows of; before the first, fresh ones.
 
-        If θ is gone, that is an error: fresh weights would silently give other results.
+        It is an error if θ is gone: fresh weights would silently give other results.
         """
         if not request.committed:
             theta, w = to_arrays(self.fresh(request.init_seed)), 1.0

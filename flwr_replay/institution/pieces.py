@@ -74,8 +74,8 @@ class Pieces:
     ) -> NDArray[np.floating]:
         """Make steps until the time is over, `most` are made, or the training is complete; call it within `alone`.
 
-        `training` is as it was after the steps that are `done`; afterwards these are more. Returned are the losses that
-        `training.take` gave.
+        The training is as it was after the steps that are `done`, to which those made here are added. Returned are the
+        losses that `training.take` gave.
 
         Raises
         ------

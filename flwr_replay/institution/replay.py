@@ -168,7 +168,7 @@ class GenerativeStages:
     def sampler(self, run: str, exchange: int, replayed: int) -> ReplaySampler | None:
         """Return a sampler of the kept examples; None if the request replays none.
 
-        If the server's number of them is not kept, that is an error: going on would silently give other results.
+        It is an error if the server's number of them is not kept: going on would silently give other results.
         """
         if not replayed:
             return None

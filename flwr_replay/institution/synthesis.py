@@ -229,7 +229,7 @@ class SynthesisStages:
     def sampler(self, run: str, exchange: int, numbers: Sequence[int], expected: int) -> ImageSampler | None:
         """Return a sampler of the buffers of these numbers, each named once; None of none.
 
-        Other than the expected number of examples are an error: going on would silently give other results.
+        It is an error if they are not the expected number of examples: going on would silently give other results.
         """
         if len({*numbers}) != len(numbers):
             raise WireError(f"every buffer is named once; got {list(numbers)[:6]}: refused")

@@ -66,7 +66,7 @@ class Movement(Strategy):
     recorder : Recorder | None
         Writes metrics, ledger and checkpoints; None only logs through Flower.
     **unknown : object
-        Arguments that only Flower's strategies have, such as `fraction_evaluate`: refused, as any of another type.
+        Arguments that only Flower's strategies have, such as `fraction_evaluate`. They are refused by a ConfigError.
     """
 
     config_type: ClassVar[type[StrategyConfig]]

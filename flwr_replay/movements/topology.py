@@ -166,7 +166,7 @@ def read_matrices(path: Path, institutions: int = 0) -> Matrix:
 def checked(matrices: Matrix, what: str, institutions: int = 0, stacked: bool = True) -> Matrix:
     """Check mixing matrices, (T, K, K), as `read_matrices` does; return them with every column divided by its sum.
 
-    `what` is their origin, for error messages, which number the matrix if they are `stacked`.
+    `what` is their origin, for error messages; these number the matrix if there may be several, `stacked`.
     """
     if institutions:
         _fits(matrices, institutions, what)

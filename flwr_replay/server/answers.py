@@ -119,7 +119,7 @@ def check_answer(
 def check_foreign(answer: RecordDict, asked: RecordDict, trained: bool) -> None:
     """Refuse an invalid answer of a user's own ClientApp.
 
-    `asked` are the request's records, which asks for weights (`trained`) or metrics.
+    `asked` are the records of the request, for weights if `trained`, otherwise for metrics.
 
     Raises
     ------

@@ -95,11 +95,11 @@ def ask(
 
     In a deployment Flower's own `send_and_receive` looks for replies only every three seconds.
 
-    Messages are drawn one by one, each just before it is sent; `seconds` is the time to wait for each reply. Of
-    `at_once` messages that wait for a reply, replies are fetched one by one, which bounds the memory that they take,
-    however many institutions there are. None: as many as the grid's own `at_once` says, else all. `silent` is told the
-    messages whose replies are missing, and for how many seconds the first has been waited for: after a minute, then
-    each time that this has doubled.
+    Messages are drawn one by one, each just before it is sent; `seconds` is the time to wait for each reply. At most
+    `at_once` messages wait for a reply at a time. Their replies are fetched one by one, which bounds the memory that
+    they take, however many institutions there are. None: as many as the grid's own `at_once` says, else all. `silent`
+    is told the messages whose replies are missing, and for how many seconds the first has been waited for: after a
+    minute, then each time that this has doubled.
     """
     unsent, at_once = iter(messages), at_once or getattr(grid, "at_once", None)
     due = SILENCE

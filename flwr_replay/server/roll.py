@@ -32,7 +32,7 @@ AGAIN = "; they may still answer an earlier run: if none is live, start their Su
 class Roll:
     """Calls the roll, and enters in `exchange.members` who answers.
 
-    `method` is the strategy's class, a `Movement`; `stages` returns all stages that the run requests.
+    `method` is the strategy's class, a `Movement`. `stages` returns all stages that the run requests.
     """
 
     ours_only = False  # whether this run needs this package's client everywhere

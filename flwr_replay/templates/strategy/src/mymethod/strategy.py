@@ -51,14 +51,7 @@ class MyMethod(FedAvg):
 
     def train_request(self, exchange: int, arrays: Weights) -> TrainMyMethod:
         """Send θ to every institution."""
-        return TrainMyMethod(
-            server_round=exchange,
-            arrays=arrays,
-            run=self.settings.run,
-            lr=self.lr(exchange),
-            local_epochs=self.config.local_epochs,
-            optimizer_state=self.config.optimizer_state,
-        )
+        return TrainMyMethod(**vars(super().train_request(exchange, arrays)))
 
     def combine(self, answers: Sequence[TrainedMyMethod]) -> StateDict:  # type: ignore[override]
         """Average what was drawn back: θ ← Σ_k (n_k / n) (θ + min(1, c / d_k) (θ_k - θ))."""
