@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -35,6 +36,7 @@ TITLES = {
 TYPES = {"str": "text", "int": "whole number", "float": "number", "bool": "true, false"}
 COMMENT = re.compile(r"^( *)(\w+):(.*?)(?: +# (.*))?$")
 FIELD = re.compile(r"^    (\w+): [^#\n]*# (.*)$", re.M)
+source = cache(inspect.getsource)  # which parses a whole file each time; many classes share a base
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,8 @@ def comments(path: Path) -> dict[str, str]:
 
 def field_comments(cls: type) -> dict[str, str]:
     """Return what stands behind each field of a dataclass, those that it inherits included."""
-    sources = [inspect.getsource(base) for base in reversed(cls.__mro__) if base is not object]
-    return {name: text for source in sources for name, text in FIELD.findall(source)}
+    sources = [source(base) for base in reversed(cls.__mro__) if base is not object]
+    return {name: text for text_of in sources for name, text in FIELD.findall(text_of)}
 
 
 def read(path: Path) -> dict[str, Any]:
