@@ -56,6 +56,7 @@ def references(noisy: Data) -> list[nn.Module]:
     return reference_models(fresh, F.cross_entropy, noisy[0][600:1400], noisy[1][600:1400], TRAINING, EPOCHS, 400, 6, 0)
 
 
+@pytest.mark.sampled(3, of="slow learning")
 def test_lira_finds_members_of_an_overfitted_model(noisy: Data, references: list[nn.Module]) -> None:
     x, y = noisy
     model = trained(x[:300], y[:300])
@@ -68,6 +69,7 @@ def test_lira_finds_members_of_an_overfitted_model(noisy: Data, references: list
     assert found.tpr_at_1_percent.value > 0.05
 
 
+@pytest.mark.sampled(3, of="slow learning")
 def test_lira_is_at_chance_on_a_model_that_never_saw_them(noisy: Data, references: list[nn.Module]) -> None:
     x, y = noisy
     model = trained(x[1400:1700], y[1400:1700])
@@ -96,9 +98,9 @@ def test_a_score_by_loss_is_its_negative() -> None:
     torch.testing.assert_close(scores, -F.cross_entropy(x, y, reduction="none"))
 
 
-def test_one_reference_model_is_too_few(noisy: Data, references: list[nn.Module]) -> None:
+def test_one_reference_model_is_too_few(noisy: Data) -> None:
     with pytest.raises(ConfigError, match="two reference models"):
-        lira_scores(references[0], references[:1], noisy[0][:3], noisy[1][:3])
+        lira_scores(fresh(0), [fresh(1)], noisy[0][:3], noisy[1][:3])
 
 
 def test_copies_that_a_generator_released_are_near_its_members(noisy: Data) -> None:
