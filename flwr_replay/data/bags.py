@@ -10,16 +10,14 @@ also be `external`: test examples of institutions outside the run, for `external
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_replay.config.sections import TaskConfig
+from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.data.decoded import DecodedImages
 from flwr_replay.data.manifest import SPLITS, ManifestRow, manifest_rows, raws_of
-from flwr_replay.data.readers import Raw, line_of
-from flwr_replay.errors import ConfigError, DataError
+from flwr_replay.data.readers import Raw, data_root, line_of
+from flwr_replay.errors import DataError
 
 __all__ = ["read_bags"]
 
@@ -34,9 +32,8 @@ def read_bags(task: TaskConfig, kept: DecodedImages | None = None) -> dict[str, 
     ConfigError
         Without `task.data_dir`.
     """
-    if not task.data_dir:
-        raise ConfigError(f"task={task.name} reads a folder of bags: set task.data-dir=FOLDER")
-    manifest, known = Path(task.data_dir).expanduser().absolute() / "manifest.csv", (*SPLITS, "external")
+    require(bool(task.data_dir), f"task={task.name} reads a folder of bags: set task.data-dir=FOLDER")
+    manifest, known = data_root(task) / "manifest.csv", (*SPLITS, "external")
     rows = manifest_rows(manifest, task.site_column, "bag", known)
     return raws_of(rows, task, str(manifest), _read_bag, np.float32, known, kept)
 

@@ -32,19 +32,8 @@ CAPS = 2048  # coarse steps in the search for the fewest examples to drop
 def deal_by_ks(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int, classes: Sequence[str] = ()) -> Dealt:
     """Deal examples so that the mean pairwise KS statistic is `config.ks`, within 0.02.
 
-    Parameters
-    ----------
-    y : ndarray, shape (N,)
-        Labels, classes or continuous.
-    config : PartitionConfig
-        `ks` is the target; `drop` allows leaving out examples of the most frequent class; `size` is the number of
-        examples per institution, 0 for as many as possible.
-    nodes : int
-        The number of institutions, at least 2.
-    seed : int
-        The run's seed.
-    classes : sequence of str
-        Unused.
+    The parameters are those of every `Dealer`. Of `config`, `drop` allows leaving out examples of the most frequent
+    class, and `size` is the number of examples per institution, 0 for as many as possible.
 
     Returns
     -------

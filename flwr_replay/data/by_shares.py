@@ -37,19 +37,8 @@ def deal_by_shares(
 ) -> Dealt:
     """Deal each institution its share of every class.
 
-    Parameters
-    ----------
-    y : ndarray, shape (N,)
-        Labels, classes.
-    config : PartitionConfig
-        `shares`, or `file`. `size` is the number of examples per institution, 0 for as many as possible; a file's
-        column `size` says it for each.
-    nodes : int
-        The number of institutions, K.
-    seed : int
-        The run's seed.
-    classes : sequence of str
-        The classes' names; empty: they are called by their numbers.
+    The parameters are those of every `Dealer`. Of `config`, `size` is the number of examples per institution, 0 for as
+    many as possible; a file's column `size` says it for each.
 
     Returns
     -------

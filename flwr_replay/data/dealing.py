@@ -1,17 +1,32 @@
-"""What a dealer returns: who gets which examples, and what a run tells about it."""
+"""What a dealer returns: who gets which examples, and what a run tells about it; and the dealers of others.
+
+`partition=dirichlet` deals shares of each class drawn from a Dirichlet distribution: flwr-datasets'
+`DirichletPartitioner`. `partition=mypkg.data:deal` is a partition of the user's own:
+
+    def deal(labels: ndarray, nodes: int, seed: int) -> list of `nodes` index arrays
+
+Labels are of examples, or of patients where the data name them, who are dealt as a whole.
+"""
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_replay.config.sections import PartitionConfig
+from flwr_replay.config.parts import import_part, users_code
+from flwr_replay.config.sections import PartitionConfig, require
 from flwr_replay.data.class_counts import ClassCounts
+from flwr_replay.data.skew import is_continuous
+from flwr_replay.errors import ConfigError
+from flwr_replay.rng import derived_seed
+from flwr_replay.terminal import installing
 
-__all__ = ["Dealer", "Dealt", "Indices"]
+__all__ = ["Dealer", "Dealt", "Indices", "deal_by_dirichlet", "deal_by_function"]
 
 Indices = NDArray[np.int64]
 
@@ -46,3 +61,71 @@ class Dealer(Protocol):
         classes : sequence of str
             The classes' names; empty: they are called by their numbers.
         """
+
+
+def deal_by_dirichlet(
+    y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int, classes: Sequence[str] = ()
+) -> Dealt:
+    """Deal by `config.alpha`, the concentration of each class over the institutions; sizes differ.
+
+    Raises
+    ------
+    ConfigError
+        For continuous labels, without flwr-datasets, or if an institution would get too few examples.
+    """
+    require(not is_continuous(y), "partition=dirichlet needs classes; got continuous labels: choose partition=ks")
+    try:
+        partitioners = importlib.import_module("flwr_datasets.partitioner")
+        tables = importlib.import_module("datasets")
+    except ModuleNotFoundError:
+        raise ConfigError(f"partition=dirichlet needs flwr-datasets: {installing('dirichlet')}") from None
+    least = max(config.size, 1)
+    dealer = partitioners.DirichletPartitioner(
+        num_partitions=nodes,
+        partition_by="label",
+        alpha=config.alpha,
+        min_partition_size=least,
+        shuffle=True,
+        seed=derived_seed(seed, "partition", "dirichlet"),
+    )
+    dealer.dataset = tables.Dataset.from_dict({"label": y, "index": np.arange(len(y))})
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns at each new draw; the error below says it once
+            parts = [np.asarray(dealer.load_partition(k)["index"][:], np.int64) for k in range(nodes)]
+    except ValueError:
+        raise ConfigError(
+            f"every one of {nodes} institutions must get at least {least} of {len(y)} examples; ten draws with "
+            f"partition.alpha={config.alpha} gave one less: raise alpha, lower partition.size or take fewer nodes"
+        ) from None
+    return Dealt([part[: config.size or None] for part in parts])
+
+
+def deal_by_function(
+    y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int, classes: Sequence[str] = ()
+) -> Dealt:
+    """Deal as the user's function does.
+
+    Raises
+    ------
+    ConfigError
+        If the function cannot be imported, fails, or returns no such arrays: of another number, with indices that are
+        no integers, out of range, or dealt twice.
+    """
+    option, deal = f"partition={config.deal}", import_part("partition", config.deal)
+    with users_code(ConfigError, f"{option}, called with {len(y)} labels, nodes={nodes} and seed={seed}, failed"):
+        parts = [np.asarray(part) for part in deal(y.copy(), nodes, seed)]
+    require(len(parts) == nodes, f"{option} must return {nodes} arrays, one for each institution; got {len(parts)}")
+    for part in parts:
+        if part.size and (part.ndim != 1 or not np.issubdtype(part.dtype, np.integer)):
+            raise ConfigError(
+                f"{option} must return arrays of indices, integers in one dimension; got {part.dtype} of shape "
+                f"{part.shape}: of a mask, return np.flatnonzero(mask)"
+            )
+    dealt = [part.astype(np.int64) for part in parts]
+    found, times = np.unique(np.concatenate(dealt), return_counts=True)
+    wrong = found[(found < 0) | (found >= len(y))]
+    require(not len(wrong), f"{option} deals indices from 0 to {len(y) - 1}; got {wrong[:1]}: count from 0")
+    twice = found[times > 1]
+    require(not len(twice), f"{option} must deal an example once; index {twice[:1]} came twice: leave one out")
+    return Dealt(dealt)

@@ -205,18 +205,8 @@ class DecodedImages:
 def decoded(source: ImageSource, kept: DecodedImages | None) -> dict[str, tuple[Indices, NDArray[Any]]]:
     """Decode files, or find them decoded.
 
-    Parameters
-    ----------
-    source : Source
-        The files.
-    kept : DecodedImages, or None
-        Where decoded images are kept; None: in memory only.
-
-    Returns
-    -------
-    dict of str to (int64 array, array)
-        For each split the indices of its files, and their examples, (n, C, H, W): a slice of one array, which must not
-        be written to.
+    Returns for each split the indices of its files, and their examples, (n, C, H, W): a slice of one array, which must
+    not be written to. Without `kept` it is in memory only.
     """
     members, x = kept.decoded(source) if kept else _in_memory(source)
     ends = np.cumsum([len(rows) for rows in members.values()])

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_replay.config.sections import WHOLE, TaskConfig, spelled
+from flwr_replay.config.sections import WHOLE, TaskConfig, require, spelled
 from flwr_replay.data.decoded import DecodedImages
 from flwr_replay.data.manifest import SPLITS, ManifestRow, manifest_rows, raws_of, some, words_of
 from flwr_replay.data.picture import fitted, is_picture, picture
-from flwr_replay.data.readers import Raw
+from flwr_replay.data.readers import Raw, data_root
 from flwr_replay.data.subjects import by_subjects
-from flwr_replay.errors import ConfigError, DataError
+from flwr_replay.errors import DataError
 from flwr_replay.files.disk import files_below
 from flwr_replay.memory import remembered
 
@@ -48,11 +48,10 @@ def read_folder(task: TaskConfig, kept: DecodedImages | None = None) -> dict[str
     ConfigError
         Without `task.data_dir`, or if `task.channels` is neither 1 nor 3.
     """
-    if not task.data_dir:
-        raise ConfigError(f"task={task.name} reads a folder of images: set task.data-dir=FOLDER")
-    if task.channels not in MODES:
-        raise ConfigError(f"images of a folder have task.channels=1 (grey) or 3 (colour); got {task.channels}")
-    root = Path(task.data_dir).expanduser().absolute()
+    require(bool(task.data_dir), f"task={task.name} reads a folder of images: set task.data-dir=FOLDER")
+    rule = "images of a folder have task.channels=1 (grey) or 3 (colour)"
+    require(task.channels in MODES, f"{rule}; got {task.channels}")
+    root = data_root(task)
     manifest, clinical = root / "manifest.csv", task.format == "clinical"
     if clinical and not manifest.is_file():
         raise DataError(f"{manifest} does not exist: run flwr-replay data convert {task.name} {root}")

@@ -20,21 +20,12 @@ __all__ = ["write_images"]
 def write_images(examples: Examples, task: TaskConfig, count: int, out: Path) -> int:
     """Write the first images as `<label>/<number>.png`, which `flwr-replay predict` reads; return how many.
 
-    Parameters
-    ----------
-    examples : Examples
-        Images, uint8, grey or in colour, with a class each.
-    task : TaskConfig
-        Where they are from; names the classes.
-    count : int
-        How many, at least 1; all if there are fewer.
-    out : Path
-        The folder, created if missing.
+    `count` is at least 1, and more than there are means all. The folder `out` is created if missing.
 
     Raises
     ------
     ConfigError
-        For other kinds of data or of task.
+        If the examples are no uint8 images, grey or in colour, with a class each of `task`.
     RunError
         If the folder cannot be written, or has another file of the same name; then nothing is written.
     """

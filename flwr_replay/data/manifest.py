@@ -52,16 +52,8 @@ class ManifestRow:
 def manifest_rows(path: Path, site_column: str, column: str, known: Sequence[str] = SPLITS) -> list[ManifestRow]:
     """Read a manifest.
 
-    Parameters
-    ----------
-    path : Path
-        The manifest; file names are relative to its folder.
-    site_column : str
-        The column with the institution; `site` may be missing.
-    column : str
-        The column with the file: image or bag.
-    known : sequence of str
-        The allowed values of the column `split`.
+    File names, in `column`, are relative to its folder. `site_column` names the institution, and may be missing if it
+    is `site`. `known` are the allowed values of the column `split`.
 
     Raises
     ------
@@ -120,22 +112,16 @@ def raws_of(
 ) -> dict[str, Raw]:
     """Read all files, split by split.
 
+    Labels are the task's `class_names`; without these, numbers. Those of a segmentation are files, white where 1.
+
     Parameters
     ----------
-    rows : list of Row
-        The rows of a manifest, or of class folders.
-    task : TaskConfig
-        Labels are its `class_names`; without these, numbers. Those of a segmentation are files, white where 1.
     source : str
         The origin of the rows, for error lines.
-    read : Callable
-        Reads a row's file as (C, H, W).
-    dtype : dtype
-        The dtype that `read` returns.
+    read, dtype : Callable, dtype
+        Reads a row's file as (C, H, W) of this dtype.
     known : sequence of str
         The splits.
-    kept : DecodedImages, or None
-        Where what was read is kept.
     divide : Callable, or None
         Returns the indices of the rows in each split; None: by the column `split`, else by the hash.
 
@@ -148,7 +134,9 @@ def raws_of(
         raise DataError(f"task={task.name} needs examples; got none in {source}")
     y = _labels(rows, task, source)
     sites = None if rows[0].site is None else np.asarray([row.site for row in rows], dtype=np.str_)
-    patients = _patients(rows)
+    patients: NDArray[np.str_] | None = None
+    if any(row.patient for row in rows):  # a site's own name of one, or nobody else's
+        patients = np.asarray([f"{row.site or ''}/{row.patient or row.where}" for row in rows], np.str_)
 
     def divided() -> dict[str, NDArray[np.int64]]:
         if divide:
@@ -265,13 +253,6 @@ def _splits(rows: list[ManifestRow], sites: NDArray[np.str_] | None, validates: 
             low = 0.0 if given else TESTED  # where a hash has chosen who trains, it lies above
             splits[trained[parted(places[trained], low + (1 - low) * VALIDATED)[0]]] = "val"
     return splits
-
-
-def _patients(rows: list[ManifestRow]) -> NDArray[np.str_] | None:
-    """Return each row's patient: a site's own name of one, or nobody else's; None if no row names one."""
-    if not any(row.patient for row in rows):
-        return None
-    return np.asarray([f"{row.site or ''}/{row.patient or row.where}" for row in rows], np.str_)
 
 
 def _refuse_shared(

@@ -15,21 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.config.sections import PartitionConfig, require
-from flwr_replay.data.by_dirichlet import deal_by_dirichlet
-from flwr_replay.data.by_function import deal_by_function
 from flwr_replay.data.by_ks import deal_by_ks
 from flwr_replay.data.by_majority import deal_by_majority
 from flwr_replay.data.by_shares import deal_by_shares
 from flwr_replay.data.class_counts import ClassCounts
 from flwr_replay.data.datasets import Dataset, Examples
-from flwr_replay.data.dealing import Dealer, Dealt, Indices
-from flwr_replay.data.patients import Patients, patients_of
-from flwr_replay.data.skew import ks_matrix, label_groups, mean_pairwise, tv_matrix
+from flwr_replay.data.dealing import Dealer, Dealt, Indices, deal_by_dirichlet, deal_by_function
+from flwr_replay.data.skew import is_continuous, ks_matrix, label_groups, mean_pairwise, tv_matrix
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.files.atomic import NAME
 from flwr_replay.rng import derived_rng
 
-__all__ = ["Partition", "institution_name", "institution_names", "partition"]
+__all__ = ["Partition", "institution_name", "institution_names", "partition", "patients_of", "site_names"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,8 +118,8 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
     - ks: with a given mean pairwise KS statistic (Qu et al. 2022, section 4.1); see `by_ks`.
     - shares: stated shares of each class at each institution; see `by_shares`.
     - natural: by the sites that the data name.
-    - dirichlet: flwr-datasets' `DirichletPartitioner`; see `by_dirichlet`.
-    - own: by a function of the user's; see `by_function`.
+    - dirichlet: flwr-datasets' `DirichletPartitioner`; see `dealing`.
+    - own: by a function of the user's; see `dealing`.
 
     Where the data name patients, these are dealt, each with all examples of theirs: a size counts patients then, and
     labels are their most frequent ones.
@@ -224,6 +221,45 @@ DEALERS: dict[str, Dealer] = {  # by name of the group partition; natural is dea
     "dirichlet": deal_by_dirichlet,
     "own": deal_by_function,
 }
+
+
+@dataclass(frozen=True, eq=False)
+class Patients:
+    """What is dealt: P patients, or examples where the data name no patients, or one example of each.
+
+    So nobody's examples are at two institutions.
+
+    Parameters
+    ----------
+    labels : ndarray, shape (P,)
+        Each patient's label: its most frequent class, or the mean of continuous labels.
+    members : sequence of P int64 arrays, or None
+        Ascending indices of each patient's examples; None: patient p has example p alone.
+    """
+
+    labels: NDArray[Any]
+    members: Sequence[Indices] | None
+
+    def examples(self, parts: Sequence[Indices]) -> list[Indices]:
+        """Return the examples of the patients that were dealt."""
+        if self.members is None:
+            return list(parts)
+        none = np.empty(0, np.int64)
+        return [np.concatenate([none, *(self.members[p] for p in part)]) for part in parts]
+
+
+def patients_of(examples: Examples) -> Patients:
+    """Return the patients in the order of their first examples."""
+    labels = examples.labels
+    if examples.patients is None or len(np.unique(examples.patients)) == len(examples):
+        return Patients(labels, None)
+    _, first, codes = np.unique(examples.patients, return_index=True, return_inverse=True)
+    order = np.argsort(codes, kind="stable")
+    members = np.split(order, np.cumsum(np.bincount(codes))[:-1])
+    members = [members[p] for p in np.argsort(first)]
+    mean = is_continuous(labels)
+    found = [labels[own].mean() if mean else np.bincount(labels[own]).argmax() for own in members]
+    return Patients(np.asarray(found, labels.dtype), members)
 
 
 def _refuse_counting(patients: Patients, config: PartitionConfig) -> None:

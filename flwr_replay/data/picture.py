@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_replay.data.readers import line_of
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.terminal import installing
 
@@ -40,14 +41,8 @@ def picture(path: Path, mode: str, where: str = "") -> Image.Image:
     padding has no part in the scale, and becomes black. MONOCHROME1 and TIFF's WhiteIsZero, where small is bright, are
     inverted. An image is turned as its EXIF or TIFF orientation says.
 
-    Parameters
-    ----------
-    path : Path
-        The file.
-    mode : str
-        Pillow's name of the mode to return: L (grey) or RGB.
-    where : str
-        The place that lists the file, for error lines.
+    `mode` is Pillow's name of the mode to return, L (grey) or RGB; `where` is the place that lists the file, for error
+    lines.
 
     Raises
     ------
@@ -70,8 +65,7 @@ def picture(path: Path, mode: str, where: str = "") -> Image.Image:
     except UnidentifiedImageError:
         raise DataError(f"{named} must be an image; it cannot be read: Pillow knows no such form") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{named} must be an image; it cannot be read: {reason}") from None
+        raise DataError(f"{named} must be an image; it cannot be read: {line_of(error)}") from None
 
 
 def fitted(image: Image.Image, size: int, fit: str, mask: bool = False) -> Image.Image:
@@ -179,8 +173,7 @@ def _dicom(path: Path, named: str) -> Image.Image:
     except (DataError, FileNotFoundError):
         raise
     except Exception as error:  # a damaged file can raise any error
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{named} must be a DICOM image; it cannot be read: {reason}") from None
+        raise DataError(f"{named} must be a DICOM image; it cannot be read: {line_of(error)}") from None
 
 
 def _padding(found: Any, stored_HW: NDArray[Any]) -> NDArray[np.bool_]:

@@ -103,33 +103,27 @@ def read_idx(task: TaskConfig) -> dict[str, Raw]:
         found = {split: _idx_pair(places, prefix) for split, prefix in (("train", "train"), ("test", "t10k"))}
     if not found["test"]:
         raise _missing(task, "t10k-images-idx3-ubyte (or .gz)", places)
-    pairs = {split: _read_idx_pair(*pair) for split, pair in found.items() if pair}
-    return pairs if "train" in pairs else {"all": pairs["test"]}
+    raws = {
+        split: Raw(_read_idx(images, 3)[:, None], _read_idx(labels, 1), str(images), str(labels))
+        for split, (images, labels) in ((split, pair) for split, pair in found.items() if pair)
+    }
+    return raws if "train" in raws else {"all": raws["test"]}
 
 
 def _idx_pair(places: list[Path], prefix: str) -> tuple[Path, Path] | None:
     """Find the images and the labels of one split, which must be in one folder."""
     for place in places:
-        pair = [_plain_or_gz(place / f"{prefix}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1")]
-        if pair[0] and not pair[1]:
-            raise DataError(
-                f"images need labels; got {pair[0]} without {prefix}-labels-idx1-ubyte in its folder: add it"
-            )
-        if pair[1] and not pair[0]:
-            raise DataError(
-                f"labels need images; got {pair[1]} without {prefix}-images-idx3-ubyte in its folder: add it"
-            )
-        if pair[0] and pair[1]:
-            return pair[0], pair[1]
+        images, labels = f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte"
+        files = {
+            name: [file for end in ("", ".gz") if (file := place / f"{name}{end}").is_file()]
+            for name in (images, labels)
+        }
+        if files[images] and files[labels]:
+            return files[images][0], files[labels][0]
+        for rule, found, lacking in (("images need labels", images, labels), ("labels need images", labels, images)):
+            if files[found]:
+                raise DataError(f"{rule}; got {files[found][0]} without {lacking} in its folder: add it")
     return None
-
-
-def _plain_or_gz(path: Path) -> Path | None:
-    return next((file for file in (path, path.with_name(path.name + ".gz")) if file.is_file()), None)
-
-
-def _read_idx_pair(images: Path, labels: Path) -> Raw:
-    return Raw(_read_idx(images, 3)[:, None], _read_idx(labels, 1), str(images), str(labels))
 
 
 def _read_idx(path: Path, dims: int) -> NDArray[np.uint8]:

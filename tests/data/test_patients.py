@@ -10,7 +10,7 @@ from PIL import Image
 
 from flwr_replay.config.sections import PartitionConfig, TaskConfig
 from flwr_replay.data import Dataset, Examples, load, partition
-from flwr_replay.data.patients import patients_of
+from flwr_replay.data.partitions import patients_of
 from flwr_replay.data.skew import ks_matrix, mean_pairwise
 from flwr_replay.errors import ConfigError, DataError
 
