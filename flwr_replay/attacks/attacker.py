@@ -167,21 +167,10 @@ class Attacker:
         return torch.arange(len(counts_C)).repeat_interleave(counts_C).to(bias_C.device)
 
     def likely_labels(self, classes: int, examples: int, told: Tensor | None) -> tuple[Tensor, str]:
-        """Guess the labels behind a change of weights that does not show the head's bias.
+        """Guess the labels behind a change of weights that does not show the head's bias, (n,), sorted.
 
-        Parameters
-        ----------
-        classes, examples : int
-            C, and n.
-        told : Tensor or None
-            Labels that the institution has sent elsewhere.
-
-        Returns
-        -------
-        labels_n : Tensor
-            (n,), sorted, with the shares of `told`, else of the auxiliary data, else with equal ones.
-        source : str
-            Which of these.
+        They have the shares of `told`, labels that the institution has sent elsewhere, else of the auxiliary data, else
+        equal ones; the text says which.
         """
         if told is not None:
             known, source = told, "the labels that the institution has sent in other messages"
@@ -204,21 +193,8 @@ class Attacker:
     ) -> Iterator[Attempt]:
         """Attack a gradient or a change of weights in turn: analytically where that is exact, then by matching.
 
-        Parameters
-        ----------
-        model : nn.Module
-            The weights sent, in the mode in which institutions train.
-        loss : callable
-            From outputs and labels to their mean loss.
-        change : mapping of str to Tensor
-            θ sent − θ back by parameter name, or the gradient; and batch norm's statistics, if they came back. Of a
-            network that came back in part, that part.
-        labels_n : Tensor
-            As they travelled, or from `labels` or `likely_labels`.
-        local : LocalSteps
-            The training that was asked for.
-        at_cut : bool
-            `labels_n` are not labels but the gradients at the cut that the server has sent, (n, ...).
+        The parameters are those of `flwr_replay.attacks.gradients.invert`. With `at_cut`, `labels_n` are not labels but
+        the gradients at the cut that the server has sent, (n, ...).
         """
         if len(labels_n) == 1 and local.steps == 1 and has_linear_input(model):
             yield Attempt(ANALYTIC, lambda: (first_input(model, local.gradients(model, change), self.form), {}))

@@ -32,13 +32,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flwr_replay.attacks.search import Search, minimise, total_variation
 from flwr_replay.errors import ConfigError
 from flwr_replay.models.layers import Standardize
 
-__all__ = ["LocalSteps", "change_of", "first_input", "has_linear_input", "invert", "is_statistic", "label_counts"]
+__all__ = [
+    "LocalSteps",
+    "change_of",
+    "first_input",
+    "has_linear_input",
+    "invert",
+    "is_statistic",
+    "label_counts",
+    "labels_at_cut",
+]
 
 Arrays = Mapping[str, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -132,12 +142,11 @@ def invert(
 ) -> Tensor:
     """Look for images whose training changes the weights in the same direction: eq. 1.
 
+    Model, loss and local steps are those of `change_of`, on the device of all arrays. The rate matters where there is
+    more than one step.
+
     Parameters
     ----------
-    model : nn.Module
-        The weights sent, in the mode in which institutions train, on the device of all arrays.
-    loss : callable
-        From outputs and labels to their mean loss.
     change : mapping of str to Tensor
         The gradient, or θ sent − θ back, by parameter name; with `search.statistics`, batch norm's running means and
         variances as they came back. Of a network that came back in part, that part.
@@ -145,12 +154,8 @@ def invert(
         The labels, as far as the attacker knows or infers them (`label_counts`), or what else the loss takes.
     form : tuple of int
         (C, H, W) of an image.
-    local : LocalSteps
-        The training that was asked for. Its rate matters where there is more than one step.
     search : Search
         α, steps, restarts and the weight of the statistics; choose them by `flwr_replay.attacks.search.tuned`.
-    seed : int
-        Of the random starts.
 
     Returns
     -------
@@ -222,6 +227,43 @@ def has_linear_input(model: nn.Module) -> bool:
     """Say whether `first_input` applies: the image goes into a linear layer with a bias."""
     first = next(layer for _, layer in _layers(model) if not isinstance(layer, PASSED))
     return isinstance(first, nn.Linear) and first.bias is not None
+
+
+def labels_at_cut(
+    head: nn.Module,
+    inputs_B: Tensor,
+    gradients_B: Tensor,
+    losses: Callable[[Tensor, Tensor], Tensor],
+    classes: int,
+) -> Tensor:
+    """Infer labels (B,), int64, where they stay at the institution (SplitNN, share-labels=false).
+
+    The server has sent the head's input s to the institution, gets ∂L/∂s back, and has handed the head on from
+    institution to institution itself. It tries every class: the label is the one whose gradient has the largest cosine
+    with that which came back (Erdoğan et al. 2022, UnSplit, arXiv 2108.09033, section 3.3). The institution's head
+    steps after every batch; only that of the visit's beginning is known.
+
+    Parameters
+    ----------
+    head : nn.Module
+        What follows the cut at the institution. Its layers must not mix examples; it is run in evaluation mode.
+    inputs_B : Tensor
+        What the head got, (B, ...).
+    gradients_B : Tensor
+        ∂L/∂s as it came back, (B, ...). Its scale, such as 1 / B, does not matter.
+    losses : callable
+        From outputs and labels to each example's loss, (B,).
+    classes : int
+        C.
+    """
+    head = copy.deepcopy(head).eval()
+    cosines = []
+    for label in range(classes):
+        s_B = inputs_B.detach().clone().requires_grad_()
+        labels_B = torch.full((len(s_B),), label, device=s_B.device)
+        (gradient_B,) = torch.autograd.grad(losses(head(s_B), labels_B).sum(), s_B)
+        cosines.append(F.cosine_similarity(gradient_B.flatten(1), gradients_B.flatten(1), eps=1e-20))
+    return torch.stack(cosines, dim=1).argmax(1)
 
 
 def label_counts(bias_gradient_C: Tensor, examples: int, shares_C: Tensor) -> Tensor:

@@ -1,10 +1,13 @@
-"""Images from latents: what FedReplay uploads once, and what SplitNN's institutions send in every batch.
+"""Images from latents: what FedReplay uploads once, SplitNN's institutions in every batch; and from codes.
 
-Three attacks. Whoever receives latents has the encoder, too (Qu et al. 2022, section 3.3.1: "white-box").
+Whoever receives latents has the encoder, too (Qu et al. 2022, section 3.3.1: "white-box").
 
 invert             arg min over x̃ of ‖E(x̃) − E(x)‖² / ‖E(x)‖² + α TV(x̃): eq. 2 (He et al. 2019), by AdamW
 learned_decoder    a network that learned to undo E on auxiliary images (He et al. 2019, section 4.2)
 nearest_auxiliary  the auxiliary image with the most similar latents: what a mere look-up finds
+
+decoded            the images of a VQ-VAE-2's codes: they are a small picture of the image, with the decoder that
+                   travelled as their key (Razavi et al. 2019, arXiv 1906.00446; Qu et al. 2022, Algorithm 1)
 
 Eq. 2 is divided by ‖E(x)‖², so that one α suits all cuts.
 
@@ -20,13 +23,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flwr_replay.attacks.distances import distances
 from flwr_replay.attacks.search import Search, minimise, total_variation
+from flwr_replay.generators.autoencoder import VQVAE2
 from flwr_replay.generators.base import AT_ONCE
+from flwr_replay.generators.codes import unpack_codes
 from flwr_replay.learning.latents import BLOCK, pack, unpack
 from flwr_replay.learning.training import at_once, batches, torch_rng
 from flwr_replay.models import has_batch_norm
@@ -34,7 +41,7 @@ from flwr_replay.models.layers import as_input
 from flwr_replay.models.seeding import seeded
 from flwr_replay.rng import derived_seed
 
-__all__ = ["LatentDecoder", "invert", "latents_of", "learned_decoder", "mixes", "nearest_auxiliary"]
+__all__ = ["LatentDecoder", "decoded", "invert", "latents_of", "learned_decoder", "mixes", "nearest_auxiliary"]
 
 BATCH = 64  # examples of a decoder's step
 WIDTH, NARROWEST = 64, 16  # its channels at the latents' size; every doubling of the size halves them
@@ -48,21 +55,8 @@ def mixes(encoder: nn.Module) -> bool:
 def latents_of(encoder: nn.Module, images_nCHW: Tensor, dtype: str = "float32", batch: int = BLOCK) -> Tensor:
     """Send auxiliary images through the encoder, and through the rounding that the victim's latents had.
 
-    Parameters
-    ----------
-    encoder : nn.Module
-        The stages up to the cut.
-    images_nCHW : Tensor
-        uint8 or in [0, 1], on the encoder's device.
-    dtype : str
-        In which latents travel: float32, float16 or int8.
-    batch : int
-        Images that pass the encoder together; it matters where the encoder `mixes` them.
-
-    Returns
-    -------
-    Tensor
-        (n, ...) float32.
+    Images are uint8 or in [0, 1], on the encoder's device; latents (n, ...) float32. They travel as float32, float16 or
+    int8. So many images as `batch` pass the encoder together, which matters where it `mixes` them.
     """
     encoder = _frozen(encoder)
     with torch.no_grad():
@@ -74,23 +68,8 @@ def latents_of(encoder: nn.Module, images_nCHW: Tensor, dtype: str = "float32", 
 def invert(encoder: nn.Module, latents_n: Tensor, form: tuple[int, int, int], search: Search, seed: int) -> Tensor:
     """Look for images with these latents: eq. 2.
 
-    Parameters
-    ----------
-    encoder : nn.Module
-        The stages up to the cut.
-    latents_n : Tensor
-        (n, ...) float32, on the encoder's device.
-    form : tuple of int
-        (C, H, W) of an image.
-    search : Search
-        α, steps and restarts; choose them by `flwr_replay.attacks.search.tuned`.
-    seed : int
-        Of the random starts.
-
-    Returns
-    -------
-    Tensor
-        (n, C, H, W) in [0, 1].
+    Latents are (n, ...) float32, on the encoder's device; `form` is (C, H, W) of an image. Choose α, steps and restarts
+    by `flwr_replay.attacks.search.tuned`. Images are (n, C, H, W) in [0, 1].
     """
     encoder = _frozen(encoder)
     together = mixes(encoder)
@@ -106,14 +85,8 @@ def invert(encoder: nn.Module, latents_n: Tensor, form: tuple[int, int, int], se
 class LatentDecoder(nn.Module):
     """Maps latents to images: the mean auxiliary image plus what convolutions make of the latents, cut off to [0, 1].
 
-    Nothing is squashed by a sigmoid: under squared error that saturates on images that are mostly black.
-
-    Parameters
-    ----------
-    latents_n : Tensor
-        Auxiliary latents, (n, F) or maps (n, K, h, w); their mean and spread standardise what is decoded.
-    images_nCHW : Tensor
-        The auxiliary images, in [0, 1].
+    Nothing is squashed by a sigmoid: under squared error that saturates on images that are mostly black. The mean and
+    spread of auxiliary latents, (n, F) or maps (n, K, h, w), standardise what is decoded.
     """
 
     mean: Tensor
@@ -156,20 +129,9 @@ class LatentDecoder(nn.Module):
 
 
 def learned_decoder(latents_n: Tensor, images_nCHW: Tensor, steps: int, seed: int, lr: float = 2e-3) -> LatentDecoder:
-    """Train a decoder on auxiliary images and their latents: Adam on the mean squared error.
+    """Train a decoder on auxiliary images and their `latents_of`: Adam on the mean squared error.
 
-    Parameters
-    ----------
-    latents_n : Tensor
-        From `latents_of`, through the encoder and the rounding of the victim's.
-    images_nCHW : Tensor
-        Of the same rows, uint8 or in [0, 1].
-    steps : int
-        Batches of 64.
-    seed : int
-        Of weights and batches.
-    lr : float
-        Adam's rate per step at first; it falls to 0 along a cosine.
+    A step takes a batch of 64. Adam's rate per step falls to 0 along a cosine. Images are uint8 or in [0, 1].
     """
     images_nCHW = as_input(images_nCHW).to(latents_n.device)
     with seeded(derived_seed(seed, "decoder")), torch.device("cpu"):
@@ -193,6 +155,19 @@ def nearest_auxiliary(latents_n: Tensor, auxiliary_latents_M: Tensor, auxiliary_
     """Return for each of the victim's latents (n, ...) the auxiliary image with the nearest latents, (n, C, H, W)."""
     nearest_n = distances(latents_n, auxiliary_latents_M).argmin(1)
     return as_input(auxiliary_MCHW.to(latents_n.device)[nearest_n])
+
+
+def decoded(generator: VQVAE2, packed: NDArray[np.uint8]) -> Tensor:
+    """Decode the codes of a message, (n, bytes), as every receiver does to replay them: (n, C, H, W) in [0, 1].
+
+    Raises
+    ------
+    WireError
+        If they are not codes of this generator.
+    """
+    codes = torch.from_numpy(unpack_codes(packed, generator.codes_per_image, generator.codebook_size))
+    device = next(iter(generator.state_dict().values())).device
+    return torch.cat([generator.decode(part.to(device)) for part in torch.split(codes, AT_ONCE)])
 
 
 def _mismatch(encoder: nn.Module, latents_B: Tensor, alpha: float, together: bool) -> Callable[[Tensor], Tensor]:

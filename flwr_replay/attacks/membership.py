@@ -29,7 +29,8 @@ from flwr_replay.attacks.distances import distances
 from flwr_replay.attacks.intervals import Estimate, auc_estimate, share
 from flwr_replay.config.sections import TaskConfig, TrainingConfig, require
 from flwr_replay.errors import ConfigError, DataError
-from flwr_replay.generators.base import AT_ONCE, ReplayGenerator
+from flwr_replay.generators.autoencoder import VQVAE2
+from flwr_replay.generators.base import AT_ONCE
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.priors import CodePrior, example_nats
 from flwr_replay.learning.tasks import make_task
@@ -70,15 +71,8 @@ class MembershipScores:
 def loss_scores(losses: Callable[[Tensor, Tensor], Tensor], x_n: Tensor, y_n: Tensor, at_once: int = AT_ONCE) -> Tensor:
     """Return −ℓ of each example, (n,).
 
-    Parameters
-    ----------
-    losses : callable
-        From examples and labels to each example's loss, (B,): a task's losses of a model in evaluation mode, a
-        generator's loss, or a prior's nats.
-    x_n, y_n : Tensor
-        Examples and labels.
-    at_once : int
-        How many are handed over together.
+    `losses` is from examples and labels to each example's loss, (B,): a task's losses of a model in evaluation mode, a
+    generator's loss, or a prior's nats. So many as `at_once` are handed over together.
     """
     with torch.no_grad():
         parts = zip(torch.split(x_n, at_once), torch.split(y_n, at_once), strict=True)
@@ -92,7 +86,7 @@ def task_scores(model: nn.Module, config: TaskConfig, x_n: Tensor, y_n: Tensor) 
 
 
 def likelihood_scores(
-    prior: CodePrior, generator: ReplayGenerator, plan: ReplayPlan, x_n: Tensor, y_n: Tensor, at_once: int = AT_ONCE
+    prior: CodePrior, generator: VQVAE2, plan: ReplayPlan, x_n: Tensor, y_n: Tensor, at_once: int = AT_ONCE
 ) -> Tensor:
     """Return how likely a prior finds the codes of each example, (n,), nats; the generator came with the prior."""
 
@@ -107,17 +101,17 @@ def logit_confidences(model: nn.Module, x_n: Tensor, y_n: Tensor) -> Tensor:
 
     The model's mode is put back.
     """
+
+    def negative(x_B: Tensor, y_B: Tensor) -> Tensor:
+        logits_BC: Tensor = model(x_B).double()
+        own_B1 = y_B[:, None]
+        return logits_BC.scatter(1, own_B1, -torch.inf).logsumexp(1) - logits_BC.gather(1, own_B1)[:, 0]
+
     training = model.training
     model.eval()
-    found = []
-    with torch.no_grad():
-        for x_B, y_B in zip(torch.split(x_n, AT_ONCE), torch.split(y_n, AT_ONCE), strict=True):
-            logits_BC = model(as_input(x_B)).double()
-            own_B1 = y_B[:, None]
-            others_B = logits_BC.scatter(1, own_B1, -torch.inf).logsumexp(1)
-            found.append(logits_BC.gather(1, own_B1)[:, 0] - others_B)
+    found_n = loss_scores(negative, x_n, y_n)
     model.train(training)
-    return torch.cat(found)
+    return found_n
 
 
 def lira_scores(model: nn.Module, references: Sequence[nn.Module], x_n: Tensor, y_n: Tensor) -> Tensor:
@@ -158,18 +152,10 @@ def reference_models(
         From outputs and labels to their mean loss.
     auxiliary_m, labels_m : Tensor
         Examples and labels, of which none is asked about later.
-    training : TrainingConfig
-        Optimizer, rate and batch size, as like the victim's as the attacker knows.
-    epochs : int
-        Passes over the examples.
-    size : int
-        The victim's number of examples; a model has no more than half of the auxiliary ones.
+    training, size : TrainingConfig, int
+        As like the victim's as the attacker knows; a model has no more than half of the auxiliary examples.
     number : int
-        R.
-    seed : int
-        Of weights, halves and batches.
-    seconds : float
-        After these no further model is begun, if there are two.
+        R; after so many `seconds` no further model is begun, if there are two.
     """
     begun = time.monotonic()
     models: list[nn.Module] = []
@@ -190,14 +176,8 @@ def reference_models(
 def nearest_scores(released_rCHW: Tensor, auxiliary_mCHW: Tensor, x_nCHW: Tensor) -> Tensor:
     """Return the log ratio of two distances, (n,): to the nearest auxiliary image, and to the nearest released one.
 
-    Parameters
-    ----------
-    released_rCHW : Tensor
-        What a generator drew and the institution sent, uint8 or in [0, 1].
-    auxiliary_mCHW : Tensor
-        Images that it was not trained on: they say how near an image like this lies to others anyway.
-    x_nCHW : Tensor
-        The images asked about.
+    A generator drew the latter, and the institution sent them. It was not trained on the auxiliary images: they say how
+    near an image like this lies to others anyway.
     """
     nearest = [distances(as_input(x_nCHW), as_input(other)).amin(1) for other in (auxiliary_mCHW, released_rCHW)]
     return (nearest[0] + 1e-9).log() - (nearest[1] + 1e-9).log()
@@ -206,21 +186,10 @@ def nearest_scores(released_rCHW: Tensor, auxiliary_mCHW: Tensor, x_nCHW: Tensor
 def equal_label_shares(
     member_labels_n: NDArray[np.int64], other_labels_m: NDArray[np.int64], seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Choose as many members as non-members of every label.
+    """Choose as many members as non-members of every label: return rows of either, of equal length, sorted.
 
-    Where labels are skewed, a score that tells labels apart would seem to tell members apart.
-
-    Parameters
-    ----------
-    member_labels_n, other_labels_m : NDArray
-        The labels of the members and of the non-members to draw from.
-    seed : int
-        Decides which are drawn where there are more.
-
-    Returns
-    -------
-    members, others : NDArray
-        Rows of either, of equal length, sorted.
+    Where labels are skewed, a score that tells labels apart would seem to tell members apart. The seed decides which
+    are drawn where there are more.
     """
     rng, members, others = derived_rng(seed, "equal label shares"), [], []
     for label in np.intersect1d(member_labels_n, other_labels_m):
@@ -257,12 +226,7 @@ def bootstrapped(member_scores_n: NDArray[Any], other_scores_m: NDArray[Any], se
 
 
 def membership(member_scores_n: Tensor, other_scores_m: Tensor) -> MembershipScores:
-    """Say how well an attack's scores tell members.
-
-    Parameters
-    ----------
-    member_scores_n, other_scores_m : Tensor
-        Of members and of others, drawn by `equal_label_shares`.
+    """Say how well an attack's scores tell members from others, drawn by `equal_label_shares`.
 
     Raises
     ------

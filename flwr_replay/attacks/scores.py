@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,15 +26,7 @@ from flwr_replay.models.layers import as_input
 from flwr_replay.rng import derived_rng
 from flwr_replay.terminal import installing
 
-__all__ = [
-    "ImageScores",
-    "Judge",
-    "NearerScores",
-    "assigned",
-    "image_metrics",
-    "psnr",
-    "ssim",
-]
+__all__ = ["ImageScores", "Judge", "NearerScores", "assigned", "image_metrics", "psnr", "ssim"]
 
 WINDOW = 11  # pixels; SSIM's Gaussian window (Wang et al. 2004, doi 10.1109/TIP.2003.819861)
 EXCHANGES = 999  # of own and other images
@@ -41,25 +34,30 @@ FAR = 1e30  # in place of a distance that is not a number
 
 
 @dataclass(frozen=True)
-class ImageScores:
-    """How near reconstructions come to the originals."""
+class Likeness:
+    """How near reconstructions come to originals, pixel by pixel."""
 
     number: int  # reconstructions
     psnr: float  # dB, mean over the reconstructions; infinite if one of them is exact
     psnr_sd: float  # dB, standard deviation; 0 for one reconstruction
     ssim: float | None  # mean; none: smaller than its window
+
+
+@dataclass(frozen=True)
+class ImageScores(Likeness):
+    """How near reconstructions come to their own originals."""
+
     identified: Estimate  # share of reconstructions whose nearest original is the right one
     chance: float  # what guessing identifies at most: B / N
 
 
 @dataclass(frozen=True)
-class NearerScores:
-    """How many reconstructions are nearer to an institution's images than to as many of other people's."""
+class NearerScores(Likeness):
+    """How many reconstructions are nearer to an institution's images than to as many of other people's.
 
-    number: int  # reconstructions
-    psnr: float  # dB, mean, to the nearest of the institution's; infinite if one of them is exact
-    psnr_sd: float  # dB, standard deviation; 0 for one reconstruction
-    ssim: float | None  # mean, to the nearest of the institution's; none: smaller than its window
+    Their likeness is that to the nearest of the institution's.
+    """
+
     nearer: int  # how many
     own: int  # images of the institution that were compared, and as many of other people's
     by_chance: float  # mean of the same count with own and others exchanged at random
@@ -101,13 +99,11 @@ class Judge:
         if batch > 1:
             parts = zip(torch.split(found_nCHW, batch), torch.split(rows_n, batch), strict=True)
             rows_n = torch.cat([rows[assigned(found, self.originals_NCHW[rows])] for found, rows in parts])
-        decibels_n, likeness = self._likeness(found_nCHW, rows_n)
+        # Hit where no original is nearer than its own; another copy of it may be as near.
+        hits_n = nearest(distances(found_nCHW, self.originals_NCHW)).gather(1, rows_n[:, None])[:, 0]
         return ImageScores(
-            number=len(found_nCHW),
-            psnr=float(decibels_n.mean()),
-            psnr_sd=float(decibels_n.std()) if len(decibels_n) > 1 else 0.0,
-            ssim=likeness,
-            identified=share(int(self._hits(found_nCHW, rows_n).sum()), len(found_nCHW)),
+            **self._likeness(found_nCHW, rows_n),
+            identified=share(int(hits_n.sum()), len(found_nCHW)),
             chance=min(1.0, batch / len(self.originals_NCHW)),
         )
 
@@ -136,21 +132,8 @@ class Judge:
         person's of the same label are exchangeable. So the same count is taken with own and others exchanged at random
         within each label, which holds for reconstructions that are alike, blurred or nothing but noise, too.
 
-        Parameters
-        ----------
-        reconstructions_nCHW : Tensor
-            In [0, 1].
-        labels_N : Tensor
-            Labels of the institution's images.
-        others_NCHW, other_labels_N : Tensor
-            Other people's images and labels, drawn by `equal_label_shares`: as many of each label.
-        seed : int
-            Of the exchanges.
-
-        Returns
-        -------
-        NearerScores
-            An image that is as near to both sides counts as nearer to none.
+        Other people's images and labels are drawn by `equal_label_shares`: as many of each label. An image that is as
+        near to both sides counts as nearer to none.
         """
         found_nCHW, own = as_input(reconstructions_nCHW).cpu(), self.originals_NCHW
         distances_nM = distances(found_nCHW, torch.cat([own, as_input(others_NCHW).cpu()]))
@@ -163,12 +146,8 @@ class Judge:
             order = np.lexsort((rng.random(len(labels_M)), labels_M))  # random within each label, of which it is even
             exchanged_M[order] = np.arange(len(order)) % 2 == 1
             counts.append(_nearer_to_own(nearest_nM, exchanged_M))
-        decibels_n, likeness = self._likeness(found_nCHW, distances_nM[:, : len(own)].argmin(1))
         return NearerScores(
-            number=len(found_nCHW),
-            psnr=float(decibels_n.mean()),
-            psnr_sd=float(decibels_n.std()) if len(decibels_n) > 1 else 0.0,
-            ssim=likeness,
+            **self._likeness(found_nCHW, distances_nM[:, : len(own)].argmin(1)),
             nearer=counts[0],
             own=len(own),
             by_chance=float(np.mean(counts[1:])),
@@ -187,16 +166,16 @@ class Judge:
         nearest_n = distances(self.originals_NCHW[rows_n.cpu()], auxiliary).argmin(1)
         return self.scores(auxiliary[nearest_n], rows_n)
 
-    def _likeness(self, found_nCHW: Tensor, rows_n: Tensor) -> tuple[Tensor, float | None]:
-        """Return the PSNR of each image to its original, and the mean SSIM; None for images smaller than its window."""
+    def _likeness(self, found_nCHW: Tensor, rows_n: Tensor) -> dict[str, Any]:
+        """Return the fields of `Likeness`, of each image to its original."""
         right_nCHW = self.originals_NCHW[rows_n]
-        likeness_n = ssim(found_nCHW, right_nCHW)
-        return psnr(found_nCHW, right_nCHW), None if likeness_n is None else float(likeness_n.mean())
-
-    def _hits(self, found_nCHW: Tensor, rows_n: Tensor) -> Tensor:
-        """Say for each reconstruction whether no original is nearer than its own; another copy of it may be as near."""
-        nearest_nN = nearest(distances(found_nCHW, self.originals_NCHW))
-        return nearest_nN.gather(1, rows_n[:, None])[:, 0]
+        decibels_n, likeness_n = psnr(found_nCHW, right_nCHW), ssim(found_nCHW, right_nCHW)
+        return {
+            "number": len(found_nCHW),
+            "psnr": float(decibels_n.mean()),
+            "psnr_sd": float(decibels_n.std()) if len(decibels_n) > 1 else 0.0,
+            "ssim": None if likeness_n is None else float(likeness_n.mean()),
+        }
 
 
 def _nearer_to_own(nearest_nM: NDArray[np.bool_], other_M: NDArray[np.bool_]) -> int:

@@ -41,24 +41,8 @@ def minimise(
 ) -> Tensor:
     """Return images with a small objective.
 
-    Parameters
-    ----------
-    objective : callable
-        From images (B, C, H, W) to one number for each, (B,), or to one number for all, a scalar: of the restarts, the
-        best is kept for each image or for all together.
-    shape : sequence of int
-        (B, C, H, W).
-    search : Search
-        Steps, rate and restarts.
-    seed : int
-        Of the random starts.
-    device : torch.device
-        Where the images are to be.
-
-    Returns
-    -------
-    Tensor
-        (B, C, H, W) in [0, 1], float32.
+    `objective` is from images (B, C, H, W) to one number for each, (B,), or to one number for all, a scalar: of the
+    restarts, the best is kept for each image or for all together. Images are in [0, 1], float32, of this shape.
     """
     best_BCHW = torch.full(tuple(shape), 0.5, device=device)
     least = objective(best_BCHW).detach()  # a grey image, which no restart may fall behind
@@ -94,20 +78,9 @@ def total_variation(x_BCHW: Tensor) -> Tensor:
 def tuned(candidates: Sequence[Search], attack: Callable[[Search], Tensor], auxiliary_BCHW: Tensor) -> Search:
     """Choose α, steps and restarts by attacking messages that the attacker has made of auxiliary images.
 
-    Parameters
-    ----------
-    candidates : sequence of Search
-        At least one; of equally good ones the first is chosen.
-    attack : callable
-        From settings to reconstructions of the auxiliary images, in any order: the attack on messages that these
-        images give when they are sent through the same model.
-    auxiliary_BCHW : Tensor
-        The images, uint8 or in [0, 1].
-
-    Returns
-    -------
-    Search
-        The candidate with the least mean squared distance from an auxiliary image to the nearest reconstruction.
+    `attack` is from settings to reconstructions of the auxiliary images, in any order: the attack on messages that
+    these images give when they are sent through the same model. Returns the candidate with the least mean squared
+    distance from an auxiliary image to the nearest reconstruction; of equally good ones the first.
     """
     right_BCHW = as_input(auxiliary_BCHW)
 

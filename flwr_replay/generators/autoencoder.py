@@ -18,6 +18,7 @@ Images whose size is no multiple of eight are padded with their border, and crop
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +35,8 @@ from flwr_replay.config.sections import (
     one_of,
     within,
 )
-from flwr_replay.generators.base import ReplayGenerator, by_level
+from flwr_replay.errors import WireError
+from flwr_replay.generators.base import by_level
 from flwr_replay.generators.codebooks import EMACodebook, GradientCodebook, perplexity
 from flwr_replay.models.seeding import seeded
 
@@ -94,33 +96,28 @@ class VQVAE2Config(GeneratorConfig):
 TOP = 8  # pixels of a top code's side; a bottom code has half of them
 
 
-def build_generator(config: VQVAE2Config, channels: int, size: int, seed: int) -> ReplayGenerator:
-    """Build a generator with fresh weights.
+def build_generator(config: VQVAE2Config, channels: int, size: int, seed: int) -> VQVAE2:
+    """Build a generator for images of `size` x `size` pixels; a mask is one more channel.
 
-    Parameters
-    ----------
-    config : VQVAE2Config
-        The generator's options.
-    channels : int
-        Of an image; a mask is one more channel.
-    size : int
-        Height and width of an image, pixels.
-    seed : int
-        The weights depend on it alone; PyTorch's global rng is left as it was.
-
-    Returns
-    -------
-    ReplayGenerator
-        On the CPU, in training mode.
+    It is on the CPU, in training mode. Its fresh weights depend on the seed alone; PyTorch's global rng is left as it
+    was.
     """
     with seeded(seed), torch.device("cpu"):
         return VQVAE2(config, channels, size)
 
 
-class VQVAE2(ReplayGenerator):
-    """Two levels of codes; built by `build_generator`, since its weights come from PyTorch's global rng.
+class VQVAE2(nn.Module):
+    """A model that turns images into codes and codes into images; built by `build_generator`.
 
-    No layer mixes examples; with codebook=gradient neither do the codebooks.
+    No layer mixes examples; with codebook=gradient neither do the codebooks. While it is trained, weights and running
+    statistics travel as `state_dict`. A receiver of codes needs `decoder_state_dict` only.
+
+    Attributes
+    ----------
+    grids : tuple of (int, int)
+        Height and width of each level's codes, the top's first; an image has N = Σ height · width codes.
+    codebook_size : int
+        Every code lies in [0, codebook_size).
     """
 
     decodes = re.compile(r"decoder\.|(top|bottom)\.(vectors\.weight|quantiser\._codebook\.embed)$")
@@ -150,8 +147,22 @@ class VQVAE2(ReplayGenerator):
                     nn.init.kaiming_normal_(layer.weight)
 
     def loss(self, x_BCHW: Tensor, rng: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss; its parts are `reconstruction` (mean squared error of pixels in [0, 1]), `commitment`,
-        `codebook`, and the perplexities of this batch's codes, `perplexity-top` and `perplexity-bottom`.
+        """Compute the loss of a batch; in training mode, running statistics move too.
+
+        Parameters
+        ----------
+        x_BCHW : Tensor
+            Images in [0, 1], float32.
+        rng : torch.Generator
+            On the CPU; all randomness of the step comes from it.
+
+        Returns
+        -------
+        loss : Tensor
+            Mean over the examples, a scalar.
+        parts : dict of str to Tensor
+            Detached scalars: `reconstruction` (mean squared error of pixels in [0, 1]), `commitment`, `codebook`, and
+            the perplexities of this batch's codes, `perplexity-top` and `perplexity-bottom`.
         """
         seed = int(torch.randint(2**62, (), generator=rng))
         with seeded(seed, x_BCHW.device):  # the EMA codebooks' draws
@@ -170,7 +181,7 @@ class VQVAE2(ReplayGenerator):
 
     @torch.no_grad()
     def encode(self, x_BCHW: Tensor) -> Tensor:
-        """Encode images: codes (B, N) int64, the top's first."""
+        """Encode images in [0, 1]: codes (B, N) int64, level by level, row by row; nothing is learned."""
         return self._rounded(x_BCHW, learn=False)[2]
 
     @torch.no_grad()
@@ -178,6 +189,34 @@ class VQVAE2(ReplayGenerator):
         """Decode codes to images (B, C, H, W) in [0, 1]."""
         top, bottom = by_level(codes_BN, self.grids)
         return self._decoded(self.top.lookup(top), self.bottom.lookup(bottom)).clamp(0, 1)
+
+    @property
+    def codes_per_image(self) -> int:
+        """N."""
+        return sum(height * width for height, width in self.grids)
+
+    def decoder_state_dict(self) -> dict[str, Tensor]:
+        """Return the weights that `decode` needs and no others."""
+        return {name: value for name, value in self.state_dict().items() if self.decodes.match(name)}
+
+    def load_decoder(self, state: Mapping[str, Tensor]) -> None:
+        """Copy weights from another generator's `decoder_state_dict`.
+
+        Raises
+        ------
+        WireError
+            If names or shapes are not this generator's.
+        """
+        own = self.decoder_state_dict()
+        if faults := sorted(own.keys() ^ state.keys()) or [
+            name for name in own if own[name].shape != state[name].shape
+        ]:
+            raise WireError(
+                f"a decoder must have the generator's own names and shapes; they differ at {faults[0]!r}: use the same "
+                "generator.*, task.channels and task.size everywhere"
+            )
+        for name, value in own.items():
+            value.copy_(state[name])
 
     def _rounded(self, x_BCHW: Tensor, learn: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return e_top, e_bottom, codes (B, N), and both levels' commitment and codebook losses, summed."""
@@ -245,6 +284,6 @@ def _codebook(config: VQVAE2Config, positions: int) -> EMACodebook | GradientCod
     return EMACodebook(config.codes, config.dim, config.decay, config.batch_size * positions / config.codes)
 
 
-def summed_loss(model: ReplayGenerator, rng: torch.Generator, x_B: Tensor) -> Tensor:
+def summed_loss(model: VQVAE2, rng: torch.Generator, x_B: Tensor) -> Tensor:
     """Return the sum of the examples' losses, their mean times their number; no loss depends on another example."""
     return model.loss(x_B, rng)[0] * len(x_B)

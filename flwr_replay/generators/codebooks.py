@@ -38,10 +38,8 @@ class EMACodebook(nn.Module):
 
     Parameters
     ----------
-    size : int
-        K.
-    dim : int
-        D.
+    size, dim : int
+        K and D.
     decay : float
         The share of the running sums and counts that a step keeps.
     even_share : float
@@ -66,14 +64,7 @@ class EMACodebook(nn.Module):
         self.quantiser._codebook.cluster_size.zero_()  # fresh vectors are dead: the first batch replaces them
 
     def forward(self, h_BDHW: Tensor, learn: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Round features.
-
-        Parameters
-        ----------
-        h_BDHW : Tensor
-            Features.
-        learn : bool
-            In training mode, also move the vectors towards these features.
+        """Round features; with `learn`, in training mode, also move the vectors towards them.
 
         Returns
         -------
@@ -97,14 +88,7 @@ class GradientCodebook(nn.Module):
     """Vectors learned by the loss ‖sg[features] − vectors‖², without statistics of a batch and without buffers.
 
     They are a `torch.nn.Embedding`, for which Opacus has per-example gradients. It has none for the learnable codebook
-    of vector-quantize-pytorch, which gives the same codes and gradients.
-
-    Parameters
-    ----------
-    size : int
-        K.
-    dim : int
-        D.
+    of vector-quantize-pytorch, which gives the same codes and gradients. `size` is K, `dim` is D.
     """
 
     def __init__(self, size: int, dim: int) -> None:

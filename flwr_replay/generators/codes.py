@@ -22,14 +22,7 @@ def bits_per_code(codebook_size: int) -> int:
 
 
 def pack_codes(codes: NDArray[Any], codebook_size: int) -> NDArray[np.uint8]:
-    """Pack codes; the first bit of a byte is the highest.
-
-    Parameters
-    ----------
-    codes : NDArray
-        Integers in [0, codebook_size), shape (n, N).
-    codebook_size : int
-        K, at least 2.
+    """Pack codes (n, N), integers in [0, K) for K of at least 2; the first bit of a byte is the highest.
 
     Returns
     -------
@@ -55,21 +48,7 @@ def pack_codes(codes: NDArray[Any], codebook_size: int) -> NDArray[np.uint8]:
 
 
 def unpack_codes(packed: NDArray[np.uint8], codes_per_image: int, codebook_size: int) -> NDArray[np.int64]:
-    """Undo `pack_codes`.
-
-    Parameters
-    ----------
-    packed : NDArray of uint8
-        Shape (n, ⌈N · ⌈log2 K⌉ / 8⌉).
-    codes_per_image : int
-        N.
-    codebook_size : int
-        K.
-
-    Returns
-    -------
-    NDArray of int64
-        Shape (n, N).
+    """Undo `pack_codes`: return codes (n, N).
 
     Raises
     ------

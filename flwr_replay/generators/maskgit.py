@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flwr_replay.config.sections import NOT_NEGATIVE_FINITE, WIDTH, PriorConfig, require, within
-from flwr_replay.generators.base import ReplayGenerator, by_level
+from flwr_replay.generators.autoencoder import VQVAE2
+from flwr_replay.generators.base import by_level
 from flwr_replay.generators.priors import CodePrior
 
 __all__ = ["MaskGIT", "MaskGITConfig", "code_prior"]
@@ -65,15 +66,10 @@ class MaskGITConfig(PriorConfig):
         )
 
 
-def code_prior(config: MaskGITConfig, generator: ReplayGenerator, classes: int) -> CodePrior:
-    """Build the prior."""
-    return MaskGIT(config, generator, classes)
-
-
 class MaskGIT(CodePrior):
     """p(masked codes | other codes, label); built by `build_prior`."""
 
-    def __init__(self, config: MaskGITConfig, generator: ReplayGenerator, classes: int) -> None:
+    def __init__(self, config: MaskGITConfig, generator: VQVAE2, classes: int) -> None:
         (height, width), (low_height, low_width) = grids = generator.grids
         assert (low_height, low_width) == (2 * height, 2 * width), "the bottom grid has twice the top's sides"
         super().__init__(grids, classes, draws=2 + generator.codes_per_image)
@@ -184,3 +180,6 @@ class AttentionBlock(nn.Module):
         x_BPF = x_BPF + self.mixes(seen)
         changed: Tensor = x_BPF + self.narrows(F.gelu(self.widens(self.between(x_BPF))))
         return changed
+
+
+code_prior = MaskGIT  # builds it, as `build_prior` asks for

@@ -38,7 +38,6 @@ __all__ = [
     "LpipsFeatures",
     "Pixels",
     "frechet",
-    "look_of",
     "nearest",
     "nearest_other",
     "precision",
@@ -64,15 +63,7 @@ class Pixels(Look):
 
 
 class LocalFeatures(Look):
-    """Three convolutions, trained to classify the institution's own images.
-
-    Parameters
-    ----------
-    form : ImageForm
-        The images.
-    seed : int
-        Of the weights and the batches. Networks of two seeds are two networks.
-    """
+    """Three convolutions, trained to classify the institution's own images; of two seeds they are two networks."""
 
     def __init__(self, form: ImageForm, seed: int) -> None:
         super().__init__()
@@ -119,14 +110,9 @@ class LocalFeatures(Look):
 
 
 class LpipsFeatures(Look):
-    """LPIPS, version 0.1, with a backbone of the user's.
+    """LPIPS, version 0.1, with the user's file of torchvision's weights of AlexNet or VGG-16.
 
-    Parameters
-    ----------
-    file : str
-        Torchvision's weights of AlexNet or VGG-16.
-    form : ImageForm
-        The images; grey ones have their channel repeated.
+    Grey images have their channel repeated.
 
     Raises
     ------
@@ -171,11 +157,6 @@ class LpipsFeatures(Look):
         weights = [lin.model[-1].weight.clamp(min=0).sqrt() for lin in self.lpips.lins]
         parts = [unit(m) * w / m[0, 0].numel() ** 0.5 for m, w in zip(maps, weights, strict=True)]
         return torch.cat([part.flatten(1) for part in parts], dim=1)
-
-
-def look_of(file: str, form: ImageForm, seed: int) -> LocalFeatures | LpipsFeatures:
-    """Return LPIPS with the backbone of the file, or local features if there is none."""
-    return LpipsFeatures(file, form) if file else LocalFeatures(form, seed)
 
 
 def unit(x_BKHW: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flwr_replay.config.sections import WIDTH, PriorConfig, within
-from flwr_replay.generators.base import ReplayGenerator, by_level
+from flwr_replay.generators.autoencoder import VQVAE2
+from flwr_replay.generators.base import by_level
 from flwr_replay.generators.priors import CodePrior
 
 __all__ = ["PixelCNN", "PixelCNNConfig", "PixelCNNPrior", "code_prior"]
@@ -41,15 +42,10 @@ class PixelCNNConfig(PriorConfig):
         within("prior.", self, width=(1, WIDTH), layers=(1, 100))
 
 
-def code_prior(config: PixelCNNConfig, generator: ReplayGenerator, classes: int) -> CodePrior:
-    """Build the prior."""
-    return PixelCNNPrior(config, generator, classes)
-
-
 class PixelCNNPrior(CodePrior):
     """p(codes | label) = p(top | label) · p(bottom | top, label); built by `build_prior`. A loss draws nothing."""
 
-    def __init__(self, config: PixelCNNConfig, generator: ReplayGenerator, classes: int) -> None:
+    def __init__(self, config: PixelCNNConfig, generator: VQVAE2, classes: int) -> None:
         super().__init__(generator.grids, classes)
         self.top = PixelCNN(generator.codebook_size, classes, config.width, config.layers)
         self.bottom = PixelCNN(generator.codebook_size, classes, config.width, config.layers, below=True)
@@ -75,18 +71,8 @@ class PixelCNNPrior(CodePrior):
 class PixelCNN(nn.Module):
     """Logits of every code of a grid, given the label, the codes before it in reading order, and a grid above.
 
-    Parameters
-    ----------
-    codebook_size : int
-        K.
-    classes : int
-        Of labels.
-    width : int
-        F, features of both stacks.
-    layers : int
-        Gated layers; each lets a code see one row and one column more.
-    below : bool
-        Whether there is a grid above, of half the height and width.
+    Both stacks have F features, `width`. Each of the gated layers lets a code see one row and one column more. With
+    `below` there is a grid above, of half the height and width.
     """
 
     def __init__(self, codebook_size: int, classes: int, width: int, layers: int, below: bool = False) -> None:
@@ -181,3 +167,6 @@ def _features(embed: nn.Module, codes_BHW: Tensor) -> Tensor:
 def _gate(gates: Tensor) -> Tensor:
     content, gate = gates.chunk(2, dim=1)
     return content.tanh() * gate.sigmoid()
+
+
+code_prior = PixelCNNPrior  # builds it, as `build_prior` asks for

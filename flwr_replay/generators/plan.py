@@ -13,8 +13,7 @@ from torch import Tensor
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import PriorConfig, ReplayConfig, require
 from flwr_replay.errors import ConfigError
-from flwr_replay.generators.autoencoder import VQVAE2Config, build_generator
-from flwr_replay.generators.base import ReplayGenerator
+from flwr_replay.generators.autoencoder import VQVAE2, VQVAE2Config, build_generator
 from flwr_replay.generators.codes import bits_per_code
 from flwr_replay.generators.priors import CodePrior, LabelBins, build_prior, check_cpu
 from flwr_replay.models.layers import as_input
@@ -79,17 +78,17 @@ class ReplayPlan:
         if self.replay.name == "pixelcnn":
             check_cpu(self.prior, self.size, device)
 
-    def fresh_generator(self) -> ReplayGenerator:
+    def fresh_generator(self) -> VQVAE2:
         """Build the generator with which every run of this seed begins; a mask is one more channel."""
         channels = self.channels + (self.kind == "segmentation")
         return build_generator(self.generator, channels, self.size, derived_seed(self.seed, "generator"))
 
-    def fresh_prior(self, generator: ReplayGenerator) -> CodePrior:
+    def fresh_prior(self, generator: VQVAE2) -> CodePrior:
         """Build a prior over a generator's codes."""
         classes = self.classes if self.kind == "classification" else self.prior.bins
         return build_prior(self.prior, generator, classes, derived_seed(self.seed, "prior"))
 
-    def code_bytes(self, generator: ReplayGenerator) -> int:
+    def code_bytes(self, generator: VQVAE2) -> int:
         """Return the bytes of one image's packed codes."""
         return -(-generator.codes_per_image * bits_per_code(generator.codebook_size) // 8)
 

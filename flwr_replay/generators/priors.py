@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from flwr_replay.config.sections import PriorConfig, require
-from flwr_replay.generators.base import Grids, ReplayGenerator
+from flwr_replay.generators.autoencoder import VQVAE2
+from flwr_replay.generators.base import Grids
 from flwr_replay.models.seeding import seeded
 
 __all__ = ["CodePrior", "LabelBins", "build_prior", "check_cpu", "example_nats", "summed_nats"]
@@ -57,24 +58,11 @@ class CodePrior(nn.Module, ABC):
         return torch.rand(examples, self.draws, generator=rng)
 
 
-def build_prior(config: PriorConfig, generator: ReplayGenerator, classes: int, seed: int) -> CodePrior:
-    """Build a prior over a generator's codes with fresh weights.
+def build_prior(config: PriorConfig, generator: VQVAE2, classes: int, seed: int) -> CodePrior:
+    """Build a prior over a generator's codes; labels lie in [0, classes), a regression's by `LabelBins`.
 
-    Parameters
-    ----------
-    config : PriorConfig
-        The network's options.
-    generator : ReplayGenerator
-        One with two levels; the bottom grid has twice the top's height and width.
-    classes : int
-        Labels lie in [0, classes); those of a regression are put into `LabelBins`.
-    seed : int
-        The weights depend on it alone; PyTorch's global rng is left as it was.
-
-    Returns
-    -------
-    CodePrior
-        On the CPU, in training mode.
+    It is on the CPU, in training mode. Its fresh weights depend on the seed alone; PyTorch's global rng is left as it
+    was.
     """
     module = importlib.import_module(f"flwr_replay.generators.{config.name}")
     with seeded(seed), torch.device("cpu"):

@@ -29,21 +29,8 @@ KINDS = ("none", "nearest", "pairs", "printed")
 class PrivacyLoss:
     """A loss on synthetic images that look like an institution's own.
 
-    Parameters
-    ----------
-    kind : str
-        One of `KINDS` but none.
-    look : Look
-        What distance is.
-    images_nCHW : Tensor
-        All of the institution's images, uint8 or in [0, 1].
-    device : torch.device
-        Where the loss is computed.
-
-    Attributes
-    ----------
-    margin : float
-        m.
+    Its kind is one of `KINDS` but none, and distance is by `look`. `images_nCHW` are all of the institution's images,
+    uint8 or in [0, 1]. The attribute `margin` is m.
     """
 
     def __init__(self, kind: str, look: Look, images_nCHW: Tensor, device: torch.device) -> None:

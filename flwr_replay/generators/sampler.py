@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flwr_replay.config.sections import ReplayConfig
-from flwr_replay.generators.base import ReplayGenerator
+from flwr_replay.generators.autoencoder import VQVAE2
 from flwr_replay.generators.codes import unpack_codes
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.memory import remembered
@@ -96,16 +96,7 @@ class ReplaySampler(ABC):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield every batch of real examples with replayed ones: x_U ← {x^r, x_k} (Alg. 1, lines 2-4).
 
-        Parameters
-        ----------
-        real : Iterator
-            Examples (B, C, H, W) and labels (B, ...).
-        batch_size : int
-            b, to which the ratio applies.
-        rng : torch.Generator
-            Chooses the replayed examples.
-        first : int
-            Number of the first of these batches within the training.
+        The ratio applies to `batch_size`, b; `first` is the number of the first of these batches within the training.
         """
         replayed = self.batches(self.beside(batch_size), rng, first)
         for x_B, y_B in real:
@@ -114,17 +105,7 @@ class ReplaySampler(ABC):
 
 
 class ImageSampler(ReplaySampler):
-    """Draws from buffers of images.
-
-    Parameters
-    ----------
-    images : Tensor
-        (n, C, H, W), uint8.
-    labels : Tensor
-        (n,), on the images' device.
-    options : ReplayConfig
-        How many to draw beside real ones.
-    """
+    """Draws from buffers of images (n, C, H, W), uint8, and their labels (n,), all on one device."""
 
     def __init__(self, images: Tensor, labels: Tensor, options: ReplayConfig) -> None:
         self.images, self.labels, self.options = images, labels, options
@@ -140,13 +121,13 @@ class CodeSampler(ReplaySampler):
 
     Parameters
     ----------
-    parts : sequence of (ReplayGenerator, Source)
+    parts : sequence of (VQVAE2, Source)
         Generators whose decoders are the sources', in evaluation mode.
     replay_plan : ReplayPlan
         Has the cache's size: a byte for each value. Where not all images fit, they are decoded at every draw.
     """
 
-    def __init__(self, parts: Sequence[tuple[ReplayGenerator, Source]], replay_plan: ReplayPlan) -> None:
+    def __init__(self, parts: Sequence[tuple[VQVAE2, Source]], replay_plan: ReplayPlan) -> None:
         self.replay_plan, self.options = replay_plan, replay_plan.replay
         self.generators = [generator for generator, _ in parts]
         self.device = next(self.generators[0].parameters()).device

@@ -45,7 +45,7 @@ from flwr_replay.config.sections import (
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.generators.ada import adapted, augmented
 from flwr_replay.generators.base import AT_ONCE, ChargedSteps, ImageForm, ImageGenerator, Look, rows_of_step, step_rng
-from flwr_replay.generators.perceptual import LocalFeatures, look_of
+from flwr_replay.generators.perceptual import LocalFeatures, LpipsFeatures
 from flwr_replay.generators.privacy_loss import KINDS, PrivacyLoss
 from flwr_replay.generators.style_layers import Discriminator, StyleGenerator
 from flwr_replay.models.layers import as_input
@@ -150,16 +150,7 @@ def _side(form: ImageForm) -> int:
 class StyleGAN2(ImageGenerator):
     """Generator, discriminator, running means, both optimizers, and ADA's p.
 
-    Parameters
-    ----------
-    config : StyleGAN2Config
-        The options.
-    form : ImageForm
-        The images.
-    seed : int
-        Weights and all draws depend on it and the step alone.
-    device : torch.device
-        Where the networks lie.
+    Weights and all draws depend on the seed and the step alone.
     """
 
     def __init__(self, config: StyleGAN2Config, form: ImageForm, seed: int, device: torch.device) -> None:
@@ -172,7 +163,8 @@ class StyleGAN2(ImageGenerator):
         # Half as fast again on a CPU as the other order.
         self.generator.to(device).to(memory_format=torch.channels_last)
         self.discriminator.to(device).to(memory_format=torch.channels_last)
-        self.look = look_of(config.perceptual_weights, form, derived_seed(seed, "look")).to(device)
+        file, look_seed = config.perceptual_weights, derived_seed(seed, "look")
+        self.look = (LpipsFeatures(file, form) if file else LocalFeatures(form, look_seed)).to(device)
         self.running = deepcopy(self.generator).requires_grad_(False)
         mapping = [*self.generator.mapping.parameters()]
         others = [p for name, p in self.generator.named_parameters() if not name.startswith("mapping.")]

@@ -24,13 +24,8 @@ from flwr_replay.generators.priors import check_cpu
 __all__ = ["FEWEST", "LARGEST", "SynthesisPlan", "TrainingProgress"]
 
 LARGEST = 256  # pixels of an image's side
-NOT_LEARNED = (
-    "slice_steps",
-    "slice_seconds",
-    "checkpoint",
-    "classes",
-    "cpu_size",
-)  # options that do not change what it learns
+# Options that do not change what it learns.
+NOT_LEARNED = ("slice_steps", "slice_seconds", "checkpoint", "classes", "cpu_size")
 FEWEST = 4  # images of a class from which a generator can learn it
 
 
@@ -121,13 +116,7 @@ class SynthesisPlan:
             self.checkpointed(path, torch.device("cpu"))
 
     def check_labels(self, labels: Sequence[NDArray[Any]]) -> None:
-        """Refuse a simulation in which no institution has enough images of any class.
-
-        Parameters
-        ----------
-        labels : Sequence of int64 arrays
-            Of the training examples, by institution.
-        """
+        """Refuse a simulation in which no institution has enough training images of any class; `labels` are theirs."""
         most = max((int(np.bincount(own).max()) for own in labels if len(own)), default=0)
         require(
             most >= FEWEST or bool(self.generator.checkpoint),
@@ -163,12 +152,10 @@ class SynthesisPlan:
         state, texts = read_with_texts(path)
         found = json.loads(texts.get("form", "{}"))
         if found != asdict(self.form):
-            forms = (
+            own, got = (
                 ", ".join(f"{name} {number}" for name, number in form.items()) for form in (asdict(self.form), found)
             )
-            raise ConfigError(
-                "{} must hold a generator with {}; got {}".format(path, *(form or "none" for form in forms))
-            )
+            raise ConfigError(f"{path} must hold a generator with {own}; got {got or 'none'}")
         generator = self.fresh(seed, device)
         try:
             generator.load_state(state)

@@ -15,14 +15,13 @@ from torch import Tensor
 
 from flwr_replay.config.sections import PriorConfig
 from flwr_replay.files.tensors import nested, unnested
-from flwr_replay.generators.autoencoder import VQVAE2Config, build_generator, summed_loss
+from flwr_replay.generators.autoencoder import VQVAE2, VQVAE2Config, build_generator, summed_loss
 from flwr_replay.generators.base import (
     AT_ONCE,
     ChargedSteps,
     ImageForm,
     ImageGenerator,
     Look,
-    ReplayGenerator,
     rows_of_step,
     step_rng,
 )
@@ -37,7 +36,7 @@ __all__ = ["VQVAE2Config", "VQVAE2Images", "generator_step", "image_generator", 
 
 def generator_step(
     config: VQVAE2Config,
-    model: ReplayGenerator,
+    model: VQVAE2,
     optimizer: torch.optim.Optimizer,
     epoch: int,
     x_B: Tensor,
@@ -88,16 +87,7 @@ def _descended(loss: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
 class VQVAE2Images(ImageGenerator):
     """First the generator's epochs, then the prior's; both have a rate of their own and Adam.
 
-    Parameters
-    ----------
-    config, prior : VQVAE2Config, PriorConfig
-        The options of both networks.
-    form : ImageForm
-        The images.
-    seed : int
-        Weights, orders and the codebooks' draws depend on it alone.
-    device : torch.device
-        Where both networks lie.
+    Weights, orders and the codebooks' draws depend on the seed alone.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flwr_replay.errors import TrainingError, WireError
 from flwr_replay.files.tensors import digest, nested, unnested
-from flwr_replay.generators.base import ReplayGenerator
+from flwr_replay.generators.autoencoder import VQVAE2
 from flwr_replay.generators.codes import pack_codes, unpack_codes
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.sampler import ReplaySampler, Source, sampler_of
@@ -197,13 +197,13 @@ class GenerativeStages:
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
-    def generator(self, arrays: Weights) -> ReplayGenerator:
+    def generator(self, arrays: Weights) -> VQVAE2:
         """Return the generator with these weights, in training mode."""
         model = self.blank_generator()
         load_arrays(model, arrays)
         return model.train()
 
-    def blank_generator(self) -> ReplayGenerator:
+    def blank_generator(self) -> VQVAE2:
         """Return a generator with fresh weights on the institution's device."""
         return self.replay_plan.fresh_generator().to(self.institution.device)
 
@@ -216,7 +216,7 @@ class GenerativeStages:
         steps = {"steps": training.done.steps, "steps_left": training.done.steps_left}
         return {"examples_seen": training.seen, **steps, **self.pieces.spent(run)}
 
-    def draw(self, stage: str, request: RunRequest, model: ReplayGenerator, old: ReplaySampler | None) -> None:
+    def draw(self, stage: str, request: RunRequest, model: VQVAE2, old: ReplaySampler | None) -> None:
         """Draw a picture of real images, reconstructions and replayed examples, in the state directory."""
         data = self.institution.train
         real = self.replay_plan.generator_input(data.x[:SHOWN], data.y[:SHOWN])
@@ -237,7 +237,7 @@ class GenerativeStages:
         images = model.decode(torch.from_numpy(codes.astype(np.int64)))
         draw_grid(self.state.of_run(request.run) / "pictures" / name, {"replay": images})
 
-    def codes_of(self, model: ReplayGenerator) -> Tensor:
+    def codes_of(self, model: VQVAE2) -> Tensor:
         """Encode all of the institution's images: (n, N), on the CPU."""
         data = self.institution.train
         parts = zip(*(torch.split(tensor, self.replay_plan.at_once) for tensor in (data.x, data.y)), strict=True)

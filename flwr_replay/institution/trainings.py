@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from flwr_replay.config.sections import PriorConfig
 from flwr_replay.errors import TrainingError
 from flwr_replay.files.tensors import digest, nested, unnested
-from flwr_replay.generators.base import ReplayGenerator
+from flwr_replay.generators.autoencoder import VQVAE2
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.priors import CodePrior
 from flwr_replay.generators.sampler import ReplaySampler, Rows
@@ -105,10 +105,10 @@ class GeneratorTraining(ReplayTraining):
     """Trains a generator on an institution's images and on replays, if there are `old` ones."""
 
     mechanism, releases = "generator", ("generator",)
-    model: ReplayGenerator
+    model: VQVAE2
 
     def __init__(
-        self, replay_plan: ReplayPlan, model: ReplayGenerator, data: Shard, old: ReplaySampler | None, rngs: Rngs
+        self, replay_plan: ReplayPlan, model: VQVAE2, data: Shard, old: ReplaySampler | None, rngs: Rngs
     ) -> None:
         config = replay_plan.generator
         super().__init__(config, model, iterations(len(data), config.batch_size), rngs)

@@ -14,13 +14,11 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from flwr_replay.attacks.attacker import Attacker, Attempt, Auxiliary
 from flwr_replay.attacks.distances import distances
-from flwr_replay.attacks.membership import equal_label_shares
 from flwr_replay.attacks.scores import ImageScores, Judge, assigned, image_metrics
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, DataError, FlwrReplayError, RunError
@@ -57,30 +55,19 @@ def attack_run(
     say: Callable[[str], None],
     run: str = "",
 ) -> dict[str, Any]:
-    """Attack a run's recorded messages.
+    """Attack a run's recorded messages; return the content of `attacks.json`.
 
     Parameters
     ----------
-    folder : Path
-        The run directory.
-    only : Only
-        The institution, field and attack.
+    folder, run : Path, str
+        A run directory; or an institution's state directory and the run's id, empty for the last recorded one.
     aux : str
         The attacker's own images: none, `undealt` (images of a simulation's data set that no institution has), the name
         of another institution of the simulation (collusion), or a data folder.
     data : str
         The institution's own data, for the judge; empty: those of the simulation.
     minutes : float
-        For all attacks together, about.
-    say : callable
-        Receives a line for each attack.
-    run : str
-        In an institution's state directory, the run's id; empty: the last recorded one.
-
-    Returns
-    -------
-    dict
-        The content of `attacks.json`.
+        For all attacks together, about; `say` receives a line for each.
 
     Raises
     ------
@@ -91,7 +78,11 @@ def attack_run(
         raise ConfigError(f"--minutes must be positive; got {minutes:g}")
     evidence = Evidence.of(folder, only.institution, only.field, run)
     config = evidence.config
-    _refuse_no_images(config)
+    if config.task.size <= 1 or config.task.format == "bags":
+        raise ConfigError(
+            f"attacks look for images; task={config.task.name} has tables or bags, for which none is built in: their "
+            "rows are as recorded in messages/"
+        )
     image_metrics()  # refused before anything is written
     about = {"about": _about(folder, config), "claim": claim(Job.of(config).strategy(""))}
     auxiliary = auxiliary_of(config, aux)
@@ -134,17 +125,9 @@ def _about(folder: Path, config: RunConfig) -> str:
     rounds = read_result(folder)["rounds"] if (folder / "result.json").exists() else config.rounds
     return (
         f"{config.strategy.name} on {config.task.name}, {many}, model {config.model.name}, {rounds} "
-        f"round{'s' * (rounds != 1)}, "
-        f"seed {config.seed}. The attacker reads what the institutions sent, and follows the protocol."
+        f"round{'s' * (rounds != 1)}, seed {config.seed}. "
+        "The attacker reads what the institutions sent, and follows the protocol."
     )
-
-
-def _refuse_no_images(config: RunConfig) -> None:
-    if config.task.size <= 1 or config.task.format == "bags":
-        raise ConfigError(
-            f"attacks look for images; task={config.task.name} has tables or bags, for which none is built in: their "
-            "rows are as recorded in messages/"
-        )
 
 
 def _earlier(
@@ -177,32 +160,16 @@ def _earlier(
 
 @dataclass(frozen=True)
 class Lab:
-    """Attacks on the fields of one institution.
-
-    Attributes
-    ----------
-    only : Only
-        Its attack is tried; empty: all that are known.
-    auxiliary : Auxiliary | None
-        The attacker's own images, without those that the judge has.
-    originals : Originals | None
-        The judge's; None for none, and `why` says the reason.
-    checked : str
-        How it was checked that they are the run's.
-    seconds : float
-        For each attack, about.
-    place : Path
-        The folder of the pictures.
-    """
+    """Attacks on the fields of one institution."""
 
     evidence: Evidence
     only: Only
-    auxiliary: Auxiliary | None
-    originals: Originals | None
-    why: str
-    checked: str
-    seconds: float
-    place: Path
+    auxiliary: Auxiliary | None  # the attacker's own images, without those that the judge has
+    originals: Originals | None  # the judge's
+    why: str  # why there are none
+    checked: str  # how it was found that they are the run's
+    seconds: float  # for each attack, about
+    place: Path  # of the pictures
 
     @classmethod
     def of(
@@ -338,7 +305,7 @@ class Lab:
         DataError
             If there are too few other people's images of the same labels.
         """
-        own, others = self.with_others(originals)
+        own, others = originals.beside_others(self.evidence.config.seed)
         if len(own) < FEWEST:
             raise DataError(
                 f"which images are behind it is not known; beside other people's they are judged only if there are "
@@ -352,7 +319,7 @@ class Lab:
 
     def as_others(self, images: Tensor, rows: Tensor, mixed: int, originals: Originals) -> ImageScores | None:
         """Score images as those of other people of the same labels, in their order; None if there are too few."""
-        own, others = self.with_others(originals)
+        own, others = originals.beside_others(self.evidence.config.seed)
         if len(own) < len(originals.y_N):
             return None
         instead = torch.empty_like(originals.x_NCHW)
@@ -360,28 +327,16 @@ class Lab:
         instead[by_label] = originals.others_NCHW[others[other_by_label]]
         return Judge(instead).scores(images, rows, mixed)
 
-    def with_others(self, originals: Originals) -> tuple[Tensor, Tensor]:
-        """Return rows of an institution's images, and as many of other people's of each label; none without such."""
-        sides = originals.y_N.numpy(), originals.other_y.numpy()
-        if originals.y_N.ndim > 1 or not np.intersect1d(*sides).size:
-            return torch.arange(0), torch.arange(0)
-        own, others = equal_label_shares(*sides, self.evidence.config.seed)
-        return torch.from_numpy(own), torch.from_numpy(others)
-
 
 def _raise(error: FlwrReplayError) -> dict[str, Any]:
     raise error
 
 
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
+def _finite(value: Any) -> Any:
     """Return scores as JSON holds them: a number that is not finite becomes a text."""
-
-    def one(value: Any) -> Any:
-        if isinstance(value, dict):
-            return _finite(value)
-        return str(value) if isinstance(value, float) and not isfinite(value) else value
-
-    return {name: one(value) for name, value in values.items()}
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
 def _plain(*parts: str) -> str:

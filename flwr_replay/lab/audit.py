@@ -61,19 +61,13 @@ def audit(
 
     Parameters
     ----------
-    simulation : Simulation
-        Planned from the overrides.
-    overrides : Sequence[str]
-        The run's options.
+    simulation, overrides : Simulation, Sequence[str]
+        Planned from these options.
     institution : str
-        At which the canaries are; empty: the first.
-    canaries : int
-        m.
+        At which m canaries are; empty: the first.
     kind : str
         gradients: inside DP-SGD | images: mislabelled, scored on released classifiers, proxies and encoders | noise:
         images of noise, scored on released generators and priors, and on drawn images.
-    display : Display
-        Shows the progress.
 
     Returns
     -------
@@ -140,16 +134,11 @@ def check(simulation: Simulation, kind: str) -> None:
         "another strategy, or local",
     )
     if kind == "gradients":
-        require(
-            plan is not None,
-            "canaries that are gradients test DP-SGD; got dp=none, which has no mechanism to audit: "
-            + _advice(simulation),
-        )
-        require(
-            plan is None or bool(plan.passes),
-            f"canaries that are gradients test DP-SGD; dp={config.privacy.dp} takes no such step: "
-            + _advice(simulation),
-        )
+        why = f"dp={config.privacy.dp} takes no such step" if plan else "got dp=none, which has no mechanism to audit"
+        known = [name for name in config.strategy.traits.dp_mechanisms if name != "latents"]
+        advice = f"choose dp={' or '.join(known)}, or --kind images or noise"
+        advice = advice if known else f"strategy={config.strategy.name} can have none: choose another strategy"
+        require(plan is not None and bool(plan.passes), f"canaries that are gradients test DP-SGD; {why}: {advice}")
         return
     answers = [REQUESTS[stage].answer for stage in simulation.job.strategy("").all_stages()]
     fields = [
@@ -173,14 +162,6 @@ def check(simulation: Simulation, kind: str) -> None:
         "under DP canaries that are out are taken out of the batches of DP-SGD, and a private model with passes of its "
         "own has others: set private-epochs=0 and listen=loss, or choose --kind gradients",
     )
-
-
-def _advice(simulation: Simulation) -> str:
-    """Say which mechanisms the run's method can train by DP-SGD."""
-    known = [name for name in simulation.job.config.strategy.traits.dp_mechanisms if name != "latents"]
-    if not known:
-        return f"strategy={simulation.job.config.strategy.name} can have none: choose another strategy"
-    return f"choose dp={' or '.join(known)}, or --kind images or noise"
 
 
 def audited_app(name: str, probe: GradientCanaries | ImageCanaries) -> ClientApp:

@@ -14,7 +14,7 @@ from flwr_replay.attacks.attacker import Auxiliary
 from flwr_replay.config.run import RunConfig
 from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.errors import ConfigError, DataError, nearest
-from flwr_replay.lab.folders import load_for
+from flwr_replay.lab.judge import load_for
 from flwr_replay.models.layers import as_input
 
 __all__ = ["auxiliary_of", "without"]
@@ -68,13 +68,8 @@ def auxiliary_of(config: RunConfig, aux: str) -> Auxiliary | None:
 def without(auxiliary: Auxiliary | None, victims: Sequence[Tensor]) -> Auxiliary | None:
     """Return the auxiliary images that are no victims'; None if none is left.
 
-    Parameters
-    ----------
-    auxiliary : Auxiliary | None
-        The attacker's images.
-    victims : sequence of Tensor
-        Images (n, C, H, W) in [0, 1] that an attacker of the real world would not have: those attacked, and those
-        asked about.
+    Victims are images (n, C, H, W) in [0, 1] that an attacker of the real world would not have: those attacked, and
+    those asked about.
     """
     if auxiliary is None:
         return None

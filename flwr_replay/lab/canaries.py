@@ -47,21 +47,11 @@ AT_ONCE = 2**24  # numbers in the canaries' gradients that are clipped together
 
 @dataclass(frozen=True)
 class Canaries:
-    """Which rows of an institution are canaries, and how their coins fell.
+    """Which rows of an institution are canaries, and how their coins fell."""
 
-    Attributes
-    ----------
-    rows_m : NDArray
-        Row of each canary, int64 (m,).
-    was_in_m : NDArray
-        Whether it is in, bool (m,).
-    number_D : Tensor
-        Number of the canary in each row, int64 (D,); −1: none.
-    """
-
-    rows_m: NDArray[np.int64]
-    was_in_m: NDArray[np.bool_]
-    number_D: Tensor
+    rows_m: NDArray[np.int64]  # of each canary
+    was_in_m: NDArray[np.bool_]  # whether it is in
+    number_D: Tensor  # of the canary in each row, int64; −1: none
 
     @classmethod
     def tossed(cls, canaries: int, examples: int, seed: int) -> Canaries:
@@ -87,16 +77,8 @@ class Canaries:
 class Directions:
     """Unit vectors of m canaries in the space of a module's parameters, each on coordinates of its own.
 
-    The coordinates are dealt at random over all parameters, and the signs are random.
-
-    Parameters
-    ----------
-    parameters : list[Tensor]
-        Those that are trained, d numbers in all, at least m.
-    canaries : int
-        m.
-    seed : int
-        Of coordinates and signs.
+    The coordinates are dealt at random over all parameters that are trained, d numbers in all, at least m. The signs
+    are random.
     """
 
     def __init__(self, parameters: list[Tensor], canaries: int, seed: int) -> None:
@@ -132,13 +114,6 @@ class GradientCanaries:
 
     The score of a step is the logarithm of how much likelier its noisy sum is if the canary is in, by the charged rate
     and noise (as in Mironov, Talwar and Zhang 2019). All steps of all trainings are added up.
-
-    Parameters
-    ----------
-    canaries : Canaries
-        At the institution.
-    seed : int
-        Of their directions.
 
     Attributes
     ----------

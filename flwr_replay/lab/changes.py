@@ -19,8 +19,7 @@ from flwr_replay.attacks.gradients import LocalSteps, change_of, is_statistic
 from flwr_replay.data.partitions import institution_names
 from flwr_replay.errors import DataError, RunError
 from flwr_replay.files.tensors import StateDict
-from flwr_replay.lab.begun import begun_with
-from flwr_replay.lab.evidence import NO_MODEL, UNKNOWN_NETWORK, Answer, Evidence, Exhibit
+from flwr_replay.lab.evidence import NO_MODEL, UNKNOWN_NETWORK, Answer, Evidence, Exhibit, begun_with
 from flwr_replay.lab.judge import NEAR, OTHERS, Originals, OtherOriginals, check_replay, same_data
 from flwr_replay.lab.trials import Trial, drawn_rows
 from flwr_replay.learning.tasks import make_task
@@ -47,12 +46,7 @@ UNKNOWN_TEACHER = (
 class OfChange(Trial):
     """A gradient, or weights that came back: eq. 1 of Qu et al., with local steps simulated.
 
-    Parameters
-    ----------
-    exhibit, evidence : Exhibit, Evidence
-        As of every trial.
-    last : bool
-        Whether the last answer is attacked whose training began with weights that the server knows; else the first.
+    With `last` the last answer is attacked whose training began with weights that the server knows; else the first.
     """
 
     plain = True  # trained as simulated here, if the method is one of `PLAIN`

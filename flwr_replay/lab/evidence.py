@@ -1,4 +1,9 @@
-"""What an honest-but-curious server has: the messages that a run recorded, answer by answer with their requests."""
+"""What an honest-but-curious server has: the messages that a run recorded, answer by answer with their requests.
+
+It also knows the weights with which a training began (`begun_with`). A request brings them, in SplitNN the first of a
+visit. An institution of a gossip begins with fresh ones, whose seed the server has told it, and later with what it has
+mixed. The server relays every model that is mixed, so it computes the same: Kalra et al. 2023, Algorithm 1, lines 7-10.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +21,19 @@ from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RunError, nearest
 from flwr_replay.files.atomic import read_text
 from flwr_replay.files.disk import there
-from flwr_replay.files.tensors import OF_RUN, StateDict
-from flwr_replay.generators.plan import ReplayPlan
+from flwr_replay.files.tensors import OF_RUN, StateDict, unnested
+from flwr_replay.learning.pushsum import mixed, parcel, sender_name
 from flwr_replay.models.zoo import backbone
 from flwr_replay.report.run_files import CONFIG, check_own, ledger_of
 from flwr_replay.runs.options import kept_overrides, run_overrides
 from flwr_replay.state.store import DATA, RUNS
 from flwr_replay.wire.fields import Field, Meaning
 from flwr_replay.wire.ledger import ledger_lines
-from flwr_replay.wire.payload import REQUESTS, Request
+from flwr_replay.wire.payload import REQUESTS
 from flwr_replay.wire.recording import FOLDER, Recorded, read_message
+from flwr_replay.wire.weights import parted, to_arrays
 
-__all__ = ["NO_MODEL", "UNKNOWN_NETWORK", "Answer", "Evidence", "Exhibit"]
+__all__ = ["NO_MODEL", "UNKNOWN_NETWORK", "Answer", "Evidence", "Exhibit", "begun_with", "visit"]
 
 NO_MODEL = "the request that brought the network was not recorded: record the run with record=all"
 
@@ -82,39 +88,21 @@ class Exhibit:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that a run's server has recorded, and what it knows anyway: options and networks.
-
-    Attributes
-    ----------
-    exhibits : sequence of Exhibit
-        What is attacked.
-    sent : sequence of Exhibit
-        All fields that the institutions of these have sent.
-    answers : sequence of Answer
-        All of their answers, in the order in which they came; those without a field to attack, too.
-    run : str
-        At an institution, the run's id; else empty.
-    """
+    """All that a run's server has recorded, and what it knows anyway: options and networks."""
 
     folder: Path
     config: RunConfig
-    exhibits: Sequence[Exhibit]
-    sent: Sequence[Exhibit]
-    answers: Sequence[Answer]
-    run: str
+    exhibits: Sequence[Exhibit]  # what is attacked
+    sent: Sequence[Exhibit]  # all fields that the institutions of these have sent
+    answers: Sequence[Answer]  # all of their answers in the order in which they came, without a field to attack, too
+    run: str  # at an institution, the run's id; else empty
 
     @classmethod
     def of(cls, folder: Path, institution: str = "", field: str = "", run: str = "") -> Self:
-        """Read a run directory.
+        """Read a run directory with recorded messages; or an institution's state directory, whose run is the last one.
 
-        Parameters
-        ----------
-        folder : Path
-            A run directory with recorded messages, or an institution's state directory with its own.
-        institution, field : str
-            Only this institution's answers, only fields of this name; empty: all.
-        run : str
-            In a state directory, the run's id; empty: the last recorded one.
+        Only this institution's answers are taken, only fields of this name, another run of a state directory; empty:
+        all, and the last.
 
         Raises
         ------
@@ -158,7 +146,8 @@ class Evidence:
             if (request := REQUESTS.get(stage)) is None or (institution and who != institution):
                 continue
             if message.about["direction"] == "down":
-                if message.arrays or not _goes_on(request):  # else the first message of the training says more
+                goes_on = any(field.optional for field in request.declared().values())  # may ask so, without weights
+                if message.arrays or not goes_on:  # else the first message of the training says more
                     begun[who, stage] = message
                 asked[who, stage] = begun.get((who, stage), message)
                 continue
@@ -203,20 +192,11 @@ class Evidence:
         """Build the network that institutions exchange, with fresh weights."""
         return backbone(self.config.model, self.config.task)(seed)
 
-    def replay_plan(self) -> ReplayPlan | None:
-        """Return the plan of the run's replay, with its generator; None without."""
-        return ReplayPlan.of(self.config)
-
     @property
     def form(self) -> tuple[int, int, int]:
         """(C, H, W) of an image."""
         task = self.config.task
         return task.channels, task.size, task.size
-
-
-def _goes_on(request: type[Request]) -> bool:
-    """Return whether requests of this class may ask, without weights, to go on with a training."""
-    return any(field.optional for field in request.declared().values())
 
 
 def _options(folder: Path, lines: Sequence[dict[str, Any]], run: str) -> tuple[RunConfig, str]:
@@ -231,3 +211,58 @@ def _options(folder: Path, lines: Sequence[dict[str, Any]], run: str) -> tuple[R
     if run not in recorded:
         raise RunError(f"--run must be one that was recorded; got {run!r}: {nearest(run, sorted(set(recorded)))}")
     return compose_own(kept_overrides(folder / RUNS / run)), run
+
+
+def begun_with(answer: Answer, evidence: Evidence) -> StateDict:
+    """Return the weights with which the training behind an answer began; empty: they are not known."""
+    if answer.request is None:
+        return {}
+    asked: dict[str, Any] = answer.request.scalars
+    if "gradients" in answer.request.arrays:
+        begun = visit(answer, evidence)
+        return begun[0].request.arrays if begun and begun[0].request else {}
+    if answer.request.arrays:
+        return parted(answer.request.arrays)[0]
+    if committed := asked.get("committed", 0):
+        return _mixed(str(answer.content.about["institution"]), committed, evidence)
+    if "init-seed" in asked and ("committed" in asked or not asked.get("continues", True)):
+        return to_arrays(evidence.model(int(asked["init-seed"])))
+    return {}
+
+
+def visit(answer: Answer, evidence: Evidence) -> list[Answer]:
+    """Return the answers of one of SplitNN's visits that ends with this one; none if its first was not recorded."""
+    found: list[Answer] = []
+    for one in evidence.of_institution(str(answer.content.about["institution"])):
+        scalars = one.request.scalars if one.request else {}
+        if scalars.get("message") == 0:
+            found = []  # a visit that failed begins anew
+        if "message" in scalars:
+            found.append(one)
+        if one.file == answer.file:
+            break
+    first = found[0].request if found else None
+    return found if first and first.scalars["message"] == 0 else []
+
+
+def _mixed(institution: str, exchange: int, evidence: Evidence) -> StateDict:
+    """Mix what an institution released in an exchange with the parcels of that exchange that it acknowledged."""
+    released: Answer | None = None
+    delivered: Answer | None = None
+    for one in evidence.of_institution(institution):
+        scalars = one.request.scalars if one.request else {}
+        if "committed" in scalars and scalars["server-round"] == exchange and one.content.arrays:
+            released = one
+        elif scalars.get("exchange") == exchange and one.content.scalars.get("parcels", []) == scalars.get(
+            "parcels", []
+        ):
+            delivered = one
+    if released is None or delivered is None or delivered.request is None:
+        return {}
+    scalars = delivered.request.scalars
+    senders = [sender_name(i) for i in range(len(scalars.get("weights", [])))]
+    models = unnested(delivered.request.arrays, only=senders)
+    shares = zip(senders, scalars.get("weights", []), scalars.get("shares", []), strict=True)
+    parcels = [parcel(models[sender], w, share) for sender, w, share in shares]
+    theta, _ = mixed(released.content.arrays, released.content.scalars["weight"], scalars["kept"], parcels)
+    return parted(theta)[0]

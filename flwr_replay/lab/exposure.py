@@ -54,8 +54,6 @@ def examine(
 
     Parameters
     ----------
-    stages : SynthesisStages
-        The institution's data, state and generator.
     run : str
         Whose generator it is, if it was trained under DP; otherwise all runs share it.
     images : int
@@ -123,7 +121,8 @@ def examine(
             shown = histograms({"training images": in_n, "held-out images": out_n}, f"{attack}, {look.name}", title)
             write_atomic(folder / f"{'-'.join(f'{attack} {look.name}'.replace(',', '').split())}.png", shown)
     for name, (x, _), closest in zip(("members", "others"), sides, made, strict=True):
-        pick = nearest_images(measuring, x, synthetic, device)
+        distances_nS = torch.cdist(measuring.embed_all(x, device), measuring.embed_all(synthetic, device))
+        pick = synthetic[distances_nS.argmin(1).cpu()]  # what looks most like each image
         draw_grid(folder / f"{name}-real-projection-nearest.png", {"real": x, "projection": closest, "nearest": pick})
 
     (x_in, y_in), (x_out, _) = sides
@@ -156,9 +155,3 @@ def matched(labels: Sequence[Tensor], classes: int, most: int, rng: torch.Genera
         torch.cat([order[y[order] == k][:n] for k, n in enumerate(wanted)])
         for y, order in zip(labels, orders, strict=True)
     ]
-
-
-def nearest_images(look: Look, x_nCHW: Tensor, synthetic: Tensor, device: torch.device) -> Tensor:
-    """Return for every image the synthetic one that looks most like it."""
-    distances_nS = torch.cdist(look.embed_all(x_nCHW, device), look.embed_all(synthetic, device))
-    return synthetic[distances_nS.argmin(1).cpu()]

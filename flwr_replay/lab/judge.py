@@ -13,14 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from flwr_replay.attacks.membership import equal_label_shares
 from flwr_replay.config.run import RunConfig
+from flwr_replay.config.sections import TaskConfig
+from flwr_replay.data import Dataset, load
 from flwr_replay.data.dealt import dealt, loaded
-from flwr_replay.errors import DataError
+from flwr_replay.errors import DataError, FlwrReplayError
 from flwr_replay.institution.node import own_task
-from flwr_replay.lab.folders import load_for
 from flwr_replay.models.layers import as_input
 
 __all__ = [
@@ -28,6 +31,7 @@ __all__ = [
     "OtherOriginals",
     "check_anew",
     "check_replay",
+    "load_for",
     "originals_of",
     "rows_behind",
     "rows_in_order",
@@ -45,36 +49,39 @@ class OtherOriginals(DataError):
 
 @dataclass(frozen=True)
 class Originals:
-    """An institution's training examples, and examples of the same source that no institution trains on.
+    """An institution's training examples, and examples of the same source that no institution trains on."""
 
-    Attributes
-    ----------
-    x_NCHW, y_N : Tensor
-        Its training images in [0, 1], and their labels.
-    others_NCHW, other_y : Tensor
-        Test examples of the same source: non-members for attacks on membership.
-    digest : str
-        Of the training examples, as `Examples.digest`.
-    """
-
-    x_NCHW: Tensor
+    x_NCHW: Tensor  # its training images in [0, 1]
     y_N: Tensor
-    others_NCHW: Tensor
+    others_NCHW: Tensor  # test images of the same source: non-members for attacks on membership
     other_y: Tensor
-    digest: str
+    digest: str  # of the training examples, as `Examples.digest`
+
+    def beside_others(self, seed: int) -> tuple[Tensor, Tensor]:
+        """Return rows of its images, and as many of the others of each label; none where no label could be equal."""
+        sides = self.y_N.numpy(), self.other_y.numpy()
+        if self.y_N.ndim > 1 or not np.intersect1d(*sides).size:  # masks have no label
+            return torch.arange(0), torch.arange(0)
+        own, others = equal_label_shares(*sides, seed)
+        return torch.from_numpy(own), torch.from_numpy(others)
+
+
+def load_for(option: str, task: TaskConfig) -> Dataset:
+    """Load a folder that an option of the command names: the attacker's auxiliary images, or an institution's own data.
+
+    Raises
+    ------
+    DataError
+        If it cannot be used; the line names the option, where a run's would be task.data-dir.
+    """
+    try:
+        return load(task)
+    except FlwrReplayError as error:
+        raise DataError(f"{option}={task.data_dir}: {str(error).replace('task.data-dir', option)}") from None
 
 
 def originals_of(config: RunConfig, institution: str, data: str = "") -> Originals:
-    """Deal a simulated institution's examples anew, or read an institution's own.
-
-    Parameters
-    ----------
-    config : RunConfig
-        The run's.
-    institution : str
-        Its name.
-    data : str
-        The institution's own data, as in its `--node-config`; empty: a simulation's.
+    """Deal a simulated institution's examples anew, or read its own from `data`, as in its `--node-config`.
 
     Raises
     ------
@@ -100,13 +107,6 @@ def originals_of(config: RunConfig, institution: str, data: str = "") -> Origina
 
 def same_data(originals: Originals, digests: Sequence[str]) -> bool:
     """Say whether a run's digests prove that these are its data; False if it has none, or its data changed meanwhile.
-
-    Parameters
-    ----------
-    originals : Originals
-        The judge's.
-    digests : sequence of str
-        Of all training data that the institution had in the run.
 
     Raises
     ------

@@ -9,7 +9,7 @@ import torch
 
 from flwr_replay.attacks.attacker import Attacker
 from flwr_replay.attacks.catalogue import AT_CUT, COUNTS, SHOWN
-from flwr_replay.attacks.labels import labels_at_cut
+from flwr_replay.attacks.gradients import labels_at_cut
 from flwr_replay.errors import RunError
 from flwr_replay.lab.changes import OfChange
 from flwr_replay.lab.evidence import NO_MODEL, Evidence, Exhibit

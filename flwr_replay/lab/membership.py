@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from flwr_replay.attacks.attacker import Auxiliary
 from flwr_replay.attacks.catalogue import LIRA, LOSS, PRIOR, RECONSTRUCTED, RELEASED
 from flwr_replay.attacks.membership import (
-    equal_label_shares,
     likelihood_scores,
     lira_scores,
     loss_scores,
@@ -30,7 +29,8 @@ from flwr_replay.attacks.membership import (
 )
 from flwr_replay.errors import DataError
 from flwr_replay.files.tensors import unnested
-from flwr_replay.generators.base import ReplayGenerator
+from flwr_replay.generators.autoencoder import VQVAE2
+from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.lab.evidence import Evidence, Exhibit
 from flwr_replay.lab.judge import Originals
 from flwr_replay.lab.own import Seen, own_scores
@@ -58,7 +58,9 @@ def member_attacks(
     own: str = "",
 ) -> Iterator[Question]:
     """Yield attacks on membership, each to be called: `own`, and those known for such numbers."""
-    sides = _candidates(originals, seed)
+    rows, other_rows = originals.beside_others(seed)
+    members = originals.x_NCHW[rows], originals.y_N[rows]
+    sides = members, (originals.others_NCHW[other_rows], originals.other_y[other_rows])
     means, last = exhibit.means, exhibit.answers[-1]
     if len(sides[0][1]) < FEWEST:
         if own or means in ("weights", "generator weights"):
@@ -80,7 +82,7 @@ def member_attacks(
             yield LIRA.name, partial(_too_few, len(auxiliary.labels_m), "auxiliary images", ENOUGH)
         elif auxiliary is not None and task.kind == "classification":
             yield LIRA.name, lambda: _by_references(model, evidence, exhibit, sides, auxiliary, seed, seconds)
-    plan = evidence.replay_plan()
+    plan = ReplayPlan.of(evidence.config)
     if means == "generator weights" and exhibit.stage == "train-generator" and plan is not None:
         generator = plan.fresh_generator()
         load_arrays(generator, exhibit.arrays(last))
@@ -145,7 +147,7 @@ def _by_references(
     return _scored([lira_scores(model, references, *side) for side in sides]) | {"references": len(references)}
 
 
-def _by_reconstruction(generator: ReplayGenerator, sides: tuple[Candidates, Candidates]) -> dict[str, Any]:
+def _by_reconstruction(generator: VQVAE2, sides: tuple[Candidates, Candidates]) -> dict[str, Any]:
     """Take those that the generator reconstructs well for members."""
 
     def losses(x: Tensor, _: Tensor) -> Tensor:
@@ -158,16 +160,6 @@ def _by_distance(exhibit: Exhibit, auxiliary: Auxiliary, sides: tuple[Candidates
     """Take those near to synthetic images for members."""
     drawn = torch.from_numpy(np.concatenate([exhibit.array(answer) for answer in exhibit.answers]))
     return _scored([nearest_scores(drawn, auxiliary.images_mCHW, x) for x, _ in sides])
-
-
-def _candidates(originals: Originals, seed: int) -> tuple[Candidates, Candidates]:
-    """Return members and others, as many of each label."""
-    x, y = originals.x_NCHW, originals.y_N
-    other_x, other_y = originals.others_NCHW, originals.other_y
-    if y.ndim > 1 or not np.intersect1d(y.numpy(), other_y.numpy()).size:  # masks have no label that could be equal
-        return (x[:0], y[:0]), (other_x[:0], other_y[:0])
-    rows, other_rows = equal_label_shares(y.numpy(), other_y.numpy(), seed)
-    return (x[rows], y[rows]), (other_x[other_rows], other_y[other_rows])
 
 
 def _scored(scores: list[Tensor]) -> dict[str, Any]:

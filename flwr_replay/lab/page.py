@@ -13,50 +13,24 @@ from flwr_replay.report.templates import render
 
 __all__ = ["write_page"]
 
+FIELD = ("institution, field", "attack")
 IMAGES = (
-    "institution, field",
-    "attack",
-    "images",
-    "PSNR, dB",
-    "SSIM",
-    "identified [95 %]",
-    "control",
-    "mean image, dB",
-    "nearest auxiliary image, dB",
-    "values per pixel",
-    "steps",
-    "s",
+    *(*FIELD, "images", "PSNR, dB", "SSIM", "identified [95 %]", "control", "mean image, dB"),
+    *("nearest auxiliary image, dB", "values per pixel", "steps", "s"),
 )
-MEMBERS = (
-    "institution, field",
-    "attack",
-    "members, others",
-    "AUC [95 %]",
-    "found at 1 % false alarms",
-    "at 0.1 %",
-)
+MEMBERS = (*FIELD, "members, others", "AUC [95 %]", "found at 1 % false alarms", "at 0.1 %")
 
 
 def write_page(folder: Path, found: dict[str, Any]) -> Path:
-    """Write `report.html` beside the pictures; return its path.
-
-    Parameters
-    ----------
-    folder : Path
-        The folder of the attacks, with their pictures.
-    found : dict
-        The content of `attacks.json`.
-    """
+    """Write the content of `attacks.json` as `report.html` beside the pictures; return its path."""
     results = found["attacks"]
     by_institution: dict[str, list[dict[str, Any]]] = {}
     for one in results:
         shown = {**one, "image": "", "alt": "", "caption": ""}
         if one.get("picture") and (folder / one["picture"]).exists():
-            judged = bool(one.get("scores"))
-            above = (
-                "the nearest of the institution's images" if judged and "nearer" in one["scores"] else "the originals"
-            )
-            rows = f"Above {above}, below" if judged else "In the picture"
+            rows = "Above the originals, below" if one.get("scores") else "In the picture"
+            if "nearer" in (one.get("scores") or ()):
+                rows = "Above the nearest of the institution's images, below"
             shown["image"] = base64.b64encode(read_bytes(folder / one["picture"])).decode()
             shown["caption"] = (
                 f"{one['field']} of stage {one['stage']}, {one['attack']}, attacker's images: {one['auxiliary']}. "

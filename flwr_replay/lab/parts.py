@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from flwr_replay.attacks.attacker import Attacker, Attempt
 from flwr_replay.errors import RunError
-from flwr_replay.lab.begun import visit
 from flwr_replay.lab.changes import OfChange
-from flwr_replay.lab.evidence import Evidence, Exhibit
+from flwr_replay.lab.evidence import Evidence, Exhibit, visit
 from flwr_replay.lab.trials import drawn_rows
 from flwr_replay.learning.training import held_out, late_steps, learning_rate, make_optimizer, step
 from flwr_replay.models import split

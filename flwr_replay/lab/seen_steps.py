@@ -53,56 +53,26 @@ FINDINGS = {
 
 @dataclass
 class SeenSteps:
-    """Steps of one module that were charged alike.
+    """Steps of one module that were charged alike."""
 
-    Attributes
-    ----------
-    cost : SampledGaussian
-        As the code says; its rate and sigma are what is tested.
-    examples : int
-        D.
-    sizes : list of int
-        Numbers of each layer, d in all.
-    most : float
-        A, in units of C.
-    batches : list of int
-        Rows of each step.
-    drawn_D : NDArray
-        How often each row was drawn, int64 (D,).
-    squares_n : list of float
-        ‖r‖² of each step.
-    squares_d, total_d : NDArray
-        Σ r² and Σ r over the steps, (d,).
-    along_n, sums_n : list of float
-        r along S, and ‖S‖, of each step.
-    """
-
-    cost: SampledGaussian
-    examples: int
-    sizes: list[int]
-    most: float = 0.0
-    batches: list[int] = field(default_factory=list)
-    squares_n: list[float] = field(default_factory=list)
-    along_n: list[float] = field(default_factory=list)
-    sums_n: list[float] = field(default_factory=list)
+    cost: SampledGaussian  # as the code says; its rate and sigma are what is tested
+    examples: int  # D
+    sizes: list[int]  # numbers of each layer, d in all
+    most: float = 0.0  # A, in units of C
+    batches: list[int] = field(default_factory=list)  # rows of each step
+    squares_n: list[float] = field(default_factory=list)  # ‖r‖² of each step
+    along_n: list[float] = field(default_factory=list)  # r along S, of each step
+    sums_n: list[float] = field(default_factory=list)  # ‖S‖ of each step
 
     def __post_init__(self) -> None:
-        self.drawn_D = np.zeros(self.examples, np.int64)
-        self.squares_d, self.total_d = np.zeros(sum(self.sizes)), np.zeros(sum(self.sizes))
+        self.drawn_D = np.zeros(self.examples, np.int64)  # how often each row was drawn
+        self.squares_d, self.total_d = np.zeros(sum(self.sizes)), np.zeros(sum(self.sizes))  # Σ r² and Σ r
 
     def saw(self, rows_B: Tensor, taken: int, moved_d: Tensor, sums_d: Tensor, most: float) -> None:
-        """Record a step.
+        """Record a step that drew the rows (B,), int64, of which the sum had so many examples as `taken`.
 
-        Parameters
-        ----------
-        rows_B : Tensor
-            The rows that were drawn, int64 (B,).
-        taken : int
-            Examples that the sum had.
-        moved_d, sums_d : Tensor
-            By how much the weights moved, and the sum of clipped gradients, in units of C, float64 (d,).
-        most : float
-            The largest norm of what one example added to the sum, in units of C.
+        `moved_d`, by how much the weights moved, the sum of clipped gradients, and `most`, the largest norm of what one
+        example added to the sum, are float64 and in units of C.
         """
         self.batches.append(taken)
         self.drawn_D += np.bincount(rows_B, minlength=self.examples)

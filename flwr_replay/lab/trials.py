@@ -20,10 +20,10 @@ from torch import Tensor
 
 from flwr_replay.attacks.attacker import Attacker, Attempt
 from flwr_replay.attacks.catalogue import DECODED, LOOKED_AT
-from flwr_replay.attacks.codes import decoded
-from flwr_replay.attacks.latents import latents_of, mixes
+from flwr_replay.attacks.latents import decoded, latents_of, mixes
 from flwr_replay.errors import DataError, RunError
 from flwr_replay.generators.codes import unpack_codes
+from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.lab.evidence import NO_MODEL, UNKNOWN_NETWORK, Answer, Evidence, Exhibit
 from flwr_replay.lab.judge import Originals, check_anew, check_replay, rows_behind, rows_in_order, same_data
 from flwr_replay.learning.latents import unpack
@@ -43,28 +43,11 @@ Question = tuple[str, Callable[[], dict[str, Any]]]  # an attack by name, and th
 
 
 class Trial(ABC):
-    """Attacks on one field of one institution's answers.
+    """Attacks on one field of one institution's answers."""
 
-    Parameters
-    ----------
-    exhibit : Exhibit
-        The field.
-    evidence : Evidence
-        What else the server has.
-
-    Attributes
-    ----------
-    mixed : int
-        How many images are mixed in what was sent, so that their order is unknown; 1: none.
-    places_n : Tensor
-        The images behind the answer that are attacked: those that an attempt returns are the first of these.
-    note : str
-        A sentence on what the attacker had to guess or leave out; empty: nothing.
-    """
-
-    mixed = 1
-    note = ""
-    places_n: Tensor
+    mixed = 1  # how many images are mixed in what was sent, so that their order is unknown
+    note = ""  # a sentence on what the attacker had to guess or leave out
+    places_n: Tensor  # the images behind the answer that are attacked: an attempt returns the first of these
     answer: Answer  # the one that is attacked
 
     def __init__(self, exhibit: Exhibit, evidence: Evidence) -> None:
@@ -184,7 +167,7 @@ class OfCodes(Trial):
 
     def __init__(self, exhibit: Exhibit, evidence: Evidence) -> None:
         super().__init__(exhibit, evidence)
-        (self.answer, request), plan = self.with_network(), evidence.replay_plan()
+        (self.answer, request), plan = self.with_network(), ReplayPlan.of(evidence.config)
         assert plan is not None
         self.plan, self.generator = plan, plan.fresh_generator().eval()
         load_arrays(self.generator, request.arrays)

@@ -13,8 +13,7 @@ from flwr_replay.errors import DataError
 from flwr_replay.files.tensors import read_tensors
 from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.peer import unpack_state
-from flwr_replay.lab.begun import begun_with
-from flwr_replay.lab.evidence import Evidence
+from flwr_replay.lab.evidence import Evidence, begun_with
 from flwr_replay.lab.judge import originals_of
 from flwr_replay.lab.registry import trial_of as trial_on
 from flwr_replay.report.run_files import read_run_id

@@ -4,7 +4,7 @@ import pytest
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import DataError
-from flwr_replay.lab.folders import load_for
+from flwr_replay.lab.judge import load_for
 
 
 @pytest.mark.parametrize("option", ["--aux", "--data"])
