@@ -78,15 +78,9 @@ def load_pretrained(model: nn.Module, file: str) -> nn.Module:
 def read_weights(path: Path, option: str, names: Collection[str] = ()) -> Found:
     """Read a model's weights from a .safetensors, .pt or .pth file.
 
-    Parameters
-    ----------
-    path : Path
-        A state dict, or a checkpoint that holds one: `{"state_dict": …, "epoch": 3}`.
-    option : str
-        Who asked for it.
-    names : Collection[str]
-        Some names of the model. Of several models in the file, and of prefixes before their names, those are taken with
-        which most of these names are found.
+    It has a state dict, or a checkpoint that holds one: `{"state_dict": …, "epoch": 3}`. `names` are some of the model.
+    Of several models in the file, and of prefixes before their names, those are taken with which most of these names
+    are found. `option` is that which asked.
 
     Raises
     ------

@@ -41,19 +41,11 @@ def resnet(model: ModelConfig, task: TaskConfig) -> StagedModel:
     With width 64, the published stem, batch norm and three channels, the outputs are those of torchvision's model; so
     are the weights for the same seed. Its ``bn1`` is ``conv1.norm`` here, and its ``fc`` is ``head.fc``.
 
-    Parameters
-    ----------
-    model : ModelConfig
-        `width` is the number of channels of the stem and layer1; every further layer doubles it and halves the
-        image. The stem convolves 7x7 with stride 2 (published) or 3x3 with stride 1 (small); a 3x3 max-pool of
-        stride 2 ends both.
-    task : TaskConfig
-        Channels and classes; the image may have any size.
+    `model.width` is the number of channels of the stem and layer1; every further layer doubles it and halves the image,
+    which may have any size. The stem convolves 7x7 with stride 2 (published) or 3x3 with stride 1 (small); a 3x3
+    max-pool of stride 2 ends both.
 
-    Returns
-    -------
-    StagedModel
-        Stages conv1 (convolution, norm, ReLU, max-pool), layer1 .. layer4, head (average pool, linear).
+    Stages are conv1 (convolution, norm, ReLU, max-pool), layer1 .. layer4, head (average pool, linear).
     """
     norm, width = partial(norm_layer, model.norm), model.width
     kernel, stride = (7, 2) if model.stem == "published" else (3, 1)

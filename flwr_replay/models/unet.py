@@ -26,18 +26,10 @@ LEVELS = 4  # encoding blocks, each followed by a pooling that halves the image;
 def unet(model: ModelConfig, task: TaskConfig) -> StagedModel:
     """Build a U-Net from PyTorch's global generator, as `flwr_replay.models.build` does for a seed.
 
-    Parameters
-    ----------
-    model : ModelConfig
-        `width` is the number of channels of the first level. Every further level doubles it: 32 gives the paper's 512
-        in the bottleneck.
-    task : TaskConfig
-        Gives the channels and the size, a multiple of 16, since four poolings halve it.
+    `model.width` is the number of channels of the first level. Every further level doubles it: 32 gives the paper's 512
+    in the bottleneck. The size is a multiple of 16, since four poolings halve it.
 
-    Returns
-    -------
-    StagedModel
-        Stages enc1 (the first encoding block), rest (all other blocks), head (1x1 convolution to one logit per pixel).
+    Stages are enc1 (the first encoding block), rest (all other blocks), head (1x1 convolution to one logit per pixel).
 
     Raises
     ------

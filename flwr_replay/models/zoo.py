@@ -11,7 +11,7 @@ model        stages                                     source
 `resnet18`   conv1, layer1 .. layer4, head              He et al. 2016; `flwr_replay.models.resnet`
 `resnet34`   conv1, layer1 .. layer4, head              the same
 `gabor`      energies, head                             Tramèr and Boneh 2021; `flwr_replay.models.gabor`
-`deepset`    elements, hidden1, hidden2, head           ProxyFL, appendix A.3; `flwr_replay.models.deepset`
+`deepset`    elements, hidden1, hidden2, head           ProxyFL, appendix A.3
 `unet`       enc1, rest, head                           Ronneberger et al. 2015; `flwr_replay.models.unet`
 `own`        the user's                                 `flwr_replay.models.own`
 ===========  =========================================  =====================================================
@@ -32,12 +32,11 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flwr_replay.config.sections import ModelConfig, TaskConfig, require
 from flwr_replay.errors import ConfigError
 from flwr_replay.memory import remembered
-from flwr_replay.models.deepset import deepset
 from flwr_replay.models.gabor import gabor
 from flwr_replay.models.layers import Standardize, norm_layer, stage
 from flwr_replay.models.own import own
@@ -100,24 +99,8 @@ def build(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
 
 
 def _fresh(model: ModelConfig, task: TaskConfig) -> StagedModel:
-    if model.name == "own":
-        return own(model, task)
-    if model.name == "mlp":
-        return _mlp(model, task)
-    if model.name == "lenet5":
-        return _lenet5(task, (0 if task.size >= 32 else 2, 0 if task.size >= 28 else 2))
-    if model.name == "lenet5_unpadded":
-        return _lenet5(task, (0, 0))
-    if model.name in ("cnn1", "cnn2"):
-        return _proxyfl_cnn(model.name, task)
-    if model.name == "cnn":
-        return _cnn(model, task)
-    if model.name == "gabor":
-        return gabor(model, task)
-    if model.name == "deepset":
-        return deepset(model, task)
-    if model.name == "unet":
-        return unet(model, task)
+    if model.name in BUILDERS:
+        return BUILDERS[model.name](model, task)
     from flwr_replay.models.resnet import resnet  # torchvision takes seconds to import
 
     return resnet(model, task)
@@ -146,7 +129,7 @@ def _mlp(model: ModelConfig, task: TaskConfig) -> StagedModel:
     )
 
 
-def _lenet5(task: TaskConfig, pads: tuple[int, int]) -> StagedModel:
+def _lenet5(model: ModelConfig, task: TaskConfig) -> StagedModel:
     """LeNet-5: 6 and 16 maps of 5x5 convolutions, 120 and 84 units, with ReLU and 2x2 max-pool.
 
     ProxyFL uses LeNet5 and refers to Shen et al. 2020, but neither lists its layers; these are the published ones. A
@@ -155,6 +138,8 @@ def _lenet5(task: TaskConfig, pads: tuple[int, int]) -> StagedModel:
     so that the head does not grow with the image. `lenet5_unpadded` is that of ProxyFL's public code: MNIST's
     images end in 4x4 maps.
     """
+    padded = model.name == "lenet5"
+    pads = 2 * (padded and task.size < 32), 2 * (padded and task.size < 28)
     side = ((task.size + 2 * pads[0] - 4) // 2 + 2 * pads[1] - 4) // 2
     shrink = {"shrink": nn.AdaptiveAvgPool2d(5)} if side > 5 else {}
     features = 16 * min(side, 5) ** 2
@@ -169,18 +154,18 @@ def _lenet5(task: TaskConfig, pads: tuple[int, int]) -> StagedModel:
     )
 
 
-def _proxyfl_cnn(name: str, task: TaskConfig) -> StagedModel:
+def _proxyfl_cnn(model: ModelConfig, task: TaskConfig) -> StagedModel:
     """Two unpadded 3x3 convolutions, each with ReLU and 2x2 max-pool: 6 and 16 maps and 64 units, or 128 and 128 maps.
 
     Kalra et al. 2023, appendix A.1. An image of s pixels ends in maps of ((s - 2) // 2 - 2) // 2.
     """
-    maps = (6, 16) if name == "cnn1" else (128, 128)
+    maps = (6, 16) if model.name == "cnn1" else (128, 128)
     side = ((task.size - 2) // 2 - 2) // 2
     stages: OrderedDict[str, nn.Module] = OrderedDict(
         (f"conv{i + 1}", stage(conv=nn.Conv2d(inputs, outputs, 3), pool=nn.MaxPool2d(2), relu=nn.ReLU()))
         for i, (inputs, outputs) in enumerate([(task.channels, maps[0]), maps])
     )
-    if name == "cnn1":
+    if model.name == "cnn1":
         stages["hidden"] = stage(flatten=nn.Flatten(), fc=nn.Linear(maps[1] * side**2, 64), relu=nn.ReLU())
         stages["head"] = stage(fc=nn.Linear(64, task.classes))
     else:
@@ -209,6 +194,44 @@ def _cnn(model: ModelConfig, task: TaskConfig) -> StagedModel:
             head=stage(flatten=nn.Flatten(), fc=nn.Linear(model.width * (task.size // 4) ** 2, task.classes)),
         )
     )
+
+
+class Elements(nn.Module):
+    """A layer of D units with ReLU on each vector of a bag (B, F, H, W), and its mean over the bag's vectors."""
+
+    def __init__(self, features: int, units: int) -> None:
+        super().__init__()
+        self.fc = nn.Conv2d(features, units, 1)
+
+    def forward(self, x_BFHW: Tensor) -> Tensor:
+        """Return (B, D); a place whose features are all zero is empty."""
+        there_BHW = (x_BFHW != 0).any(1)
+        units_BDHW = torch.relu(self.fc(x_BFHW)) * there_BHW.unsqueeze(1)
+        counts_B1 = there_BHW.sum((1, 2)).clamp(min=1).unsqueeze(1)
+        means_BD: Tensor = units_BDHW.sum((2, 3)) / counts_B1
+        return means_BD
+
+
+def _deepset(model: ModelConfig, task: TaskConfig) -> StagedModel:
+    """DeepSet: a classifier of bags that ignores the order of their vectors (Zaheer et al. 2017, arXiv 1703.06114).
+
+    Kalra et al. 2023 (ProxyFL), appendix A.3: a layer of 512 (private model) or 256 units (proxy), `model.width`, on
+    each vector, the mean over vectors, layers of 128 and 64 units, and one unit for each class.
+    """
+    return StagedModel(
+        OrderedDict(
+            elements=stage(mean=Elements(task.channels, model.width)),
+            hidden1=stage(fc=nn.Linear(model.width, 128), relu=nn.ReLU()),
+            hidden2=stage(fc=nn.Linear(128, 64), relu=nn.ReLU()),
+            head=stage(fc=nn.Linear(64, task.classes)),
+        )
+    )
+
+
+BUILDERS: dict[str, Callable[[ModelConfig, TaskConfig], StagedModel]] = {  # all but torchvision's
+    **{"own": own, "mlp": _mlp, "lenet5": _lenet5, "lenet5_unpadded": _lenet5, "cnn1": _proxyfl_cnn},
+    **{"cnn2": _proxyfl_cnn, "cnn": _cnn, "gabor": gabor, "deepset": _deepset, "unet": unet},
+}
 
 
 def bytes_of(model: ModelConfig, task: TaskConfig) -> int:

@@ -13,7 +13,7 @@ from torch import nn
 from flwr_replay.config.sections import ModelConfig, TaskConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.models import StagedModel, build
-from flwr_replay.models.zoo import norm_layer
+from flwr_replay.models.zoo import BUILDERS, norm_layer
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 NAMES = ("mlp", "lenet5", "lenet5_unpadded", "cnn", "cnn1", "cnn2", "deepset", "resnet18", "resnet34")
@@ -105,7 +105,7 @@ def test_global_generator_is_restored_after_an_error(monkeypatch: pytest.MonkeyP
     def fail(*_: object) -> None:
         raise RuntimeError
 
-    monkeypatch.setattr("flwr_replay.models.zoo._mlp", fail)
+    monkeypatch.setitem(BUILDERS, "mlp", fail)
     before = torch.get_rng_state()
     with pytest.raises(RuntimeError):
         build(ModelConfig(name="mlp"), task(8), 0)

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flwr_replay.models.deepset import Elements
 from flwr_replay.models.layers import stage
 from flwr_replay.models.staged import StagedModel
+from flwr_replay.models.zoo import Elements
 from flwr_replay.privacy.dpsgd import clipped_sums
 from flwr_replay.privacy.ghost import Ghost
 
