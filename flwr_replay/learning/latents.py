@@ -72,16 +72,8 @@ def unpack(codes: NDArray[Any], scales: NDArray[np.float32] | None) -> NDArray[n
 def bytes_by_cut(parts: Sequence[nn.Module], x_1: Tensor, label_bytes: int, dtype: str) -> dict[str, int]:
     """Return the bytes of one row of an upload, with label and scale, for every stage after which a model can be cut.
 
-    Parameters
-    ----------
-    parts : sequence of Module
-        The model's parts, whose children are its stages; all but the head, the last, can be the encoder's last.
-    x_1 : Tensor
-        One blank example, (1, ...).
-    label_bytes : int
-        Bytes of one label.
-    dtype : str
-        Of the latents as they travel.
+    The children of the model's parts are its stages; all but the head, the last, can be the encoder's last. `x_1` is
+    one blank example, (1, ...), and `dtype` that of the latents as they travel.
     """
     sizes: dict[str, int] = {}
     training = [part.training for part in parts]
@@ -114,16 +106,7 @@ def check_reach(encoder: nn.Module, input_shape: tuple[int, ...] | None, device:
 def rows_per_chunk(row_values: int, label_bytes: int, dtype: str, chunk_bytes: int) -> int:
     """Return how many examples fit a chunk, with labels and scales; whole blocks, if at least one block fits.
 
-    Parameters
-    ----------
-    row_values : int
-        Values of one example's latents.
-    label_bytes : int
-        Bytes of one label.
-    dtype : str
-        Of the latents as they travel.
-    chunk_bytes : int
-        Most bytes of a chunk.
+    One example's latents have `row_values` of this dtype as they travel.
 
     Raises
     ------

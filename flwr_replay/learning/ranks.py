@@ -119,14 +119,8 @@ class Ranks:
             The loop over the batches, a function of a module; every rank runs it on its share of them.
         module : nn.Module
             On the device; one that `check` takes.
-        optimizer : torch.optim.Optimizer
-            As `make_optimizer` builds it from `training`.
-        training : TrainingConfig
-            Kind and settings of the optimizer; its learning rate is read from the optimizer.
-        loss : Loss
-            A mean over examples.
-        batches : Batches
-            Reads the batches.
+        optimizer, training : torch.optim.Optimizer, TrainingConfig
+            As `make_optimizer` builds it; the learning rate is the optimizer's own.
         size : int
             Examples of each batch, of all ranks together.
 

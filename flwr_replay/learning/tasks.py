@@ -58,14 +58,8 @@ class Task(ABC):
     def evaluate(self, model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 0) -> Evaluation:
         """Sum up a model's errors or counts over a test shard, in evaluation mode.
 
-        Parameters
-        ----------
-        model : nn.Module
-            Maps (B, ...) to its outputs.
-        x, y : Tensor
-            The shard: examples (n, ...) and labels (n,) or masks (n, H, W).
-        batch_size : int
-            Examples per forward pass. It bounds memory and changes results by rounding only. 0: as many as fit.
+        The shard is examples (n, ...) and labels (n,) or masks (n, H, W). So many as `batch_size` pass the model at a
+        time, which bounds memory and changes results by rounding only. 0: as many as fit.
         """
         model.eval()
         batch_size = batch_size or at_once(x, 512)
@@ -243,11 +237,7 @@ class Regression(Task):
     mean: float = 0.0
     scale: float = 1.0
     metric: ClassVar[str] = "mae"
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """All metrics; the loss is in squared standard deviations."""
-        return ("mae", "rmse", "loss")
+    metrics = ("mae", "rmse", "loss")  # the loss is in squared standard deviations
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the mean squared error of outputs (B, 1) and labels (B,), in squared standard deviations."""
@@ -309,11 +299,7 @@ class Segmentation(Task):
     """
 
     metric: ClassVar[str] = "dice"
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """All metrics."""
-        return ("dice", "dice-mean", "pixel-accuracy", "loss")
+    metrics = ("dice", "dice-mean", "pixel-accuracy", "loss")
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return cross-entropy plus 1 - soft Dice of logits (B, 1, H, W) and masks (B, H, W), a mean over images."""
