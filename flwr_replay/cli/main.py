@@ -219,8 +219,7 @@ def study(
     retina, boneage and brats are Qu et al.'s figures and tables on your own copy of these sets: docs/clinical.md.
     """
     _say("loading …")
-    from flwr_replay.studies.forecast import forecast
-    from flwr_replay.studies.study import parts_of, plan_study, run_study
+    from flwr_replay.studies.study import forecast, parts_of, plan_study, run_study
 
     if listed:
         print("\n".join(f"{part.name}: {part.about}" for part in parts_of(name)))

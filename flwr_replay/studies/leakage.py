@@ -26,21 +26,11 @@ HEAD = "| method | {metric} | field | attack | PSNR, dB | identified | control |
 
 @dataclass(frozen=True)
 class Asked:
-    """A comparison whose finished runs are to be attacked.
+    """A comparison whose finished runs are to be attacked."""
 
-    Parameters
-    ----------
-    report : Mapping
-        As `flwr_replay.studies.compare.run_comparisons` returns it.
-    aux : str
-        The attacker's own images, as `flwr-replay privacy attack` takes them.
-    field : str
-        The only field that is attacked; empty: all.
-    """
-
-    report: Mapping[str, Any]
-    aux: str
-    field: str
+    report: Mapping[str, Any]  # as `flwr_replay.studies.compare.run_comparisons` returns it
+    aux: str  # the attacker's own images, as `flwr-replay privacy attack` takes them
+    field: str  # the only one that is attacked; empty: all
 
     @property
     def cells(self) -> list[dict[str, Any]]:
@@ -55,19 +45,9 @@ class Asked:
 def attacked(asked: Sequence[Asked], minutes: float, jobs: int) -> list[list[dict[str, Any]]]:
     """Attack the first institution's messages in every finished run of some comparisons.
 
-    Parameters
-    ----------
-    asked : sequence of Asked
-        The comparisons.
-    minutes : float
-        For all attacks on one run, about.
-    jobs : int
-        How many runs are attacked at the same time, each in its own process; 1: one after another in this process.
-
-    Returns
-    -------
-    list of list of dict
-        By comparison a line for each attack and run: its result, with the method's `label` and the run's `metric`.
+    So many runs as `jobs` are attacked at the same time, each in its own process; 1: one after another in this process.
+    All attacks on one run take about so many minutes. Returns by comparison a line for each attack and run: its result,
+    with the method's `label` and the run's `metric`.
     """
     todo = [(one.folder(cell), one.aux, one.field, minutes) for one in asked for cell in one.cells]
     if jobs == 1 or not todo:

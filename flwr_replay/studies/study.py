@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from flwr_replay.attacks.scores import image_metrics
@@ -27,13 +28,14 @@ from flwr_replay.report.forgetting import last_visits
 from flwr_replay.report.gaps import gaps
 from flwr_replay.report.notes import findings, of_methods
 from flwr_replay.report.plots import lines
+from flwr_replay.report.run_files import read_result
 from flwr_replay.report.templates import spared
 from flwr_replay.studies.cells import short_hash
 from flwr_replay.studies.compare import PlannedComparison, planned, run_comparisons
 from flwr_replay.studies.leakage import Asked, attacked, leakage
 from flwr_replay.studies.methods import seeds_of
 
-__all__ = ["Part", "parts_of", "plan_study", "run_study", "studies"]
+__all__ = ["Part", "forecast", "parts_of", "plan_study", "run_study", "studies"]
 
 MOST_TOLD = 60  # characters of the parts' names in a file's name
 MINUTES = 0.2  # for all attacks on one run, about
@@ -80,12 +82,12 @@ def plan_study(
 ) -> tuple[list[Part], list[PlannedComparison]]:
     """Check a study's parts, or some of them, with their data; nothing runs, and nothing is written.
 
+    Returns the parts that were asked for, as they will run, and a comparison for each of them.
+
     Parameters
     ----------
-    name : str
-        One of `studies()`.
-    data : str
-        The folder with the parts' data sets.
+    name, data : str
+        One of `studies()`, and the folder with the parts' data sets.
     runs_dir : Path
         The folder for the comparisons' folders and `study-<name>.md`.
     only : sequence of str
@@ -95,13 +97,6 @@ def plan_study(
         it runs. Its figures say nothing.
     seeds : str
         As `seeds=` of a comparison, for every part; empty: each part's own.
-
-    Returns
-    -------
-    parts : list of Part
-        Those that were asked for, as they will run.
-    comparisons : list of Comparison
-        One for each of them.
 
     Raises
     ------
@@ -140,21 +135,9 @@ def run_study(
 ) -> tuple[str, bool]:
     """Run a study's comparisons, or some of them; finished cells are not repeated.
 
-    Parameters
-    ----------
-    name, data, runs_dir, only, quick, seeds
-        As of `plan_study`, which raises for what is wrong with them.
-    jobs : int
-        How many runs at the same time.
-    minutes : float
-        For all attacks on one run, about, where a part's messages are attacked.
-
-    Returns
-    -------
-    text : str
-        The report, in Markdown.
-    whole : bool
-        Whether every run finished.
+    The parameters are those of `plan_study`, which raises for what is wrong with them. So many runs as `jobs` take
+    place at the same time; `minutes` are for all attacks on one run, about, where a part's messages are attacked.
+    Returns the report, in Markdown, and whether every run finished.
 
     Raises
     ------
@@ -190,6 +173,38 @@ def run_study(
         write_study_page(file)
     failed = [cell for report in reports.values() for cell in report["cells"] if "error" in cell]
     return text, not failed
+
+
+def forecast(comparisons: Sequence[PlannedComparison]) -> str:
+    """Count the runs of each part, and forecast the hours of those to come.
+
+    A run to come takes as long as the finished runs of the same method took on average. Attacks are not in it. Runs
+    that several parts have are counted once, at the first.
+    The text has a line for each part and one for all.
+    """
+    counted, parts = set(), []
+    seconds: dict[str, list[float]] = {}
+    waiting: list[str] = []
+    for comparison in comparisons:
+        cells = [cell for cell in comparison.cells if cell.folder not in counted]
+        counted |= {cell.folder for cell in cells}
+        done = [cell for cell in cells if cell.done]
+        for cell in done:
+            seconds.setdefault(cell.method.label, []).append(read_result(cell.folder)["wall-seconds"])
+        waiting += [cell.method.label for cell in cells if not cell.done]
+        shared = len(comparison.cells) - len(cells)
+        also = f", {shared} more are of parts above" if shared else ""
+        parts.append(
+            f"{comparison.cells[0].part}: {len(cells)} run{'s' * (len(cells) != 1)}, {len(done)} finished{also}"
+        )
+    told = [fmean(seconds[label]) for label in waiting if label in seconds]
+    unknown = len(waiting) - len(told)
+    rest = f"all: {len(counted)} runs, {len(waiting)} to run"
+    if told:
+        rest += f"; {len(told)} of them take about {sum(told) / 3600:.1f} hours of one job"
+    if unknown:
+        rest += f"; {unknown} are of methods of which no run has finished, so that nothing is known of their time"
+    return "\n".join([*parts, rest])
 
 
 def _shortened(part: Part) -> Part:
