@@ -4,7 +4,7 @@
     <data-dir>/<bag>.npz         one array `features`, (n, task.channels), n from 1 to task.size squared
 
 A bag becomes an image with task.channels channels and task.size x task.size places. Each place holds one vector, in the
-order of the file. Unused places are all zero; `flwr_replay.models.deepset` takes such places for empty. The split may
+order of the file. Unused places are all zero; `model=deepset` takes such places for empty. The split may
 also be `external`: test examples of institutions outside the run, for `external=true`.
 """
 

@@ -24,30 +24,14 @@ LEAST = 4  # examples of a class in an equal remainder
 
 @dataclass(frozen=True, eq=False)
 class ClassCounts:
-    """Training examples by institution and class.
+    """Training examples by institution and class."""
 
-    Parameters
-    ----------
-    values_C : ndarray of int64, shape (C,)
-        The classes.
-    counts_KC : ndarray of int64, shape (K, C)
-        Examples of each institution and class.
-    majors_K : ndarray of int64, shape (K,)
-        Each institution's major class, as an index into `values_C`.
-    equal : float
-        Examples of each other class in an equal remainder.
-    uniform_size : int
-        The largest `partition.size` that `partition.rest=uniform` has room for.
-    names : tuple of str
-        Of all classes, by number; empty: they are called by their numbers.
-    """
-
-    values_C: NDArray[np.int64]
+    values_C: NDArray[np.int64]  # the classes
     counts_KC: NDArray[np.int64]
-    majors_K: NDArray[np.int64]
-    equal: float
-    uniform_size: int
-    names: tuple[str, ...] = ()
+    majors_K: NDArray[np.int64]  # each institution's major class, as an index into `values_C`
+    equal: float  # examples of each other class in an equal remainder
+    uniform_size: int  # the largest `partition.size` that `partition.rest=uniform` has room for
+    names: tuple[str, ...] = ()  # of all classes, by number; empty: they are called by their numbers
 
     def report(self, names: Sequence[str]) -> dict[str, Any]:
         """Return each institution's smallest and largest class and the starved ones, as `result.json` has them."""

@@ -51,30 +51,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Files to decode, one example each.
+    """Files to decode, one example each."""
 
-    Parameters
-    ----------
-    task : TaskConfig
-        With the form of an example, (task.channels, task.size, task.size).
-    files : sequence of N Path
-        The files.
-    about : object
-        What else the division depends on, as JSON has it.
-    divide : Callable
-        Returns the indices of the files in each split.
-    read : Callable
-        Decodes the n-th file.
-    dtype : dtype
-        Of an example.
-    """
-
-    task: TaskConfig
+    task: TaskConfig  # with the form of an example, (task.channels, task.size, task.size)
     files: Sequence[Path]
-    about: object
-    divide: Callable[[], Mapping[str, Indices]]
-    read: Callable[[int], NDArray[Any]]
-    dtype: DTypeLike = np.uint8
+    about: object  # what else the division depends on, as JSON has it
+    divide: Callable[[], Mapping[str, Indices]]  # returns the indices of the files in each split
+    read: Callable[[int], NDArray[Any]]  # decodes the n-th file
+    dtype: DTypeLike = np.uint8  # of an example
 
     @property
     def form(self) -> str:

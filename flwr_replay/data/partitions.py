@@ -228,17 +228,10 @@ class Patients:
     """What is dealt: P patients, or examples where the data name no patients, or one example of each.
 
     So nobody's examples are at two institutions.
-
-    Parameters
-    ----------
-    labels : ndarray, shape (P,)
-        Each patient's label: its most frequent class, or the mean of continuous labels.
-    members : sequence of P int64 arrays, or None
-        Ascending indices of each patient's examples; None: patient p has example p alone.
     """
 
-    labels: NDArray[Any]
-    members: Sequence[Indices] | None
+    labels: NDArray[Any]  # (P,), each patient's: its most frequent class, or the mean of continuous labels
+    members: Sequence[Indices] | None  # each patient's examples, ascending; None: patient p has example p alone
 
     def examples(self, parts: Sequence[Indices]) -> list[Indices]:
         """Return the examples of the patients that were dealt."""

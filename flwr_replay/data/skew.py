@@ -119,22 +119,7 @@ def tv_matrix(labels: Sequence[NDArray[Any]]) -> NDArray[np.float64]:
     """Compute the total variation distance between the labels of any two institutions.
 
     TV_ij = 1/2 sum over c of |p_i(c) - p_j(c)|, which does not depend on the order of the classes. Continuous labels
-    are compared over the deciles of the union.
-
-    Parameters
-    ----------
-    labels : sequence of K ndarrays, shape (n_k,)
-        Each institution's labels.
-
-    Returns
-    -------
-    ndarray of float64, shape (K, K)
-        Symmetric, zero on the diagonal, within [0, 1].
-
-    Raises
-    ------
-    DataError
-        If an institution has no labels.
+    are compared over the deciles of the union. Parameters, shape, range and errors are those of `ks_matrix`.
     """
     _, counts_KC = label_histogram(labels)
     p_KC = counts_KC / counts_KC.sum(axis=1, keepdims=True)
