@@ -221,12 +221,8 @@ class Attacker:
     def _paced(self, searches: Sequence[Search], attack: Callable[[Search], Tensor], share: float) -> list[Search]:
         """Give searches as many steps as the time allows, with the choice, on `share` images for each attacked.
 
-        Return the middle one only where the fewest steps of the choice would take far longer than the attack may.
-
-        Raises
-        ------
-        ConfigError
-            If the fewest steps of one search would.
+        Return the middle one only where the fewest steps of the choice would take far longer than the attack may; raise
+        `ConfigError` if the fewest steps of one search would.
         """
         each = seconds_of_a_step(lambda steps: attack(replace(searches[0], steps=steps)), self.seconds)
         most = max(MOST_TIMES * self.seconds, MOST_SECONDS)
@@ -274,13 +270,7 @@ def _settings(search: Search, candidates: Sequence[Search]) -> dict[str, float]:
 
 
 def head_bias(model: nn.Module) -> str:
-    """Return the name of the head's bias.
-
-    Raises
-    ------
-    ConfigError
-        If the model does not end in a linear layer with a bias.
-    """
+    """Return the name of the head's bias; raise `ConfigError` if the model does not end in a linear layer with one."""
     name, last = [(name, layer) for name, layer in model.named_modules() if not list(layer.children())][-1]
     require(
         isinstance(last, nn.Linear) and last.bias is not None,

@@ -158,13 +158,7 @@ def nearest_auxiliary(latents_n: Tensor, auxiliary_latents_M: Tensor, auxiliary_
 
 
 def decoded(generator: VQVAE2, packed: NDArray[np.uint8]) -> Tensor:
-    """Decode the codes of a message, (n, bytes), as every receiver does to replay them: (n, C, H, W) in [0, 1].
-
-    Raises
-    ------
-    WireError
-        If they are not codes of this generator.
-    """
+    """Decode the codes of a message, (n, bytes), as every receiver does to replay them: (n, C, H, W) in [0, 1]."""
     codes = torch.from_numpy(unpack_codes(packed, generator.codes_per_image, generator.codebook_size))
     device = next(iter(generator.state_dict().values())).device
     return torch.cat([generator.decode(part.to(device)) for part in torch.split(codes, AT_ONCE)])

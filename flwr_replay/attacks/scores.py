@@ -184,13 +184,7 @@ def _nearer_to_own(nearest_nM: NDArray[np.bool_], other_M: NDArray[np.bool_]) ->
 
 
 def psnr(found_nCHW: Tensor, right_nCHW: Tensor) -> Tensor:
-    """Return the peak signal-to-noise ratio of each image, dB, (n,): 10 log10(1 / mean squared error), for range 1.
-
-    Raises
-    ------
-    ConfigError
-        If torchmetrics is missing.
-    """
+    """Return the peak signal-to-noise ratio of each image, dB, (n,): 10 log10(1 / mean squared error), for range 1."""
     ratios: Tensor = image_metrics().peak_signal_noise_ratio(
         found_nCHW, right_nCHW, data_range=1.0, reduction="none", dim=tuple(range(1, found_nCHW.ndim))
     )
@@ -198,13 +192,7 @@ def psnr(found_nCHW: Tensor, right_nCHW: Tensor) -> Tensor:
 
 
 def ssim(found_nCHW: Tensor, right_nCHW: Tensor) -> Tensor | None:
-    """Return the structural similarity of each image, (n,), for range 1; None for images smaller than its window.
-
-    Raises
-    ------
-    ConfigError
-        If torchmetrics is missing.
-    """
+    """Return the structural similarity of each image, (n,), for range 1; None for images smaller than its window."""
     if min(found_nCHW.shape[2:]) < WINDOW:
         return None
     likeness: Tensor = image_metrics().structural_similarity_index_measure(
@@ -224,13 +212,7 @@ def assigned(found_BCHW: Tensor, right_BCHW: Tensor) -> Tensor:
 
 
 def image_metrics() -> ModuleType:
-    """Import the library of PSNR and SSIM.
-
-    Raises
-    ------
-    ConfigError
-        If torchmetrics is missing.
-    """
+    """Import the library of PSNR and SSIM; raise `ConfigError` if it is missing."""
     try:
         from torchmetrics.functional import image  # takes a second to import
     except ModuleNotFoundError:

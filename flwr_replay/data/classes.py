@@ -31,13 +31,7 @@ class Classes:
         self._numbers = {spelled(name): number for number, name in enumerate(self.names)}
 
     def number(self, label: str, where: str) -> int:
-        """Return the number of a label's class, 0 to C - 1.
-
-        Raises
-        ------
-        DataError
-            If no class is called so; `where` says where the label stands.
-        """
+        """Return the number of a label's class, 0 to C - 1; the label of no class is refused, with where it stands."""
         if (number := self._numbers.get(spelled(label))) is not None:
             return number
         if self.task.class_names:

@@ -200,13 +200,7 @@ class VQVAE2(nn.Module):
         return {name: value for name, value in self.state_dict().items() if self.decodes.match(name)}
 
     def load_decoder(self, state: Mapping[str, Tensor]) -> None:
-        """Copy weights from another generator's `decoder_state_dict`.
-
-        Raises
-        ------
-        WireError
-            If names or shapes are not this generator's.
-        """
+        """Copy another one's `decoder_state_dict`; raise `WireError` if its names or shapes are not this one's."""
         own = self.decoder_state_dict()
         if faults := sorted(own.keys() ^ state.keys()) or [
             name for name in own if own[name].shape != state[name].shape

@@ -127,13 +127,7 @@ class ImageGenerator(ABC):
 
     @abstractmethod
     def load_state(self, state: StateDict) -> None:
-        """Restore what `state` returned.
-
-        Raises
-        ------
-        WireError
-            If names or shapes are not this generator's.
-        """
+        """Restore what `state` returned; raise `WireError` if names or shapes are not this generator's."""
 
 
 class Look(nn.Module, ABC):

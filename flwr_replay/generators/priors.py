@@ -71,12 +71,9 @@ def build_prior(config: PriorConfig, generator: VQVAE2, classes: int, seed: int)
 
 
 def check_cpu(config: PriorConfig, size: int, device: torch.device) -> None:
-    """Refuse to train a prior over large images on a CPU.
+    """Refuse to train a prior over large images on a CPU, by `ConfigError`.
 
-    Raises
-    ------
-    ConfigError
-        If so. The time that it states was measured at 256 pixels with a small codebook, and grows with the pixels.
+    The time that it states was measured at 256 pixels with a small codebook, and grows with the pixels.
     """
     training, drawing = config.cpu_seconds
     hours = (training * config.epochs + drawing) * (size / 256) ** 2 * 1000 / 3600

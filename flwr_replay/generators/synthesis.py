@@ -104,13 +104,7 @@ class SynthesisPlan:
             check_cpu(self.prior, self.form.size, device)
 
     def check(self, names: Sequence[str]) -> None:
-        """Refuse a generator that cannot be built, and checkpoints of these institutions that cannot be used.
-
-        Raises
-        ------
-        ConfigError
-            If so.
-        """
+        """Raise `ConfigError` if the generator cannot be built, or checkpoints of these institutions cannot be used."""
         self.fresh(0, torch.device("cpu"))
         for path in sorted({path for name in names if (path := self.checkpoint(name))}):
             self.checkpointed(path, torch.device("cpu"))
@@ -174,13 +168,7 @@ class SynthesisPlan:
         return place / f"{institution}.safetensors" if place.is_dir() else place
 
     def checkpointed(self, path: Path, device: torch.device) -> tuple[ImageGenerator, TrainingProgress]:
-        """Read a generator that has been trained elsewhere.
-
-        Raises
-        ------
-        ConfigError
-            If there is none that the run can use.
-        """
+        """Read a generator that has been trained elsewhere; raise `ConfigError` if the run cannot use it."""
         require(
             path.is_file(),
             "generator.checkpoint must be a trained generator, or a folder with <institution>.safetensors; there is no "

@@ -30,10 +30,9 @@ from flwr_replay.lab.evidence import Evidence, Exhibit
 from flwr_replay.lab.judge import Originals, OtherOriginals, originals_of
 from flwr_replay.lab.labels import label_attacks
 from flwr_replay.lab.membership import member_attacks
-from flwr_replay.lab.registry import Only, nothing_tried, number_timed, trial_of
+from flwr_replay.lab.registry import DIGEST, Only, checked, nothing_tried, number_timed, trial_of
 from flwr_replay.lab.sentences import sentence
 from flwr_replay.lab.trials import Question, Trial
-from flwr_replay.lab.verified import DIGEST, checked
 from flwr_replay.models.layers import as_input
 from flwr_replay.report.run_files import read_result
 from flwr_replay.rng import derived_seed
@@ -135,12 +134,8 @@ def _earlier(
 ) -> list[dict[str, Any]]:
     """Return the attacks of an interrupted command.
 
-    Those are left out that had less time than they would have now, or fewer answers, since the run has gone on.
-
-    Raises
-    ------
-    RunError
-        If the folder has those of other options.
+    Those are left out that had less time than they would have now, or fewer answers, since the run has gone on. Those
+    of other options are refused.
     """
     file = place / "attacks.json"
     if not file.exists():
@@ -298,13 +293,7 @@ class Lab:
         return {name: None if one is None else _finite(asdict(one)) for name, one in scores.items()}
 
     def nearer(self, images: Tensor, originals: Originals) -> tuple[dict[str, Any], Tensor]:
-        """Score images of which nobody knows whose they are beside as many other people's; return rows of the nearest.
-
-        Raises
-        ------
-        DataError
-            If there are too few other people's images of the same labels.
-        """
+        """Score images of unknown people beside as many other people's; return rows of the nearest."""
         own, others = originals.beside_others(self.evidence.config.seed)
         if len(own) < FEWEST:
             raise DataError(

@@ -119,13 +119,7 @@ def audit(
 
 
 def check(simulation: Simulation, kind: str) -> None:
-    """Refuse a run in which canaries of this kind test nothing.
-
-    Raises
-    ------
-    ConfigError
-        If so.
-    """
+    """Raise `ConfigError` where canaries of this kind test nothing in a run."""
     one_of("--kind", kind, KINDS)
     config, plan = simulation.job.config, simulation.job.settings.privacy
     require(
@@ -165,13 +159,7 @@ def check(simulation: Simulation, kind: str) -> None:
 
 
 def audited_app(name: str, probe: GradientCanaries | ImageCanaries) -> ClientApp:
-    """Return the ClientApp of a simulation in which one institution has canaries.
-
-    Raises
-    ------
-    ConfigError
-        In a deployment, when it is asked to answer.
-    """
+    """Return the ClientApp of a simulation in which one institution has canaries; a deployment is refused."""
 
     def make(context: Context) -> InstitutionClient:
         if "data" in context.node_config or "name" in context.node_config:

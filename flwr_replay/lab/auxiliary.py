@@ -25,13 +25,7 @@ BUILT_IN = ("digits",)  # formats that read no folder
 
 
 def auxiliary_of(config: RunConfig, aux: str) -> Auxiliary | None:
-    """Return the attacker's own images; None for none.
-
-    Raises
-    ------
-    ConfigError, DataError
-        If there are none, or they have another form than the victims'.
-    """
+    """Return the attacker's own images; None for none."""
     if aux == "none":
         return None
     folder = Path(aux).exists()

@@ -55,13 +55,7 @@ class Canaries:
 
     @classmethod
     def tossed(cls, canaries: int, examples: int, seed: int) -> Canaries:
-        """Choose rows and toss a fair coin for each.
-
-        Raises
-        ------
-        ConfigError
-            If there are not more examples than canaries, or fewer than two canaries.
-        """
+        """Choose rows and toss a fair coin for each; refuse fewer than two, or as many as there are examples."""
         require(
             2 <= canaries < examples,
             f"canaries stand in rows of training examples, at least 2 and fewer than there are, {examples:,} here; got "

@@ -131,15 +131,7 @@ class OfChange(Trial):
         return sum(one.numel() for one in self.change.values()) / (self.mixed * channels * height * width)
 
     def labels_n(self, attacker: Attacker) -> Tensor:
-        """Infer the labels behind the answer; sorted, since their order is not to be had.
-
-        Raises
-        ------
-        ConfigError
-            If the model has no linear head with a bias.
-        RunError
-            If the task has no classes.
-        """
+        """Infer the labels behind the answer, of a task with classes; sorted, since their order is not to be had."""
         if self.evidence.config.task.kind != "classification":
             raise RunError(f"labels are inferred for classes; the task's kind is {self.evidence.config.task.kind}")
         if self.whole:
@@ -152,13 +144,7 @@ class OfChange(Trial):
         return labels_n
 
     def attempts(self, attacker: Attacker) -> Iterator[Attempt]:
-        """Solve a linear first layer exactly where one image is behind the answer, and search.
-
-        Raises
-        ------
-        RunError
-            If too many images or steps are behind it.
-        """
+        """Solve a linear first layer exactly where one image is behind the answer; search where few images are."""
         if self.mixed > MOST_BEHIND or self.local.steps > MOST_STEPS:
             raise RunError(
                 f"{self.mixed} images and {self.local.steps} steps are behind each answer; a search looks for at most "
@@ -183,11 +169,6 @@ class OfChange(Trial):
         """Train on the originals anew, and return those that were used.
 
         Where that gives something else, or noise is secret, a digest that was written during the run must be theirs.
-
-        Raises
-        ------
-        DataError
-            If there is none.
         """
         config, number = self.evidence.config, len(originals.y_N)
         same = same_data(originals, self.evidence.digests(self.exhibit.institution))

@@ -1,4 +1,7 @@
-"""What is known about numbers of each meaning: the attacks that take them, and the trial that makes images of them."""
+"""What is known about numbers of each meaning: the attacks that take them, and the trial that makes images of them.
+
+By the trials it is checked, too, before anything is scored, that originals are the run's (`checked`).
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,19 @@ from flwr_replay.attacks.catalogue import (
     Attack,
 )
 from flwr_replay.config.parts import allow, import_part, is_part
-from flwr_replay.errors import ConfigError, nearest
+from flwr_replay.errors import ConfigError, FlwrReplayError, nearest
 from flwr_replay.lab.changes import OfChange
 from flwr_replay.lab.evidence import Evidence, Exhibit
+from flwr_replay.lab.judge import OTHERS, Originals, OtherOriginals, same_data
 from flwr_replay.lab.parts import of_weights
 from flwr_replay.lab.trials import OfActivations, OfCodes, OfImages, Trial
 from flwr_replay.wire.fields import Meaning
 
-__all__ = ["KNOWN", "Known", "Only", "nothing_tried", "number_timed", "trial_of"]
+__all__ = ["KNOWN", "Known", "Only", "checked", "nothing_tried", "number_timed", "trial_of"]
+
+ANEW = "what was sent was computed anew from them"
+DIGEST = "their digest is that which was written during the run"
+NUMBER = "by their number only"  # how originals were checked
 
 
 @dataclass(frozen=True)
@@ -107,3 +115,37 @@ def nothing_tried(meaning: Meaning, drawn: bool) -> str:
     names = ", ".join(attack.name for attack in KNOWN[meaning].attacks)
     known = f"attacks are known ({names}), none could be tried here: they need originals, or auxiliary images"
     return KNOWN[meaning].untried or known
+
+
+def checked(institution: str, evidence: Evidence, originals: Originals) -> str:
+    """Say how the originals were checked.
+
+    A digest that was written during the run decides. In a run without one, what any field of its answers says,
+    computed anew, does. Where nothing can be computed anew, as under secret noise, the number of examples in an answer
+    must be theirs; more cannot be checked, and results say so.
+
+    Raises
+    ------
+    OtherOriginals
+        If they are not the institution's.
+    """
+    if evidence.config.strategy.traits.pooled:
+        raise OtherOriginals("the examples of all institutions were trained on together; the judge has those of one")
+    if same_data(originals, evidence.digests(institution)):
+        return DIGEST
+    own = [one for one in evidence.exhibits if one.institution == institution]
+    for exhibit in own:
+        try:
+            if trial := trial_of(exhibit, evidence):
+                trial.rows(originals)
+                return ANEW
+        except OtherOriginals:
+            raise
+        except FlwrReplayError:  # nothing of this field can be computed anew
+            continue
+    said = [answer.content.scalars for exhibit in own for answer in exhibit.answers]
+    numbers = {int(scalars["num-examples"]) for scalars in said if "num-examples" in scalars}
+    if numbers and len(originals.y_N) not in numbers:
+        some = ", ".join(map(str, sorted(numbers)))
+        raise OtherOriginals(f"{OTHERS}: {len(originals.y_N)} examples, the answers say {some}")
+    return NUMBER

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flwr_replay.config.parts import is_part
-from flwr_replay.lab.verified import NUMBER
+from flwr_replay.lab.registry import NUMBER
 from flwr_replay.report.progress import shown_bytes
 
 __all__ = ["DOES_NOT_SHOW", "sentence"]

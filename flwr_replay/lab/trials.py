@@ -61,10 +61,7 @@ class Trial(ABC):
     def rows(self, originals: Originals) -> Tensor | None:
         """Return which original is behind each image of the answer; None: some of them, and which is a secret.
 
-        Raises
-        ------
-        DataError
-            If what was sent, computed anew from the originals, is something else.
+        Raises `DataError` if what was sent, computed anew from the originals, is something else.
         """
 
     def last(self) -> Trial | None:
@@ -77,13 +74,7 @@ class Trial(ABC):
         """Numbers sent for each number of an image."""
 
     def with_network(self) -> tuple[Answer, Recorded]:
-        """Return the first answer whose request was recorded and brought a network.
-
-        Raises
-        ------
-        RunError
-            If there is none.
-        """
+        """Return the first answer whose request was recorded and brought a network; raise `RunError` without one."""
         asked = [(answer, answer.request) for answer in self.exhibit.answers if answer.request is not None]
         for answer, request in asked:
             if request.arrays:

@@ -87,12 +87,9 @@ def bytes_by_cut(parts: Sequence[nn.Module], x_1: Tensor, label_bytes: int, dtyp
 
 
 def check_reach(encoder: nn.Module, input_shape: tuple[int, ...] | None, device: torch.device | str) -> None:
-    """Refuse an encoder before anybody receives it if its latents of noise in [0, 1] are too large to be taken.
+    """Refuse an encoder, by `WireError`, before anybody receives it: its latents of noise in [0, 1] are too large.
 
-    Raises
-    ------
-    WireError
-        If so. Without the shape of an example nothing is tried.
+    Without the shape of an example nothing is tried.
     """
     if input_shape is None:
         return
@@ -106,12 +103,7 @@ def check_reach(encoder: nn.Module, input_shape: tuple[int, ...] | None, device:
 def rows_per_chunk(row_values: int, label_bytes: int, dtype: str, chunk_bytes: int) -> int:
     """Return how many examples fit a chunk, with labels and scales; whole blocks, if at least one block fits.
 
-    One example's latents have `row_values` of this dtype as they travel.
-
-    Raises
-    ------
-    WireError
-        If not even one example fits.
+    One example's latents have `row_values` of this dtype as they travel. Raises `WireError` if not even one fits.
     """
     row_bytes = row_values * np.dtype(dtype).itemsize + label_bytes + 4
     rows = (chunk_bytes - ENVELOPE) // row_bytes

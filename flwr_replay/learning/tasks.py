@@ -354,13 +354,7 @@ def _dice(counts_4: NDArray[np.int64]) -> float:
 
 
 def _summed(evaluations: Sequence[Evaluation], field: str, size: int) -> NDArray[np.int64]:
-    """Add up one field of counts.
-
-    Raises
-    ------
-    WireError
-        If one of them does not have `size` counts, or all are zero.
-    """
+    """Add up one field of counts; refuse those that are not `size` of them, or all zero."""
     lists = [getattr(evaluation, field) for evaluation in evaluations if evaluation.num_examples]
     for counts in lists:
         if len(counts) != size or min(counts) < 0 or not any(counts):

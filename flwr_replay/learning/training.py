@@ -205,13 +205,7 @@ def late_steps(
 
 
 def mean_loss(losses: list[Tensor]) -> float:
-    """Average the losses of a training (one transfer from the device).
-
-    Raises
-    ------
-    DivergedError
-        If one of them is not finite.
-    """
+    """Average the losses of a training (one transfer from the device); raise `DivergedError` if one is not finite."""
     mean = float(torch.stack(losses).mean())
     if mean != mean or mean in (float("inf"), float("-inf")):
         raise DivergedError(f"the loss must stay finite; got {mean} in training: lower training.lr and run again")

@@ -69,11 +69,6 @@ def check_layers(model: ModelConfig, built: nn.Module) -> None:
     """Refuse a model of the user's under DP if one of its layers might mix the examples of a batch.
 
     Only layers are taken that compute each example by itself, as PyTorch has them, without hooks.
-
-    Raises
-    ------
-    ConfigError
-        For the first other layer.
     """
     for name, layer in built.named_modules():
         flattens = type(layer) is nn.Flatten and layer.start_dim == 1

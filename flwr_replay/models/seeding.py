@@ -39,13 +39,7 @@ def seeded(seed: int, device: torch.device = CPU) -> Iterator[None]:
 
 @lru_cache(maxsize=16)  # the same builder comes with every message
 def require_builder(model: Callable[[int], nn.Module]) -> None:
-    """Refuse what cannot be called with a seed alone, such as a network's class without arguments.
-
-    Raises
-    ------
-    ConfigError
-        If it is no function of one argument.
-    """
+    """Raise `ConfigError` for what cannot be called with a seed alone, such as a network's class without arguments."""
     name = getattr(model, "__name__", type(model).__name__)
     try:
         inspect.signature(model).bind(0)

@@ -30,11 +30,6 @@ def unet(model: ModelConfig, task: TaskConfig) -> StagedModel:
     in the bottleneck. The size is a multiple of 16, since four poolings halve it.
 
     Stages are enc1 (the first encoding block), rest (all other blocks), head (1x1 convolution to one logit per pixel).
-
-    Raises
-    ------
-    ConfigError
-        If the size is not a multiple of 16.
     """
     multiple = 2**LEVELS
     require(

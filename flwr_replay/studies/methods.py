@@ -132,13 +132,7 @@ def _refuse_ours(key: str, option: str) -> None:
 
 
 def seeds_of(text: str) -> tuple[int, ...]:
-    """Read `seeds=`: how many, or a list.
-
-    Raises
-    ------
-    ConfigError
-        If it is neither.
-    """
+    """Read `seeds=`: how many, or a list; raise `ConfigError` if it is neither."""
     rule = (
         f"seeds is a number from 1 to {MOST_SEEDS} (seeds=3: seeds 0, 1, 2) or a list without repetition "
         f"(seeds=0,5,7; seeds=31, is seed 31 alone); got {text[:80]!r}"
