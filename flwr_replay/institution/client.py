@@ -71,28 +71,10 @@ __all__ = ["InstitutionClient"]
 class InstitutionClient(NumPyClient):
     """Base of the clients of all methods.
 
-    Parameters
-    ----------
-    institution : Institution
-        Whose data, device and state directory these are.
-    model : Callable[[int], nn.Module]
-        Builds the backbone with fresh weights from a seed.
-    task : Task
-        Loss, evaluation and metrics, see `flwr_replay.learning.tasks`.
-    training : TrainingConfig | None
-        Optimizer and batch size; None means the defaults.
-    seed : int
-        Of the run; shuffles derive from it and the institution's name.
-    replay_plan : ReplayPlan | None
-        Options of replay and its generator; None: no replay.
-    privacy : PrivacyPlan | None
-        What is trained under DP; None: nothing.
-    private_model : Callable[[int], nn.Module] | None
-        Builds the private model φ, which never leaves, for methods that have one; None: built by `model`.
-    bound : str
-        What a run is bound to, from `flwr_replay.config.binding.binding`.
-    synthesis : SynthesisPlan | None
-        The generator that the institution trains, to draw synthetic images; None: it draws none.
+    `model` builds the backbone with fresh weights from a seed. `private_model` builds the private model φ, which never
+    leaves, for methods that have one; None: `model` does. Shuffles derive from the run's seed and the institution's
+    name. Without `replay_plan` there is no replay, without `privacy` no DP, and without `synthesis` no synthetic image.
+    `bound` is what a run is bound to, from `flwr_replay.config.binding.binding`.
     """
 
     def __init__(
@@ -139,18 +121,8 @@ class InstitutionClient(NumPyClient):
     def answer(self, parameters: list[NDArray[Any]], config: dict[str, Any]) -> Payload:
         """Decode a request, call the method of its stage, and check that its answer is the declared payload.
 
-        Raises
-        ------
-        ConfigError
-            If this method has no such stage.
-        PrivacyError
-            If the run began under other options.
-        RefusedError
-            If the institution's policy does not accept these weights.
-        DivergedError
-            If the weights are not finite, or absurdly large.
-        WireError
-            If the method returns another payload than the request's declaration promises.
+        Refused are a stage that this method lacks, a run that began under other options, weights that the policy does
+        not accept, that are not finite or absurdly large, and another payload than the request's declaration promises.
         """
         stage = str(config.get("stage", ""))
         request = REQUESTS.get(stage)
@@ -192,11 +164,8 @@ class InstitutionClient(NumPyClient):
     def roll_call(self, request: RollCall) -> Present:
         """Say who this institution is and how many examples it has.
 
-        Raises
-        ------
-        WireError
-            If its model has another form than those that institutions exchange, or its training other options than the
-            server's.
+        A model of another form than those that institutions exchange is a WireError, and so is a training with other
+        options than the server's.
         """
         train = self.institution.train
         if request.form and form_of(to_arrays(self.fresh(0))) != request.form:

@@ -57,16 +57,8 @@ class Movement(Strategy):
     A method defines the request to train and what becomes of the answers; it writes, sends and reads messages by
     `message`, `exchange` and `answers`.
 
-    Parameters
-    ----------
-    config : StrategyConfig | None
-        The strategy's own options, its `<Name>Config`; None means the defaults.
-    settings : Settings | None
-        What every strategy needs; None means the defaults.
-    recorder : Recorder | None
-        Writes metrics, ledger and checkpoints; None only logs through Flower.
-    **unknown : object
-        Arguments that only Flower's strategies have, such as `fraction_evaluate`. They are refused by a ConfigError.
+    None means the defaults; without a recorder a run is only logged through Flower. Arguments that only Flower's
+    strategies have, such as `fraction_evaluate`, are refused by a ConfigError.
     """
 
     config_type: ClassVar[type[StrategyConfig]]
@@ -118,16 +110,7 @@ class Movement(Strategy):
         """Refuse options that do not fit the rest of the run, before it begins.
 
         The base class refuses replay and DP where the method has none, and batches of one where the model cannot train
-        on them.
-
-        Parameters
-        ----------
-        config : Any
-            The strategy's own options.
-        settings : Settings
-            The rest of the run: model, task, training, privacy.
-        names : Sequence[str]
-            The institutions' names, if they are known before the roll call, as in a simulation.
+        on them. `names` are the institutions', if they are known before the roll call, as in a simulation.
 
         Raises
         ------

@@ -104,17 +104,8 @@ class Parallel(AtOnce):
 def weighted_mean(states: Sequence[StateDict], weights: Sequence[float]) -> StateDict:
     """Average state dicts, each array in its own dtype; sums run in float64 and in the order given.
 
-    Parameters
-    ----------
-    states : Sequence[StateDict]
-        K state dicts with the same names and shapes.
-    weights : Sequence[float]
-        K non-negative numbers; they are divided by their sum.
-
-    Returns
-    -------
-    StateDict
-        Σ_k w_k θ_k / Σ_k w_k; whole-number arrays (batch counters) are rounded.
+    Given are K state dicts with the same names and shapes, and K non-negative weights, which are divided by their sum;
+    returned is Σ_k w_k θ_k / Σ_k w_k. Whole-number arrays (batch counters) are rounded.
     """
     shares = np.asarray(weights, dtype=np.float64) / np.sum(weights)
     mean: StateDict = {}
