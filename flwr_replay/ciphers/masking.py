@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from flwr_replay.ciphers.sealing import Hiding, KeyOwner
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RefusedError
-from flwr_replay.files.once import write_once
+from flwr_replay.files.atomic import write_once
 from flwr_replay.payloads.common import RollCall
 from flwr_replay.wire.fields import RECORD_OF
 from flwr_replay.wire.masked import MASKED, check_room, fixed_point

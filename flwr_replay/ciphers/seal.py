@@ -36,8 +36,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from flwr.app import Array, ArrayRecord
 
 from flwr_replay.errors import ConfigError, PrivacyError, RefusedError
-from flwr_replay.files.atomic import NAME, private_folder, read_text
-from flwr_replay.files.once import write_once
+from flwr_replay.files.atomic import NAME, private_folder, read_text, write_once
 from flwr_replay.wire.sealed import SALT, Head, SealedParcel, joined_body, pack, parted_body, unpack
 
 __all__ = ["KEY", "Opened", "Seal", "line_of", "make_key", "read_pins", "simulated"]

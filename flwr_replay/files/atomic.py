@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,7 +20,7 @@ from typing import IO, Any
 from zlib import crc32
 
 from flwr_replay.errors import DamagedError, RunError
-from flwr_replay.files.disk import claimed, lock, make, opener, reading, shut, unlocking, writing
+from flwr_replay.files.disk import claimed, lock, make, opener, reading, shut, there, unlocking, writing
 
 NAME = re.compile(r"\w[\w .-]{0,159}")  # of an institution or a run; folders are named after them
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -54,6 +55,7 @@ __all__ = [
     "tighten",
     "write_atomic",
     "write_json",
+    "write_once",
 ]
 
 
@@ -276,6 +278,23 @@ def read_text(path: Path) -> str:
         raise DamagedError(
             f"{path} must be text; it is damaged: restore it from a backup, or begin a new run"
         ) from None
+
+
+def write_once(path: Path, text: str, to_disk: bool = True) -> str:
+    """Write a file unless it exists, and return its content; of several concurrent writers, the first wins.
+
+    Without `to_disk` a loss of power may lose or damage it.
+    """
+    mine = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    while not there(path):
+        with writing(path):
+            write_atomic(mine, text, to_disk)
+            with suppress(FileExistsError, FileNotFoundError):  # another process was first, or `sweep` removed `mine`
+                os.link(mine, path)
+            mine.unlink(missing_ok=True)
+            if to_disk:
+                sync(path.parent)
+    return read_text(path)
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------

@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flwr_replay.errors import PrivacyError
-from flwr_replay.files.atomic import alone, private_folder
+from flwr_replay.files.atomic import alone, private_folder, write_once
 from flwr_replay.files.disk import there
-from flwr_replay.files.once import write_once
 from flwr_replay.files.tensors import digest
 from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.learning.latents import LatentStore, pack

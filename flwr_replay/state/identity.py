@@ -13,7 +13,7 @@ import secrets
 from pathlib import Path
 
 from flwr_replay.errors import PrivacyError
-from flwr_replay.files.once import write_once
+from flwr_replay.files.atomic import write_once
 
 __all__ = ["KEY", "proof_of"]
 

@@ -22,9 +22,8 @@ from flwr_replay.config.binding import differing, digest_of
 from flwr_replay.config.sections import NODES
 from flwr_replay.data import Dataset
 from flwr_replay.errors import PrivacyError, RefusedError, WireError
-from flwr_replay.files.atomic import NAME, private_folder, read_json, read_text, stamp, write_atomic
+from flwr_replay.files.atomic import NAME, private_folder, read_json, read_text, stamp, write_atomic, write_once
 from flwr_replay.files.disk import entries, locked, opener, reading, remove, there, writing
-from flwr_replay.files.once import write_once
 from flwr_replay.files.tensors import OF_RUN, read_with_texts, write_tensors
 from flwr_replay.memory import on_forget, remembered
 from flwr_replay.state.identity import proof_of

@@ -17,10 +17,9 @@ from flwr_replay.config.compose import compose
 from flwr_replay.data.folder import folder_rows
 from flwr_replay.data.readers import read_medmnist
 from flwr_replay.errors import DataError, PrivacyError, RunError
-from flwr_replay.files.atomic import write_json
+from flwr_replay.files.atomic import write_json, write_once
 from flwr_replay.files.disk import entries, files_below, there
 from flwr_replay.files.lines import Lines, parts, read_lines
-from flwr_replay.files.once import write_once
 from flwr_replay.learning.latents import LatentStore
 from flwr_replay.payloads.fedreplay import Latents
 from flwr_replay.privacy.secret import KEY, secret_key
