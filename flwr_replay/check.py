@@ -280,7 +280,7 @@ def _check_declared(name: str) -> None:
     assert isinstance(config.private_models, tuple), f"private_models must be a tuple; got {config.private_models!r}"
     assert config.unproven is None or isinstance(config.unproven, str), "unproven must be a sentence or None"
     assert config.classifiers in CLASSIFIERS, f"classifiers must be one of {CLASSIFIERS}; got {config.classifiers!r}"
-    options, own = {field.name for field in fields(config)}, own_options(name)
+    options, own = {field.name for field in fields(config)}, own_options("strategy", name)
     assert options == own, (
         f"conf/strategy/{name}.yaml must have the options of the config; they differ in {options ^ own}"
     )

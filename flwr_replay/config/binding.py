@@ -17,7 +17,7 @@ from typing import Any
 
 from flwr_replay.config.run import RunConfig
 
-__all__ = ["FREE", "binding", "differing", "digest_of", "flat", "shared_digest"]
+__all__ = ["FREE", "binding", "differing", "digest_of", "flat", "plain", "shared_digest"]
 
 # May differ when a run is resumed; no promise depends on them.
 
@@ -46,8 +46,7 @@ OWN_FILES = ("generator.checkpoint", "generator.perceptual_weights")  # their pa
 @lru_cache(maxsize=64)
 def binding(config: RunConfig) -> str:
     """Write the options that a run is bound to as JSON, including its strategy and its mechanisms under DP."""
-    values = flat({**asdict(config), "strategy": {"name": config.strategy.name, **asdict(config.strategy)}})
-    return json.dumps({key: value for key, value in sorted(values.items()) if key not in FREE})
+    return json.dumps({key: value for key, value in sorted(flat(plain(config)).items()) if key not in FREE})
 
 
 def digest_of(bound: str) -> str:
@@ -75,6 +74,12 @@ def differing(before: str, now: str) -> str:
             return f"{key} is another file now"
         return f"{key} was {was.get(key)!r}, now {become.get(key)!r}"
     return "only their spelling differs"
+
+
+def plain(config: RunConfig) -> dict[str, Any]:
+    """Return a resolved configuration by section, as its YAML is read."""
+    values = {**asdict(config), "strategy": {"name": config.strategy.name, **asdict(config.strategy)}}
+    return dict(json.loads(json.dumps(values)))  # a list for each tuple
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -13,14 +13,15 @@ from __future__ import annotations
 import logging
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import cache, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from flwr_replay.config.binding import plain
 from flwr_replay.config.catalogue import (
     check_choice,
     choices,
@@ -30,10 +31,10 @@ from flwr_replay.config.catalogue import (
     own_options,
     package_of,
 )
-from flwr_replay.config.halves import load_generator, load_prior, load_strategy
+from flwr_replay.config.halves import load_generator, load_strategy
 from flwr_replay.config.parts import OWN, allow, is_part
 from flwr_replay.config.privacy import PrivacyConfig
-from flwr_replay.config.quoting import quoted
+from flwr_replay.config.quoting import key_of, quoted, short, value_of
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import (
     GeneratorConfig,
@@ -45,7 +46,6 @@ from flwr_replay.config.sections import (
     TrainingConfig,
 )
 from flwr_replay.config.strict_yaml import LOADER, read_yaml
-from flwr_replay.config.value import short, value_of
 from flwr_replay.errors import ConfigError, nearest
 
 __all__ = [
@@ -57,7 +57,6 @@ __all__ = [
     "model_named",
     "overrides_in",
     "overrides_of",
-    "plain",
     "strategy_part",
     "to_yaml",
 ]
@@ -83,8 +82,7 @@ SECTIONS: dict[str, type] = {
     "prior": PriorConfig,
     "privacy": PrivacyConfig,
 }
-BY_NAME: dict[str, Callable[[str], type]] = {"generator": load_generator, "prior": load_prior}  # options of each choice
-SPELLED_OUT = ("generator", "prior")  # sections whose options need the full name if another section has the same one
+OF_CHOICES = ("generator", "prior")  # sections whose choices have options of their own
 
 
 def _chosen(pairs: Sequence[tuple[str, str]]) -> list[str]:
@@ -131,7 +129,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 def strategy_part(overrides: Sequence[str]) -> tuple[str, ...]:
     """Return the part that must be allowed if the overrides choose another package's strategy; none for ours."""
-    chosen = dict(pair for override in overrides for pair in _pairs(override)).get("strategy", "")
+    chosen = dict(_pairs(overrides)).get("strategy", "")
     package = package_of(chosen)
     return (package.part,) if package else ()
 
@@ -166,7 +164,7 @@ def compose(overrides: Sequence[str]) -> RunConfig:
 def _compose(overrides: tuple[str, ...]) -> RunConfig:
     if (length := sum(map(len, overrides))) > LONGEST:
         raise ConfigError(f"all options together may have {LONGEST} characters; got {length}: set fewer options")
-    pairs = [pair for override in overrides for pair in _pairs(override)]
+    pairs = _pairs(overrides)
     values = deepcopy(dict(_unset(tuple(_chosen(pairs)))))
     by_strategy = values.pop(BY_STRATEGY, {})
     later = {f"{group}.{option}" for group, option in OWN.items() if dict(pairs).get(group, "own") != "own"}
@@ -184,7 +182,7 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
     _, strategy_config = load_strategy(strategy.pop("name"))
     if values["privacy"]["dp"] == "auto":
         values["privacy"]["dp"] = strategy_config.traits.dp_by_default
-    classes = SECTIONS | {name: load(values[name]["name"]) for name, load in BY_NAME.items()}
+    classes = SECTIONS | {name: load_generator(values[name]["name"]) for name in OF_CHOICES}
     sections: dict[str, Any] = {name: _build(cls, values.pop(name), name) for name, cls in classes.items()}
     sections["strategy"] = _build(strategy_config, strategy, "strategy")
     config: RunConfig = _build(RunConfig, {**values, **sections}, "")
@@ -192,7 +190,7 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
 
 
 def _refuse_repeated(typed: Sequence[str], overrides: Sequence[str]) -> None:
-    base = dict(_unset(tuple(_chosen([pair for override in overrides for pair in _pairs(override)]))))
+    base = dict(_unset(tuple(_chosen(_pairs(overrides)))))
     base.pop(BY_STRATEGY, None)
     first: dict[str, str] = {}
     for option in typed:
@@ -224,12 +222,6 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(plain(config))
 
 
-def plain(config: RunConfig) -> dict[str, Any]:
-    """Return a resolved configuration by section, as its YAML is read."""
-    values = {**asdict(config), "strategy": {"name": config.strategy.name, **asdict(config.strategy)}}
-    return {key: _plain(value) for key, value in values.items()}
-
-
 def overrides_of(path: Path) -> list[str]:
     """Read a run's `config.yaml`, or its `options.json` at an institution, back as overrides that set every option."""
     import yaml
@@ -238,9 +230,8 @@ def overrides_of(path: Path) -> list[str]:
     for key, value in yaml.load(path.read_text(encoding="utf-8"), LOADER).items():
         section, _, option = key.rpartition(".")  # keys of options.json are flat
         (values.setdefault(section, {}) if section else values)[option] = value
-    base = _unset(
-        tuple(_chosen([(group, _today(group, values[group]["name"])) for group in GROUPS if group in values]))
-    )
+    chosen = [f"{group}={values[group]['name']}" for group in GROUPS if group in values]
+    base = _unset(tuple(_chosen(_pairs(chosen))))
     found: list[str] = []
     for key, value in values.items():
         if isinstance(value, dict):
@@ -253,19 +244,17 @@ def overrides_of(path: Path) -> list[str]:
     return found
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
-
-
-def _pairs(override: str) -> list[tuple[str, str]]:
-    key, equals, value = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"an option is written key=value; got {short(override)}")
-    if key in OWN and is_part(value):
-        return [(key, "own"), (f"{key}.{OWN[key]}", quoted(value))]
-    return [(key.replace("-", "_"), _today(key, value))]
+def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"an option is written key=value; got {short(override)}")
+        if key in OWN and is_part(value):
+            found += [(key, "own"), (f"{key}.{OWN[key]}", quoted(value))]
+        else:
+            found.append((key_of(override), _today(key, value)))
+    return found
 
 
 @cache  # it is said once
@@ -286,34 +275,27 @@ def _full_key(key: str, base: Mapping[str, Any]) -> str:
     if key in known:
         return known[key]
     matches = [full for full in known if full.partition(".")[2] == key]
-    matches = [full for full in matches if not full.startswith(SPELLED_OUT)] or matches
+    # in these sections an option needs its full name if another section has the same one
+    matches = [full for full in matches if not full.startswith(OF_CHOICES)] or matches
     if len(matches) > 1:
         raise ConfigError(f"option {key!r} is in several sections; write one of {', '.join(matches)}")
-    if matches and not matches[0].startswith(SPELLED_OUT):
+    if matches and not matches[0].startswith(OF_CHOICES):
         return matches[0]
     plain = key.removeprefix("strategy.")
-    having = [name for name in choices("strategy") if plain in own_options(name)]
+    having = [name for name in choices("strategy") if plain in own_options("strategy", name)]
     if matches and having:  # ProxyFL's beta is not the generator's
         raise ConfigError(f"{key} is an option of strategy={', '.join(having)}; for the other one write {matches[0]}")
     if matches:
         return matches[0]
     shown = [name.replace("_", "-") for name in known if name not in COMMAND_LINE]
-    named = {
-        group: [name for name in choices(group) if _has(load(name), key, group)] for group, load in BY_NAME.items()
-    }
-    for group, found in ({"strategy": having} | named).items():
-        if found:
+    for group in ("strategy", *OF_CHOICES):
+        plain = key.removeprefix(f"{group}.")
+        if found := [name for name in choices(group) if plain in own_options(group, name)]:
             said, ours = f"{key.replace('_', '-')} is an option of {group}=", base[group]["name"]
             raise ConfigError(f"{said}{', '.join(found)}; got {group}={ours}")
     groups = [name for name, options in base.items() if isinstance(options, dict) and "name" in options]
     near = nearest(key.replace("_", "-"), [*shown, *groups])
     raise ConfigError(f"unknown option {key.replace('_', '-')!r}: {near}; `flwr-replay options` lists all")
-
-
-def _has(cls: type, key: str, group: str) -> bool:
-    """Return whether one choice of a group has an option of this name."""
-    own = key.removeprefix(f"{group}.")
-    return own != "name" and own in {option.name for option in fields(cls)}
 
 
 @lru_cache(maxsize=256)

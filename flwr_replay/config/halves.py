@@ -9,11 +9,10 @@ from typing import Any
 
 from flwr_replay.config.catalogue import choices, package_of
 from flwr_replay.config.parts import allow, import_allowed
-from flwr_replay.config.sections import GeneratorConfig, PriorConfig
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, nearest
 
-__all__ = ["allow_strategy", "load_client", "load_generator", "load_prior", "load_strategy"]
+__all__ = ["allow_strategy", "load_client", "load_generator", "load_strategy"]
 
 OF_OTHERS = {"strategies": "strategy", "clients": "client"}  # modules in another package, by our packages
 
@@ -44,20 +43,8 @@ def load_strategy(name: str) -> tuple[type[Any], type[StrategyConfig]]:
 
 
 @cache
-def load_generator(name: str) -> type[GeneratorConfig]:
-    """Return a generator's config dataclass, found by name in `flwr_replay.generators`."""
-    config: type[GeneratorConfig] = _config(name)
-    return config
-
-
-@cache
-def load_prior(name: str) -> type[PriorConfig]:
-    """Return a prior's config dataclass, found by name in `flwr_replay.generators`."""
-    config: type[PriorConfig] = _config(name)
-    return config
-
-
-def _config(name: str) -> type[Any]:
+def load_generator(name: str) -> type[Any]:
+    """Return the config dataclass of a generator or a prior, found by name in `flwr_replay.generators`."""
     module = importlib.import_module(f"flwr_replay.generators.{name}")
     found: type[Any] = next(value for key, value in vars(module).items() if key.lower() == f"{name}config")
     return found

@@ -1,17 +1,25 @@
-"""Values as words: of an option as Hydra wants them quoted, of TOML, and of Flower's --node-config."""
+"""Values as words, written and read: of an option by Hydra's grammar, of TOML, and of Flower's --node-config."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
+from copy import deepcopy
+from functools import lru_cache
 from math import isinf
 from pathlib import Path
 from typing import Any
 
 from flwr_replay.errors import ConfigError
 
-__all__ = ["digits", "node_config", "quoted", "toml_text", "vanishes"]
+__all__ = ["digits", "key_of", "node_config", "quoted", "short", "toml_text", "value_of", "vanishes"]
+
+SHOWN = 80  # characters of a wrong value in an error line
+WORDS = ("training.augment",)  # options that take words with commas between
+QUOTED = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""", re.S)
+DIGITS = "[0-9]+(?:_[0-9]+)*"  # as Hydra and Python read them; in YAML 1.2 that is a text
+NUMBER = re.compile(rf"[-+]?(?:{DIGITS}\.?(?:{DIGITS})?|\.{DIGITS})(?:[eE][-+]?{DIGITS})?")
 
 
 def quoted(value: Any) -> str:
@@ -27,6 +35,11 @@ def quoted(value: Any) -> str:
     if isinstance(value, (str, Path)):
         return QuotedString(str(value), Quote.single).with_quotes()
     return json.dumps(value)
+
+
+def key_of(option: str) -> str:
+    """Return the name in `key=value`, in which a hyphen is an underscore."""
+    return option.partition("=")[0].replace("-", "_")
 
 
 def digits(text: str) -> str:
@@ -86,3 +99,44 @@ def node_config(owned: Mapping[str, str]) -> str:
             )
         words.append(f"{key}={toml_text(text) if plain else chr(39) + text + chr(39)}")
     return " ".join(words)
+
+
+def value_of(key: str, full: str, text: str) -> Any:
+    """Parse an option's value; `full` is the option's name with its section, `key` the one that the user wrote."""
+    if full in WORDS and re.fullmatch(r"\w+(,\w+)+", text):  # for Hydra that would be a sweep
+        return text
+    option = key.replace("_", "-")
+    if (parsed := _parsed(text)) is None:
+        raise ConfigError(
+            f"the value of {option} must be a number, true, false, a word, or a list [a,b]; got {short(text)}: quote "
+            f"any other text, \"{option}='…'\""
+        )
+    (value,) = parsed
+    if "${" in str(value):  # an interpolation, which would never be resolved
+        raise ConfigError(f"an option must be a plain value without ${{...}}; got one in {option!r}: write the value")
+    return deepcopy(value)
+
+
+@lru_cache(maxsize=1024)  # a run that is resumed sets every option, and most of them to the same few values
+def _parsed(text: str) -> tuple[Any] | None:
+    """Parse a value with Hydra's grammar, without functions, sweeps and interpolations; None: it has none."""
+    from hydra._internal.grammar.functions import Functions
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    for item in re.split(r"[\[\],]", QUOTED.sub("''", text)):
+        if NUMBER.fullmatch(number := item.strip()):
+            whole = number.lstrip("+-").isdecimal()  # `_typed` limits its digits
+            if "_" in number or (vanishes(number) and not whole):
+                return None
+    try:
+        override = OverridesParser(functions=Functions()).parse_override(f"value={text}")
+        return None if override.is_sweep_override() else (override.value(),)
+    except (HydraException, ValueError, RecursionError):
+        return None
+
+
+def short(value: Any) -> str:
+    """Write a value for an error line."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

@@ -13,10 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from flwr_replay.config.brought import brought
-from flwr_replay.config.catalogue import choices, conf_dir, conf_path
-from flwr_replay.config.compose import BY_NAME, SECTIONS, compose
-from flwr_replay.config.halves import load_strategy
+from flwr_replay.config.catalogue import brought, choices, conf_dir, conf_path
+from flwr_replay.config.compose import OF_CHOICES, SECTIONS, compose
+from flwr_replay.config.halves import load_generator, load_strategy
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.strict_yaml import read_yaml
 from flwr_replay.forecast.forecast import describe_strategies
@@ -134,7 +133,7 @@ def _group(name: str, cls: type, chosen: str) -> Described:
     """Describe a group: its choices, and the options that any of them has."""
     paths = {choice: conf_path(name, choice) for choice in choices(name)}
     values, texts = {c: read(path) for c, path in paths.items()}, {c: comments(path) for c, path in paths.items()}
-    classes = [BY_NAME[name](choice) if name in BY_NAME else cls for choice in paths]
+    classes = [load_generator(choice) if name in OF_CHOICES else cls for choice in paths]
     hints = {option: hint for one in classes for option, hint in get_type_hints(one).items()}
     plain = {option: text for one in classes for option, text in field_comments(one).items()}
     options_of = dict.fromkeys(field.name for one in classes for field in fields(one) if field.name != "name")

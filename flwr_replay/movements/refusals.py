@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flwr_replay.config.brought import brought
-from flwr_replay.config.catalogue import choices
+from flwr_replay.config.catalogue import brought, choices
 from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.sections import require
 from flwr_replay.errors import ConfigError

@@ -18,8 +18,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from flwr_replay.config.binding import FREE, flat
-from flwr_replay.config.compose import plain, to_yaml
+from flwr_replay.config.binding import FREE, flat, plain
+from flwr_replay.config.compose import to_yaml
 from flwr_replay.config.quoting import quoted, toml_text
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import FlwrReplayError, RunError

@@ -20,8 +20,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from flwr_replay.config.binding import OWN_FILES, flat
-from flwr_replay.config.compose import plain
+from flwr_replay.config.binding import OWN_FILES, flat, plain
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.files.disk import there

@@ -28,7 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flwr_replay.config.compose import compose, plain, to_yaml
+from flwr_replay.config.binding import plain
+from flwr_replay.config.compose import compose, to_yaml
 from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.run import RunConfig
 from flwr_replay.engines.simulate import Simulation

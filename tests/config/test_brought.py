@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness import command, forked, node_configs, run, write_shards
 
-from flwr_replay.config import brought, catalogue, halves
+from flwr_replay.config import catalogue, halves
 from flwr_replay.config import compose as composing
 from flwr_replay.config.compose import compose, compose_own
 from flwr_replay.config.parts import VARIABLE
@@ -36,7 +36,7 @@ def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("written")
     with pytest.MonkeyPatch.context() as patch:
         assert {command(patch, "new", *one, "--into", str(folder)) for one in WRITTEN.items()} == {0}
-    point = tomllib.loads((folder / MINE / "pyproject.toml").read_text())["project"]["entry-points"][brought.GROUP]
+    point = tomllib.loads((folder / MINE / "pyproject.toml").read_text())["project"]["entry-points"][catalogue.GROUP]
     ((name, package),) = point.items()
     distribution(folder, MINE, f"{name} = {package}")
     return folder
@@ -47,13 +47,13 @@ def distribution(folder, name, point):
     info = folder / f"{name}-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text(f"[{brought.GROUP}]\n{point}\n")
+    (info / "entry_points.txt").write_text(f"[{catalogue.GROUP}]\n{point}\n")
 
 
 @pytest.fixture
 def path(monkeypatch, tmp_path):
     """Return what puts folders on the path, as if their distributions were installed; nobody has allowed any."""
-    caches = [brought.brought, catalogue.own_options, halves.load_strategy, halves.load_client]
+    caches = [catalogue.brought, catalogue.own_options, halves.load_strategy, halves.load_client]
     caches += [composing._compose, composing._unset, composing._hydra]
 
     def clear():
