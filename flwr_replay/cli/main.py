@@ -123,10 +123,11 @@ def run(
         print(_forecast(options or [], runs_dir, resume or "", as_json))
         return
     from flwr_replay.report.progress import TerminalDisplay
-    from flwr_replay.report.summary import summary
     from flwr_replay.terminal import wrapped
 
     result, folder = start(options or [], where, runs_dir, resume or "", TerminalDisplay())
+    from flwr_replay.report.summary import summary  # late, as PyTorch is: a wrong option is said before
+
     print(json.dumps(result, indent=2) if as_json else wrapped(summary(result, folder)))
 
 

@@ -23,7 +23,7 @@ import yaml
 
 from flwr_replay.config.compose import compose_own
 from flwr_replay.config.privacy import PrivacyConfig
-from flwr_replay.config.quoting import toml_text
+from flwr_replay.config.quoting import key_of, toml_text
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import require
 from flwr_replay.deploy.deployment_texts import (
@@ -91,9 +91,9 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
     _check_names(clinics)
     host, port = host_of(address)
     for option in options:
-        key = option.partition("=")[0].replace("-", "_")
+        key = key_of(option)
         require(key not in OWN, f"deploy init sets {key.replace('_', '-')} itself: leave it out")
-    task = [] if any(option.partition("=")[0] == "task" for option in options) else ["task=folder"]
+    task = [] if "task" in map(key_of, options) else ["task=folder"]
     given = [*task, *options, "partition=natural"]
     config = compose_own([*given, f"nodes={len(clinics)}"], options)
     if config.own_parts:

@@ -21,7 +21,7 @@ from typing import Any
 
 from flwr_replay.ciphers.seal import KEY, make_key
 from flwr_replay.config.compose import compose_own
-from flwr_replay.config.quoting import node_config, quoted
+from flwr_replay.config.quoting import key_of, node_config, quoted
 from flwr_replay.data.folder import folder_rows, form_of
 from flwr_replay.data.manifest import ManifestRow
 from flwr_replay.engines.certificates import CA, write_key
@@ -91,7 +91,7 @@ def rehearse(
     FlwrReplayError
         If the options or data cannot be used, before anything starts; `RunError` if the run does not end well.
     """
-    keys = [option.partition("=")[0].replace("-", "_") for option in options]
+    keys = [key_of(option) for option in options]
     for key in keys:
         if key in OWN:
             raise ConfigError(f"a rehearsal sets {key.replace('_', '-')} itself: leave it out")

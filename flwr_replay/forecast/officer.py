@@ -19,6 +19,7 @@ from flwr.app import Message
 
 from flwr_replay.config.compose import compose, overrides_in, to_yaml
 from flwr_replay.config.halves import load_client
+from flwr_replay.config.quoting import key_of
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import PartitionConfig
 from flwr_replay.data.dealt import dealt, loaded
@@ -60,7 +61,7 @@ def study_options(study: Path) -> list[str]:
         found = overrides_in(own)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file} must have a table [tool.flwr.app.config]; got {error!r}") from None
-    return [option for option in found if option.partition("=")[0].replace("-", "_") not in OF_THE_RUN]
+    return [option for option in found if key_of(option) not in OF_THE_RUN]
 
 
 def planned(options: Sequence[str], clinics: Sequence[str]) -> tuple[Simulation, tuple[str, ...]]:

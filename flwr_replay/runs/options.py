@@ -1,4 +1,7 @@
-"""From a command line to the options of one run."""
+"""From a command line to the options of one run.
+
+What reads run directories imports Flower, and so is imported late: a wrong option is said before.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from flwr_replay.config.compose import COMMAND_LINE, compose, compose_own, overrides_of
-from flwr_replay.config.quoting import quoted
+from flwr_replay.config.quoting import key_of, quoted
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import TaskConfig
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import read_json
 from flwr_replay.files.disk import there
-from flwr_replay.report.run_files import CONFIG, options_of, read_result
-from flwr_replay.runs.opening import check_unchanged, refuse_fewer
-from flwr_replay.state.store import OPTIONS
 
 __all__ = ["kept_overrides", "resolve", "run_overrides"]
 
@@ -49,22 +49,25 @@ def resolve(
     """
     typed, options = options, [*common, *options]
     for option in options:
-        if option.partition("=")[0].replace("-", "_") in COMMAND_LINE:
+        if key_of(option) in COMMAND_LINE:
             raise ConfigError(f"runs-dir and resume are given as --runs-dir and --resume; got {option!r}")
     if resume:
+        from flwr_replay.report.run_files import RESULT, read_result
+        from flwr_replay.runs.opening import check_unchanged, refuse_fewer
+
         for option in options:
-            key = option.partition("=")[0].replace("-", "_")
+            key = key_of(option)
             if key.removeprefix("task.") not in FREE_TO_CHANGE:
                 raise ConfigError(
                     "a resumed run keeps its options, except rounds, device, client-cpus, client-gpus, timeout, wait, "
                     f"replay.missing, record, record-mb, tracking and task.data-dir; got {option!r} with "
                     "--resume: leave it out"
                 )
-        check_unchanged(Path(resume).expanduser())
-        overrides = [*run_overrides(Path(resume).expanduser()), *options]
-        overrides.append(f"resume={_quoted(Path(resume).expanduser().absolute())}")
+        folder = Path(resume).expanduser()
+        check_unchanged(folder)
+        overrides = [*run_overrides(folder), *options, f"resume={quoted(folder.absolute())}"]
     else:
-        overrides = [*_read_off(options), *options, f"runs_dir={_quoted(Path(runs_dir).expanduser().absolute())}"]
+        overrides = [*_read_off(options), *options, f"runs_dir={quoted(Path(runs_dir).expanduser().absolute())}"]
     config = compose_own(overrides, typed)
     own = asdict(config.strategy)
     files = {"task.data_dir": config.task.data_dir, "model.weights": config.model.weights}
@@ -72,16 +75,12 @@ def resolve(
     files |= {f"strategy.{name}": own[name] for name in config.strategy.files}
     for option, file in files.items():
         if file:  # absolute, since the run may be resumed from another working directory
-            overrides.append(f"{option}={_quoted(Path(file).expanduser().absolute())}")
+            overrides.append(f"{option}={quoted(Path(file).expanduser().absolute())}")
     config = compose(overrides)  # changes only the paths of files
-    if not config.nodes and any(option.partition("=")[0] == "nodes" for option in options):
+    if not config.nodes and "nodes" in map(key_of, options):
         raise ConfigError(f"nodes must be at least 1; got 0: leave it out for all that there are, or {INLINE_NODES}")
-    if (
-        resume
-        and (Path(config.resume) / "result.json").exists()
-        and any(option.partition("=")[0] == "rounds" for option in options)
-    ):
-        refuse_fewer(Path(config.resume), config.rounds, read_result(Path(config.resume))["rounds"])
+    if resume and there(folder / RESULT) and "rounds" in map(key_of, options):
+        refuse_fewer(folder.absolute(), config.rounds, read_result(folder)["rounds"])
     nodes = config.nodes or (
         _sites(config.task) if config.partition.name == "natural" else len(config.partition.shares) or INLINE_NODES
     )
@@ -96,6 +95,8 @@ def run_overrides(folder: Path) -> list[str]:
     RunError
         If the folder is none of a run, or damaged.
     """
+    from flwr_replay.report.run_files import CONFIG, options_of
+
     if not there(folder / CONFIG):
         raise RunError(f"a run directory has a config.yaml; got {folder}: give the folder that the run has written")
     options_of(folder)  # refuses what is damaged
@@ -104,13 +105,15 @@ def run_overrides(folder: Path) -> list[str]:
 
 def kept_overrides(of_run: Path) -> list[str]:
     """Return the options that an institution has noted of a run, as overrides; errors as of `run_overrides`."""
+    from flwr_replay.state.store import OPTIONS
+
     read_json(of_run / OPTIONS, {"strategy.name": str, "task.name": str, ...: None | bool | int | float | str | list})
     return overrides_of(of_run / OPTIONS)
 
 
 def _read_off(options: Sequence[str]) -> list[str]:
     """Read off a folder of images what the options do not say: channels, classes and their names."""
-    given = {option.partition("=")[0].replace("-", "_").removeprefix("task."): option for option in options}
+    given = {key_of(option).removeprefix("task."): option for option in options}
     if "task=folder" not in options or "data_dir" not in given or {"channels", "class_names"} <= given.keys():
         return []
     from flwr_replay.data.folder import folder_rows, form_of
@@ -130,7 +133,3 @@ def _sites(task: TaskConfig) -> int:
     from flwr_replay.data.dealt import loaded
 
     return len(site_names(loaded(task)))
-
-
-def _quoted(path: Path) -> str:
-    return "'" + str(path).replace("'", "\\'") + "'"

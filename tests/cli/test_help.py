@@ -75,6 +75,19 @@ def test_a_run_imports_no_more_than_it_uses(tmp_path):
     assert done.stdout.strip().endswith("[]"), done.stdout
 
 
+def test_a_wrong_option_is_said_before_anything_large_is_imported():
+    """As PyTorch takes seconds."""
+    script = (
+        "import sys; from flwr_replay.cli.main import main\n"
+        "sys.argv = ['flwr-replay', 'run', 'rouns=3', 'batch-siz=2']\n"
+        "try:\n    main()\nfinally:\n    print([name for name in ('torch', 'flwr', 'numpy') if name in sys.modules])"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root, check=False)
+    assert (done.returncode, done.stdout.strip()) == (2, "[]")
+    assert "unknown option 'rouns': did you mean rounds?" in done.stderr
+
+
 def test_the_version_is_shown_and_an_unknown_command_has_one_suggestion(flwr_replay):
     code, out, _ = flwr_replay("--version")
     assert (code, out) == (0, "flwr-replay 0.1.0\n")
