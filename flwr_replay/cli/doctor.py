@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
-import socket
 from pathlib import Path
 
-from flwr_replay.engines.superlink import flower
+from flwr_replay.engines.superlink import answers, flower
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import home, make_folder
 from flwr_replay.runs.environment import versions
@@ -25,8 +24,8 @@ def examine() -> tuple[bool, str]:
         missing = f"{name} is not installed: pip install {name}"
         findings.append((version != "absent", missing if version == "absent" else f"{name} {version}"))
     for port, who in PORTS.items():
-        free = _free(port)
-        advice = "free" if free else "in use; if no SuperLink of yours runs there, choose another with --port"
+        used = "in use; if no SuperLink of yours runs there, choose another with --port"
+        advice = used if answers(f"127.0.0.1:{port}") else "free"
         findings.append((True, f"port {port} ({who}): {advice}"))
     for folder, what in ((home(), "home"), (Path("runs").absolute(), "runs-dir")):
         existed = folder.exists()
@@ -45,11 +44,6 @@ def examine() -> tuple[bool, str]:
     findings.append(_ray())
     findings.append(_gpu())
     return all(ok for ok, _ in findings), "\n".join(f"{'ok ' if ok else 'NO '} {text}" for ok, text in findings)
-
-
-def _free(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 def _ray() -> tuple[bool, str]:

@@ -9,7 +9,6 @@ import hashlib
 import logging
 import os
 import shlex
-import socket
 import stat
 import time
 from collections.abc import Iterator, Mapping
@@ -28,6 +27,7 @@ from flwr_replay.config.quoting import node_config
 from flwr_replay.deploy.deployment import PEERS_FILE
 from flwr_replay.deploy.examining import certificate, connection, examined, free_space, is_authority, validity
 from flwr_replay.engines.certificates import CA
+from flwr_replay.engines.superlink import answers
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import NAME, make_folder, read_bytes, read_text
 from flwr_replay.forecast.officer import refusals, study_options
@@ -111,13 +111,12 @@ def _names(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
     port = own["PORT"]
     if not (port.isascii() and port.isdecimal()) or not 1 <= int(port) <= 65535:
         raise ConfigError(f"PORT in clinic.env must be from 1 to 65535; got {port!r}")
-    with socket.socket() as probe:
-        if probe.connect_ex(("127.0.0.1", int(port))) == 0:
-            if not (process := _supernode(folder)):
-                raise RunError(f"port {port} is in use here by another program: change PORT in clinic.env")
-            yield f"this is {own['NAME']}; its SuperNode runs, as process {process}"
-            return
-    yield f"this is {own['NAME']}; local port {port} is free"
+    if not answers(f"127.0.0.1:{port}"):
+        yield f"this is {own['NAME']}; local port {port} is free"
+    elif process := _supernode(folder):
+        yield f"this is {own['NAME']}; its SuperNode runs, as process {process}"
+    else:
+        raise RunError(f"port {port} is in use here by another program: change PORT in clinic.env")
 
 
 def _supernode(folder: Path) -> int:

@@ -23,7 +23,6 @@ from cryptography.hazmat.primitives import serialization
 
 from flwr_replay.deploy.deployment_texts import SCRIPTS_OF_COORDINATOR
 from flwr_replay.deploy.examining import (
-    answers,
     certificate,
     connection,
     examined,
@@ -32,7 +31,7 @@ from flwr_replay.deploy.examining import (
     validity,
 )
 from flwr_replay.engines.certificates import CA, SERVER, SERVER_KEY
-from flwr_replay.engines.superlink import flower
+from flwr_replay.engines.superlink import answers, flower
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import in_use, read_bytes, read_text
 from flwr_replay.files.disk import looked, looked_below

@@ -16,7 +16,7 @@ from flwr_replay.errors import FlwrReplayError, RunError
 from flwr_replay.files.atomic import read_bytes
 from flwr_replay.report.progress import shown_bytes
 
-__all__ = ["answers", "certificate", "connection", "examined", "free_space", "is_authority", "validity"]
+__all__ = ["certificate", "connection", "examined", "free_space", "is_authority", "validity"]
 
 SECONDS = 10  # to wait for the SuperLink's answer
 FREE = 10**9  # bytes; below, a disk is nearly full
@@ -99,16 +99,6 @@ def connection(address: str, authority: Path, advice: str, wrong: str) -> str:
     except OSError as error:
         raise RunError(f"nothing answers at {address} ({error}): {advice}") from None
     return f"connection: {address} answers by {how}, with the certificate of this study"
-
-
-def answers(address: str) -> bool:
-    """Say whether anything listens at HOST:PORT."""
-    host, port = host_of(address)
-    try:
-        socket.create_connection((host.strip("[]"), port), timeout=SECONDS).close()
-    except OSError:
-        return False
-    return True
 
 
 def free_space(folder: Path, advice: str) -> str:

@@ -21,10 +21,11 @@ from flwr_replay.engines.certificates import CA, SERVER, SERVER_KEY, write_certi
 from flwr_replay.errors import RunError
 from flwr_replay.processes import MARK, family
 
-__all__ = ["COLOUR", "SuperLink", "flower", "flwr_run", "free_port", "streamed", "superlink"]
+__all__ = ["COLOUR", "SuperLink", "answers", "flower", "flwr_run", "free_port", "streamed", "superlink"]
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # in Flower's log
 WAITED = 60  # seconds for a SuperLink to start
+PATIENCE = 10  # seconds that an address may take to answer
 DAYS = 7  # that the certificates of one run are valid
 APP = """\
 [project]
@@ -102,7 +103,7 @@ def superlink(scratch: Path, simulation: bool = True, secured: bool = False) -> 
         environment[MARK] = mark
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         deadline = time.monotonic() + WAITED
-        while not _answers(port):
+        while not answers(f"127.0.0.1:{port}"):
             if server.poll() is not None or time.monotonic() > deadline:
                 said = (scratch / "superlink.log").read_text()[-500:]
                 busy = f"it said nothing in {WAITED} s: is the machine busy? Try again"
@@ -142,10 +143,14 @@ def free_port() -> int:
         return port
 
 
-def _answers(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.settimeout(0.5)
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+def answers(address: str) -> bool:
+    """Say whether something accepts connections at HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=PATIENCE).close()
+    except OSError:
+        return False
+    return True
 
 
 def flower(name: str) -> str:

@@ -14,7 +14,7 @@ from flwr_replay.engines.cluster import grid as cluster
 from flwr_replay.engines.cluster import machines
 from flwr_replay.engines.cluster.grid import ClusterGrid
 from flwr_replay.engines.cluster.machines import Machine, Share, connected, place, share
-from flwr_replay.engines.cluster.shipping import LARGEST, ship
+from flwr_replay.engines.cluster.on_cluster import LARGEST, ship
 from flwr_replay.engines.simulate import Simulation, run_inline, run_ray
 from flwr_replay.engines.workers import TRIES
 from flwr_replay.errors import ConfigError, RunError

@@ -24,9 +24,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flwr_replay.client_app import app
 from flwr_replay.config.parts import allow
-from flwr_replay.engines.cluster.looking import settle, states
-from flwr_replay.engines.cluster.machines import Machine, Share, answers, first_line, living
+from flwr_replay.engines.cluster.machines import Machine, Share, first_line, living, settle, states
 from flwr_replay.engines.inline import InlineGrid, partitions
+from flwr_replay.engines.superlink import answers
 from flwr_replay.engines.workers import TRIES, Worker, WorkerGrid, died
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import home, read_bytes

@@ -1,4 +1,4 @@
-"""The machines of a Ray cluster: what they offer, and which institution is served where.
+"""The machines of a Ray cluster: what they offer and have, and which institution is served where.
 
 A machine is what Ray calls a node; a node is Flower's, an institution.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import socket
 import threading
@@ -15,15 +16,34 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil, floor, inf
+from pathlib import Path
+from typing import Any
 
 import grpc
 import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.files.atomic import home, make_folder
+from flwr_replay.runs.environment import versions
 
-__all__ = ["Machine", "Share", "answers", "connected", "first_line", "living", "place", "share"]
+__all__ = [
+    "Equipment",
+    "Machine",
+    "Share",
+    "connected",
+    "first_line",
+    "living",
+    "look",
+    "place",
+    "settle",
+    "share",
+    "states",
+]
 
+BITS = ("python", "torch", "torchvision", "numpy")  # other versions of these may give other bits
 PATIENCE = 5  # seconds that an address may take to answer
 STEP = 10_000  # Ray counts resources in ten-thousandths
 
@@ -120,16 +140,6 @@ def _check_speaks(address: str) -> None:
             ) from None
 
 
-def answers(address: str) -> bool:
-    """Say whether something accepts connections at HOST:PORT."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=PATIENCE).close()
-    except OSError:
-        return False
-    return True
-
-
 def first_line(error: Exception) -> str:
     """Return what an error of Ray's says, without its traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -213,4 +223,91 @@ def place(nodes: int, fitting: Mapping[str, int], fixed: Mapping[int, str]) -> l
             machine = min(load, key=lambda one: (load[one] + 1) / fitting[one])
             load[machine] += 1
         found.append(machine)
+    return found
+
+
+@dataclass(frozen=True)
+class Equipment:
+    """What a machine has."""
+
+    versions: dict[str, str]
+    missing: tuple[str, ...]  # files
+    shares: bool  # the state directory of the machine that asks
+    kept: tuple[str, ...]  # institutions whose state in the run lies there
+
+
+def settle(folder: str) -> None:
+    """Let this process use the state directory of its own machine: Ray's, if it was started with one, else `folder`."""
+    os.environ.setdefault("FLWR_REPLAY_HOME", folder)
+
+
+def states() -> Path:
+    """Return the folder of simulated institutions' state directories."""
+    return home() / "state" / "simulation"
+
+
+def look(machines: Sequence[Machine], names: Sequence[str], run_id: str, files: Sequence[str]) -> dict[str, Equipment]:
+    """Ask every machine what it has.
+
+    Parameters
+    ----------
+    machines : sequence of Machine
+        At least one.
+    names : sequence of str
+        The institutions.
+    run_id : str
+        Of a run that is resumed; empty: none.
+    files : sequence of str
+        Absolute paths that must be there.
+
+    Returns
+    -------
+    dict of str to Found
+        By the machine's id.
+
+    Raises
+    ------
+    RunError
+        If a machine cannot run this package, or lacks a file.
+    """
+    token = make_folder(home(), "FLWR_REPLAY_HOME") / f".cluster-{secrets.token_hex(8)}.tmp"
+    token.touch()
+    try:
+        asked = {}
+        for machine in machines:
+            here = NodeAffinitySchedulingStrategy(machine.id, soft=False)
+            task: Any = ray.remote(_look).options(num_cpus=0, max_retries=0, scheduling_strategy=here)
+            asked[machine.id] = task.remote(str(home()), token.name, tuple(names), run_id, tuple(files))
+        return {machine.id: _checked(machine, asked[machine.id]) for machine in machines}
+    finally:
+        token.unlink()
+
+
+def _look(folder: str, token: str, names: tuple[str, ...], run_id: str, files: tuple[str, ...]) -> Equipment:
+    settle(folder)
+    return Equipment(
+        versions(),
+        tuple(file for file in files if not Path(file).exists()),
+        (home() / token).exists(),
+        tuple(name for name in names if run_id and (states() / name / "runs" / run_id).is_dir()),
+    )
+
+
+def _checked(machine: Machine, asked: Any) -> Equipment:
+    try:
+        found: Equipment = ray.get(asked)
+    except RayError as error:
+        raise RunError(
+            f"every machine of the cluster must run flwr-replay; {machine.address}: {first_line(error)}"
+        ) from None
+    if found.missing:
+        raise RunError(f"every machine of the cluster must have {found.missing[0]}; {machine.address} has not: copy it")
+    for name, ours in versions().items():
+        theirs = found.versions[name]
+        if theirs == "absent" and name != "flwr-replay":  # which travels
+            raise RunError(f"every machine of the cluster must have {name}; {machine.address} has not: install {ours}")
+        if name in BITS and theirs != ours:
+            logging.getLogger("flwr").warning(
+                "%s has %s %s, this machine %s: bits may differ", machine.address, name, theirs, ours
+            )
     return found

@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster: join it, look at its machines, say where each institution is served, run, and collect.
+"""Runs on a Ray cluster: join it, ship the code, look at its machines, place the institutions, run, and collect.
 
 If every machine sees this one's state directory, they share it. Otherwise each has one of its own, and an institution's
 state lies where it was first served: a resumed run finds it there.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import flwr_replay
 from flwr_replay.config.run import RunConfig
 from flwr_replay.engines.simulate import Simulation, named, with_skew
 from flwr_replay.errors import ConfigError, RunError
@@ -27,10 +29,13 @@ from flwr_replay.wire.ledger import LEDGER, ledger_lines
 
 if TYPE_CHECKING:
     from flwr_replay.engines.cluster.grid import ClusterGrid
-    from flwr_replay.engines.cluster.looking import Equipment
-    from flwr_replay.engines.cluster.machines import Machine
+    from flwr_replay.engines.cluster.machines import Equipment, Machine
 
-__all__ = ["run_on_cluster"]
+__all__ = ["run_on_cluster", "ship"]
+
+BESIDE = ("strategies", "clients", "simulations", "conf")  # inside the package in a wheel, beside it in a checkout
+CODE = (".py", ".toml", ".md", ".yaml", ".json")  # as in a bundle of `flwr run`
+LARGEST = 10**7  # bytes
 
 
 def run_on_cluster(
@@ -52,9 +57,7 @@ def run_on_cluster(
     """
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # else `uv run` here means `uv run` on every machine
     from flwr_replay.engines.cluster.grid import ClusterGrid
-    from flwr_replay.engines.cluster.looking import look
-    from flwr_replay.engines.cluster.machines import connected, living, place, share
-    from flwr_replay.engines.cluster.shipping import ship
+    from flwr_replay.engines.cluster.machines import connected, living, look, place, share
 
     config, names = simulation.job.config, simulation.part.names
     files = _files(config)
@@ -133,3 +136,51 @@ def _collected(grid: ClusterGrid, run_id: str, states: Path) -> Path:
             target.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(target, content)
     return states
+
+
+def ship(scratch: Path, own: bool) -> dict[str, object]:
+    """Copy into a folder what must travel; return it as entries of Ray's runtime environment.
+
+    Parameters
+    ----------
+    scratch : Path
+        An empty folder, which must stay until Ray has uploaded it.
+    own : bool
+        Whether the run names code of the user's own. Then the code in the working directory travels, too.
+
+    Raises
+    ------
+    ConfigError
+        If that code is too large.
+    """
+    package = Path(flwr_replay.__file__).parent
+    copy, skipped = scratch / "flwr_replay", shutil.ignore_patterns("__pycache__")
+    shutil.copytree(package, copy, ignore=skipped)
+    for name in BESIDE:
+        if not (copy / name).exists():
+            shutil.copytree(package.parent / name, copy / name, ignore=skipped)
+    environment: dict[str, object] = {"py_modules": [str(copy)]}
+    if own:
+        _copy_code(Path.cwd(), scratch / "own")
+        environment["working_dir"] = str(scratch / "own")
+    return environment
+
+
+def _copy_code(folder: Path, to: Path) -> None:
+    """Copy a folder's code; not hidden folders, virtual environments and run directories."""
+    size = 0
+    for place, folders, names in os.walk(folder):
+        if Path(place) != folder and {"pyvenv.cfg", "run-id"} & set(names):
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
+        for path in (Path(place, name) for name in names if name.endswith(CODE)):
+            size += path.stat().st_size
+            if size > LARGEST:
+                raise ConfigError(
+                    f"the code in the working directory travels to the cluster, {', '.join(CODE)} of at most "
+                    f"{LARGEST // 10**6} MB; {folder} has more: start in a folder that holds your code alone"
+                )
+            target = to / path.relative_to(folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
