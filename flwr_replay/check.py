@@ -54,7 +54,7 @@ from flwr_replay.privacy.account import CHARGES
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import read_run_id
 from flwr_replay.rng import derived_seed
-from flwr_replay.runs.execute import Job, execute
+from flwr_replay.runs.execute import Job, run_job
 from flwr_replay.runs.opening import new_run_id
 from flwr_replay.server.recorder import Recorder
 from flwr_replay.state.store import RUNS
@@ -223,16 +223,12 @@ def _check_runs(name: str, folder: Path, overrides: Sequence[str]) -> None:
 def _run(overrides: list[str], stop_after: int | None = None) -> tuple[StateDict, WatchedGrid, dict[str, Any]]:
     config = compose(overrides)
     grid = WatchedGrid.simulated(app, {"overrides": shlex.join(overrides)}, config.nodes)
-    result, folder = execute(grid, config, Breaking(stop_after))
+    result, folder = run_job(grid, Job.of(config), Breaking(stop_after))
     return nested({file.stem: load_file(file) for file in _models(folder)}), grid, result
 
 
 def _models(folder: Path) -> list[Path]:
     return sorted((folder / "models").glob("*.safetensors"))
-
-
-def _equal(one: StateDict, other: StateDict) -> bool:
-    return one.keys() == other.keys() and all(one[key].tobytes() == other[key].tobytes() for key in one)
 
 
 def _same(one: StateDict, other: StateDict, what: str) -> None:
@@ -361,7 +357,7 @@ def _check_resumption(job: list[str], folder: Path, whole: StateDict, result: di
         _run([*job, "run_name=broken"], stop_after=1)
     overrides = [*overrides_of(folder / "broken" / "config.yaml"), f"resume={folder / 'broken'}"]
     resumed, _, ended = _run(overrides)
-    if not _equal(whole, resumed) or ended["final"] != result["final"]:  # which of two promises is broken?
+    if digest(whole) != digest(resumed) or ended["final"] != result["final"]:  # which of two promises is broken?
         again, _, repeated = _run([*job, "run_name=again"])
         _same(whole, again, "two runs with the same seed")
         assert result["final"] == repeated["final"], "two runs with the same seed must have the same metrics"

@@ -177,7 +177,7 @@ def opener(mode: int = 0o600) -> Callable[[str, int], int]:
     return lambda name, flags: os.open(name, flags & ~os.O_TRUNC, mode)
 
 
-def lock(file: IO[Any], wait: bool, shared: bool = False) -> bool:
+def lock(file: IO[Any] | int, wait: bool, shared: bool = False) -> bool:
     """Lock a file until it is closed, perhaps `shared` with others; return False if the file system has no locks.
 
     Raises
@@ -197,7 +197,7 @@ def lock(file: IO[Any], wait: bool, shared: bool = False) -> bool:
 
 
 @contextmanager
-def unlocking(file: IO[Any]) -> Iterator[None]:
+def unlocking(file: IO[Any] | int) -> Iterator[None]:
     """Give up a file's lock after a `with` block; closing it leaves the lock to a process forked meanwhile."""
     try:
         yield
@@ -222,19 +222,12 @@ def folder_locked(folder: Path) -> Iterator[bool]:
     if os.name != "posix":
         yield False
         return
-    import fcntl
-
     with writing(folder):
         entries = os.open(folder, os.O_RDONLY)
-    held = False
     try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(entries, fcntl.LOCK_EX)
-            held = True
-        yield held
+        with unlocking(entries):
+            yield lock(entries, wait=True)
     finally:
-        with suppress(OSError):  # closing it leaves the lock to a process forked meanwhile
-            fcntl.flock(entries, fcntl.LOCK_UN)
         os.close(entries)
 
 

@@ -11,7 +11,7 @@ Latents and labels under local DP are accounted for apart, exactly, and for one 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -279,10 +279,6 @@ def noise_for(
     low = high / 2
     while costs(low) <= target and low > 1 / LARGEST:
         high, low = low, low / 2
-    return _bisect(costs, target, low, high)
-
-
-def _bisect(costs: Callable[[float], float], target: float, low: float, high: float) -> float:
     while high - low > 1e-3 * low:
         middle = (low + high) / 2
         low, high = (middle, high) if costs(middle) > target else (low, middle)

@@ -10,7 +10,7 @@ reports the best bound divides s by their number (Bonferroni): `lower_bound` doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,7 +79,13 @@ def by_steinke(found: Guesses, delta: float, significance: float = SIGNIFICANCE)
         alpha = float(np.max(below_C / right_C, initial=0.0))
         return tail + 2 * found.canaries * delta * alpha
 
-    return _largest(lambda epsilon: p_value(epsilon) <= significance)
+    low, high = 0.0, LARGEST
+    if p_value(low) > significance:
+        return 0.0
+    while high - low > STEP:  # what is refuted lies below all that is not
+        middle = (low + high) / 2
+        low, high = (middle, high) if p_value(middle) <= significance else (low, middle)
+    return low
 
 
 def guessed(scores_m: NDArray[np.float64], was_in_m: NDArray[np.bool_], guesses: int) -> Guesses:
@@ -116,14 +122,3 @@ def lower_bound(tried: Sequence[Guesses], delta: float, significance: float = SI
     require(bool(tried), "a bound comes from at least one number of guesses; got none")
     found = [(by_steinke(one, delta, significance / len(tried)), one) for one in tried]
     return max(found, key=lambda pair: pair[0])
-
-
-def _largest(refuted: Callable[[float], bool]) -> float:
-    """Return the largest value that is refuted, up to `LARGEST`: what is refuted lies below all that is not."""
-    low, high = 0.0, LARGEST
-    if not refuted(low):
-        return 0.0
-    while high - low > STEP:
-        middle = (low + high) / 2
-        low, high = (middle, high) if refuted(middle) else (low, middle)
-    return low

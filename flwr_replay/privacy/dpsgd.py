@@ -26,7 +26,7 @@ from flwr_replay.config.sections import require
 from flwr_replay.errors import ConfigError
 from flwr_replay.privacy import importing_opacus
 from flwr_replay.privacy.accounting import SampledGaussian
-from flwr_replay.privacy.ghost import Ghost
+from flwr_replay.privacy.ghost import Ghost, norms_of
 from flwr_replay.privacy.secret import Stream
 
 __all__ = ["add_clipped", "clipped_sums", "noisy_step", "poisson_batches", "refuse_mixing", "trained_parameters"]
@@ -153,8 +153,12 @@ def _single_gradients(module: nn.Module) -> Iterator[Callable[[], None]]:
     with importing_opacus():
         from opacus import GradSampleModule
 
+    def contiguous(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(tensor.contiguous() for tensor in inputs)
+
+    # Opacus 1.6 reads other examples' pixels into an example's gradient where a tensor is not contiguous.
     convolutions = [layer for layer in module.modules() if isinstance(layer, nn.Conv2d)]
-    hooks = [layer.register_forward_pre_hook(_contiguous) for layer in convolutions]
+    hooks = [layer.register_forward_pre_hook(contiguous) for layer in convolutions]
     watched = GradSampleModule(module, loss_reduction="sum", strict=False)  # refuse_mixing checks buffers more closely
     try:
         yield lambda: watched.zero_grad(set_to_none=True)
@@ -165,11 +169,6 @@ def _single_gradients(module: nn.Module) -> Iterator[Callable[[], None]]:
         for layer in module.modules():  # after an error Opacus leaves what its hooks kept, to the next batch
             layer.__dict__.pop("activations", None)
             layer.__dict__.pop("max_batch_len", None)
-
-
-def _contiguous(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Copy tensors that are not contiguous: Opacus 1.6 reads other examples' pixels into an example's gradient."""
-    return tuple(tensor.contiguous() for tensor in inputs)
 
 
 def trained_parameters(module: nn.Module) -> list[Any]:
@@ -194,7 +193,7 @@ def _scales(clip: float, examples: int, dtype: torch.dtype, norms_B: Tensor) -> 
 def add_clipped(sums: list[Tensor], found: list[Tensor | None], clip: float, examples: int) -> None:
     """Add the clipped gradients of some examples, each (B, ...); None where the loss does not depend on a parameter."""
     kept = [(summed, gradient) for summed, gradient in zip(sums, found, strict=True) if gradient is not None]
-    parts = [torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=torch.float64) for _, gradient in kept]
+    parts = [norms_of(gradient) for _, gradient in kept]
     scale_B, finite_B = _scales(clip, examples, sums[0].dtype, torch.linalg.vector_norm(torch.stack(parts), dim=0))
     for summed, gradient in kept:
         summed += torch.tensordot(scale_B[finite_B], gradient if finite_B.all() else gradient[finite_B], dims=1)

@@ -11,6 +11,7 @@ chosen by what earlier ones gave (Dong, Roth and Su 2022, arXiv 1905.02383, Coro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import exp, expm1
 
 __all__ = ["gaussian_delta", "gaussian_epsilon", "gaussian_noise"]
@@ -44,13 +45,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     """Return the least epsilon of the mechanism at a delta in (0, 1), rounded up; 0 without any release, mu = 0."""
     if mu == 0 or gaussian_delta(0.0, mu) <= delta:
         return 0.0
-    low, high = 0.0, 1.0
-    while gaussian_delta(high, mu) > delta:
-        low, high = high, 2 * high
-    while high - low > CLOSE * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if gaussian_delta(middle, mu) > delta else (low, middle)
-    return high
+    return _least(lambda epsilon: gaussian_delta(epsilon, mu) > delta)
 
 
 def gaussian_noise(epsilon: float, delta: float) -> float:
@@ -61,10 +56,14 @@ def gaussian_noise(epsilon: float, delta: float) -> float:
     >>> f"{gaussian_noise(1.0, 1e-5):.3f}"  # the classical sqrt(2 ln(1.25/δ))/ε would take 4.845
     '3.731'
     """
+    return MARGIN * _least(lambda sigma: gaussian_delta(epsilon, 1 / sigma) > delta)
+
+
+def _least(too_small: Callable[[float], bool]) -> float:
     low, high = 0.0, 1.0
-    while gaussian_delta(epsilon, 1 / high) > delta:
+    while too_small(high):
         low, high = high, 2 * high
     while high - low > CLOSE * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if gaussian_delta(epsilon, 1 / middle) > delta else (low, middle)
-    return high * MARGIN
+        low, high = (middle, high) if too_small(middle) else (low, middle)
+    return high

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from flwr_replay.config.sections import require
 from flwr_replay.models.staged import StagedModel
 
-__all__ = ["Ghost"]
+__all__ = ["Ghost", "norms_of"]
 
 
 @dataclass
@@ -174,9 +174,9 @@ def norms(one: LayerSeen, weight: bool, bias: bool) -> Tensor:
     return whole
 
 
-def norms_of(parts: Tensor) -> Tensor:
-    """Return the L2 norm of each row's numbers, float64."""
-    found: Tensor = torch.linalg.vector_norm(parts.flatten(1), dim=1, dtype=torch.float64)
+def norms_of(rows: Tensor) -> Tensor:
+    """Return the L2 norm of each row's numbers, (B,), float64."""
+    found: Tensor = torch.linalg.vector_norm(rows.flatten(1), dim=1, dtype=torch.float64)
     return found
 
 

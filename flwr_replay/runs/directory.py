@@ -40,7 +40,6 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -83,14 +82,6 @@ GROWING = [name for name in FORMS if name.endswith(".jsonl") and name != "genera
 IN_A_ROW = 2  # evaluations of a worthless model before the log says so
 
 
-@dataclass
-class Counters:
-    """A run's running totals; checkpoints hold them."""
-
-    examples_seen: int = 0
-    seconds: float = 0.0
-
-
 class RunDirectory(Recorder):
     """Writes a run to its directory while it runs.
 
@@ -107,7 +98,7 @@ class RunDirectory(Recorder):
         self.config = config
         self.path = Path(config.runs_dir) / config.run_name
         self.display = display
-        self.counters = Counters()
+        self.examples_seen, self.seconds = 0, 0.0  # running totals; checkpoints hold them
         self.started = time.monotonic()
         self.traffic = Traffic()
         self.forgetting = ForgettingMatrix(self.path / "forgetting.jsonl")
@@ -170,7 +161,7 @@ class RunDirectory(Recorder):
 
     def saw(self, examples: int) -> None:
         """Add to the number of training examples used."""
-        self.counters.examples_seen += examples
+        self.examples_seen += examples
 
     def evaluated(self, exchange: int, pooled: dict[str, float], own: dict[str, dict[str, float]]) -> None:
         """Write a round's metrics."""
@@ -229,10 +220,10 @@ class RunDirectory(Recorder):
 
     def end_exchange(self, snapshot: Snapshot) -> None:
         """Write a checkpoint, delete all but the last two, show progress."""
-        seconds = self.counters.seconds + time.monotonic() - self.started
+        seconds = self.seconds + time.monotonic() - self.started
         values = {
             "server-round": snapshot.exchange,
-            "examples-seen": self.counters.examples_seen,
+            "examples-seen": self.examples_seen,
             "seconds": seconds,
             "state": snapshot.state_values,
             "label-scale": snapshot.label_scale,
@@ -272,7 +263,7 @@ class RunDirectory(Recorder):
             return None
         arrays, values = found
         self._best.rewind(values["server-round"], self.log)
-        self.counters = Counters(values["examples-seen"], values["seconds"])
+        self.examples_seen, self.seconds = values["examples-seen"], values["seconds"]
         self._rewind(values["server-round"])
         parts = unnested(arrays, mark="/")
         scale = tuple(values["label-scale"]) if values["label-scale"] else None
@@ -331,7 +322,7 @@ class RunDirectory(Recorder):
                 "none": self.no_best or ("" if kept else LOST_BEST),
             },
             "forgetting": self.forgetting.summary(self.leading, higher_is_better),
-            "examples-seen": self.counters.examples_seen,
+            "examples-seen": self.examples_seen,
             "bytes": {**sent, "per-round": round(sum(sent.values()) / (exchange // self.per_round))},
             "bytes-by-kind": self.traffic.by_kind,
             "recorded": self._recording.summary(),
@@ -339,7 +330,7 @@ class RunDirectory(Recorder):
             "privacy-claim": claim,
             "replay-lacks": missing,
             "failures": self.failures,
-            "wall-seconds": round(self.counters.seconds + time.monotonic() - self.started, 3),
+            "wall-seconds": round(self.seconds + time.monotonic() - self.started, 3),
             "versions": versions(),
             **self.notes,
         }

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from importlib.util import find_spec
@@ -58,30 +57,14 @@ def check_tracker(tracker: str) -> None:
         )
 
 
-class Tracker(ABC):
-    """Base of the trackers."""
-
-    @abstractmethod
-    def open(self, folder: Path, name: str, options: Mapping[str, Any], known: str) -> str:
-        """Begin a run at the tracker, or go on with the known one; return its id there.
-
-        `folder` is the run directory, `name` the run's, `options` its options without paths.
-        """
-
-    @abstractmethod
-    def tell(self, exchange: int, values: Mapping[str, float]) -> None:
-        """Tell the values of a round."""
-
-    @abstractmethod
-    def close(self, finished: bool) -> None:
-        """End the run at the tracker."""
-
-
-class TensorBoard(Tracker):
+class TensorBoard:
     """Event files in `tensorboard/` of the run directory."""
 
     def open(self, folder: Path, name: str, options: Mapping[str, Any], known: str) -> str:
-        """Open a file; a resumed run has one more."""
+        """Begin a run, or go on with the known one; return its id at the tracker. A resumed run has one more file.
+
+        `folder` is the run directory, `name` the run's, `options` its options without paths.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer: Any = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
@@ -100,7 +83,7 @@ class TensorBoard(Tracker):
         self.writer.close()
 
 
-class MLflow(Tracker):
+class MLflow:
     """A run at $MLFLOW_TRACKING_URI, in the experiment $MLFLOW_EXPERIMENT_NAME, else flwr-replay."""
 
     def open(self, folder: Path, name: str, options: Mapping[str, Any], known: str) -> str:
@@ -136,7 +119,7 @@ class MLflow(Tracker):
         self.client.set_terminated(self.run, "FINISHED" if finished else "KILLED")
 
 
-class WandB(Tracker):
+class WandB:
     """A run in the project $WANDB_PROJECT, else flwr-replay; with WANDB_MODE=offline in `wandb/` only."""
 
     def open(self, folder: Path, name: str, options: Mapping[str, Any], known: str) -> str:
@@ -174,6 +157,7 @@ class WandB(Tracker):
         self.run.finish(0 if finished else 1)
 
 
+Tracker = TensorBoard | MLflow | WandB
 TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB}
 
 
