@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
+from functools import partial
 from typing import Annotated
 
 import typer
+
+from flwr_replay.cli.places import AsJson, absolute, say
 
 __all__ = ["attack"]
 
 
 def attack(
-    place: Annotated[
-        Path,
-        typer.Argument(metavar="RUN"),
-    ],
+    place: Annotated[str, typer.Argument(metavar="RUN")],
     institution: Annotated[str, typer.Option("--institution", help="Attack this one only.")] = "",
     field: Annotated[str, typer.Option("--field", help="Attack this field only: latents, arrays, codes …")] = "",
     only: Annotated[
@@ -40,7 +38,7 @@ def attack(
         str, typer.Option("--run", help="In an institution's state: the run's id; empty: the last recorded one.")
     ] = "",
     minutes: Annotated[float, typer.Option("--minutes", help="For all attacks together, about.")] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Attack a run's recorded messages; write RUN/attacks with figures, pictures of patients, and a page.
 
@@ -52,13 +50,11 @@ def attack(
     from flwr_replay.lab.page import write_page
     from flwr_replay.lab.registry import Only
 
-    folder = place.expanduser().absolute()
+    folder = absolute(place)
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
-
-    found = attack_run(folder, Only(institution, field, only), aux, data, minutes, say, run)
+    tell = say if as_json else partial(print, flush=True)
+    found = attack_run(folder, Only(institution, field, only), aux, data, minutes, tell, run)
     page = write_page(folder / FOLDER, found)
     if as_json:
         print(json.dumps(found, indent=2))
-    say(f"{page}: shows patients; a failed attack proves nothing")
+    tell(f"{page}: shows patients; a failed attack proves nothing")

@@ -9,13 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
+from flwr_replay.cli.places import AsJson, Options, RunsDir, say
+
 __all__ = ["show_audit"]
 
 NO_PROOF = "Not refuted is no proof: another attack may show more, and this one cannot show more than said above."
 
 
 def show_audit(
-    options: Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]…")] = None,
+    options: Options = None,
     canaries: Annotated[int, typer.Option("--canaries", help="How many, each in by a fair coin.")] = 500,
     kind: Annotated[
         str,
@@ -26,8 +28,8 @@ def show_audit(
         ),
     ] = "gradients",
     institution: Annotated[str, typer.Option("--institution", help="Whose epsilon; empty: the first one's.")] = "",
-    runs_dir: Annotated[str, typer.Option("--runs-dir", help="The folder for run directories.")] = "runs",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    runs_dir: RunsDir = "runs",
+    as_json: AsJson = False,
 ) -> None:
     """Simulate a run with canaries at one institution, and test what its account claims. It ruins the run's accuracy.
 
@@ -35,7 +37,7 @@ def show_audit(
 
     Exit code 1: the claim is refuted, with 99 % confidence.
     """
-    print("loading …", file=sys.stderr, flush=True)
+    say()
     from flwr_replay.runs.options import resolve
 
     overrides, config = resolve(options or [], runs_dir, "")

@@ -1,14 +1,18 @@
-"""flwr-replay deploy init | seal-key | state: the files, commands and keys of a real deployment."""
+"""flwr-replay deploy init | seal-key | state, and rehearse: a real deployment, and one on this machine before it."""
 
 from __future__ import annotations
 
-import sys
+import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-__all__ = ["app"]
+from flwr_replay.cli.places import Options, absolute, say
+from flwr_replay.errors import ConfigError
+
+__all__ = ["app", "rehearse"]
 
 app = typer.Typer(
     help="Write the files of a real deployment; make keys; look after an institution's files.", no_args_is_help=True
@@ -23,7 +27,7 @@ def _group() -> None:
 @app.command()
 def init(
     clinics: Annotated[str, typer.Option("--clinics", help="The clinics' names, separated by commas.")],
-    options: Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]…")] = None,
+    options: Options = None,
     address: Annotated[
         str, typer.Option("--address", help="HOST:PORT at which the clinics reach the coordinator.")
     ] = "127.0.0.1:8000",
@@ -33,10 +37,10 @@ def init(
 
     The options are the study's. `flwr-replay doctor --clinic FOLDER` checks a clinic's folder where it is used.
     """
-    print("loading …", file=sys.stderr, flush=True)
+    say()
     from flwr_replay.deploy.deployment import COORDINATOR_FOLDER, init
 
-    place, names = Path(out).expanduser().absolute(), clinics.split(",")
+    place, names = absolute(out), clinics.split(",")
     init(names, address, options or [], place)
     print(f"for the coordinator: {place / COORDINATOR_FOLDER}")
     print("\n".join(f"send to {name}: {place / name}" for name in names))
@@ -56,7 +60,7 @@ def seal_key(
     """
     from flwr_replay.ciphers.seal import Seal, line_of, make_key, read_pins
 
-    private, public = make_key(Path(key).expanduser().absolute())
+    private, public = make_key(absolute(key))
     print(line_of(name, public))
     if peers:
         pins = read_pins(Path(peers).expanduser())
@@ -75,7 +79,6 @@ def state(
     Its models, latents and pictures go, a private model too. The ledger, the account of epsilon and the run's options
     stay. The institution answers no further message of that run.
     """
-    from flwr_replay.cli.places import absolute
     from flwr_replay.data.decoded import FOLDER
     from flwr_replay.report.progress import shown_bytes, shown_time
     from flwr_replay.state.kept import bytes_of, kept, ledger_bytes, remove
@@ -94,3 +97,39 @@ def state(
     print(f"decoded images, made again when they are missing: {shown_bytes(bytes_of([*(folder / FOLDER).glob('*')]))}")
     number, size, recorded = ledger_bytes(folder)
     print(f"ledger: {shown_bytes(size)}, parts: {number}; recorded messages: {shown_bytes(recorded)}")
+
+
+def rehearse(
+    data: Annotated[str, typer.Argument(metavar="DATA")],
+    options: Options = None,
+    institutions: Annotated[
+        int, typer.Option("--institutions", help="How many; 0: as the manifest's column site says, else three.")
+    ] = 0,
+    policy: Annotated[str, typer.Option("--policy", help="A policy for all, or a folder of <institution>.yaml.")] = "",
+    tls: Annotated[bool, typer.Option("--tls", help="With TLS, and a key for each SuperNode.")] = False,
+    record: Annotated[
+        bool, typer.Option("--record", help="Every institution keeps its own messages, for attacks.")
+    ] = False,
+    out: Annotated[str, typer.Option("--out", help="A new folder; default: rehearsal-<date> here.")] = "",
+) -> None:
+    """Deploy on this machine: a SuperLink, a SuperNode for each institution with data of its own, one run; then stop.
+
+    DATA is a folder of images, as task=folder reads it.
+
+    Shows the run with its summary, and the end of an institution's log if it refused or failed. Every test takes half a
+    minute or more here: evaluate-every=N makes fewer. Ctrl-C stops everything.
+    """
+    say()
+    from flwr_replay.deploy.rehearsal import rehearse
+
+    place = absolute(out or f"rehearsal-{time.strftime('%Y%m%d-%H%M%S')}")
+    own, source = absolute(policy) if policy else None, absolute(data)
+    if "=" in data and not source.exists():
+        raise ConfigError(f"a rehearsal needs a folder of images before its options; got {data}")
+    try:
+        _, folder = rehearse(options or [], source, institutions, own, place, partial(print, flush=True), tls, record)
+    except KeyboardInterrupt:
+        say(f"interrupted: everything is stopped; what there is lies in {place}")
+        raise
+    print(f"each institution's images: {place / 'data'}; its own ledger: {place / 'state'}; its log: {place / 'logs'}")
+    print(f"the run's page: {folder / 'report.html'}")

@@ -20,12 +20,12 @@ from click.exceptions import Abort, ClickException, NoArgsIsHelpError
 
 from flwr_replay import __version__
 from flwr_replay.cli.deploy import app as deploy
+from flwr_replay.cli.deploy import rehearse
 from flwr_replay.cli.model import export, predict
 from flwr_replay.cli.new import app as new
 from flwr_replay.cli.options import options
-from flwr_replay.cli.places import LAST, absolute, finished_place
+from flwr_replay.cli.places import LAST, AsJson, Options, RunsDir, absolute, finished_place, say
 from flwr_replay.cli.privacy import app as privacy
-from flwr_replay.cli.rehearse import rehearse
 from flwr_replay.cli.runs import app as runs
 from flwr_replay.cli.runs import watch
 from flwr_replay.config.catalogue import choices
@@ -54,9 +54,6 @@ app.add_typer(runs, name="runs")
 app.add_typer(deploy, name="deploy")
 app.add_typer(new, name="new")
 
-Options = Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]…")]
-RunsDir = Annotated[str, typer.Option("--runs-dir", help="The folder for run directories.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Engine = Annotated[str, typer.Option("--engine", help="inline: in this process | ray: on Ray.")]
 
 
@@ -114,7 +111,7 @@ def run(
     from flwr_replay.api import Where, start
 
     where = Where(engine, workers, ray_address or "")
-    _say("loading …")
+    say()
     if officer:
         from flwr_replay.cli.officer import page
 
@@ -176,7 +173,7 @@ def compare(
     """
     if form not in FORMATS:
         raise ConfigError(f"--format must be one of {', '.join(FORMATS)}; got {form!r}")
-    _say("loading …")
+    say()
     from flwr_replay.api import Comparison
     from flwr_replay.studies.compare import compare_strategies
     from flwr_replay.terminal import wrapped
@@ -219,7 +216,7 @@ def study(
 
     retina, boneage and brats are Qu et al.'s figures and tables on your own copy of these sets: docs/clinical.md.
     """
-    _say("loading …")
+    say()
     from flwr_replay.studies.study import forecast, parts_of, plan_study, run_study
 
     if listed:
@@ -331,11 +328,11 @@ def doctor(
     if deployment:
         from flwr_replay.deploy.coordinator import examine_coordinator
 
-        healthy, text = examine_coordinator(Path(deployment).expanduser().absolute())
+        healthy, text = examine_coordinator(absolute(deployment))
     elif clinic:
         from flwr_replay.deploy.clinic import examine_clinic
 
-        healthy, text = examine_clinic(Path(clinic).expanduser().absolute())
+        healthy, text = examine_clinic(absolute(clinic))
     else:
         from flwr_replay.cli.doctor import examine
 
@@ -393,7 +390,3 @@ def _refuse_unclear(words: Sequence[str]) -> None:
             raise ConfigError(f"{name} must not be empty; got {value!r}: give a value or leave it out")
         if OTHER_DIGITS.fullmatch(value):
             raise ConfigError(f"{name} must be written with the digits 0 to 9; got {value!r}: of a file, begin with ./")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

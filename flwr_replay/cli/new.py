@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from flwr_replay.cli.places import absolute
 from flwr_replay.config.catalogue import choices
 from flwr_replay.errors import ConfigError, RunError
 
@@ -77,7 +78,7 @@ def _write(kind: str, name: str, into: str) -> None:
         raise ConfigError(f"there is a strategy {name} already: choose another name")
     if kind != "app" and util.find_spec(name):
         raise ConfigError(f"a Python package or module is called {name} already: choose another name")
-    folder = Path(into).expanduser().absolute()
+    folder = absolute(into)
     place = folder / name
     if not folder.is_dir():
         raise RunError(f"--into must be a folder that exists; got {folder}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
+from flwr_replay.cli.places import absolute
 from flwr_replay.files.atomic import private_folder
 from flwr_replay.forecast.officer import findings, planned, study_options
 from flwr_replay.report.officer_page import sums, verdict, write_officer_page
@@ -15,10 +15,10 @@ __all__ = ["page"]
 
 def page(options: Sequence[str], study: str, policy: str, clinics: str, out: str, as_json: bool) -> int:
     """Write the page, print its verdict, and return the exit code: 1 if the policy refuses something."""
-    given = study_options(Path(study).expanduser()) if study else []
+    given = study_options(absolute(study)) if study else []
     simulation, names = planned([*given, *options], [name for name in clinics.split(",") if name])
-    found = findings(simulation, names, Path(policy).expanduser().absolute() if policy else None)
-    folder = private_folder(Path(out).expanduser().absolute())
+    found = findings(simulation, names, absolute(policy) if policy else None)
+    folder = private_folder(absolute(out))
     earlier = " (the earlier one is replaced)" * any(folder.glob("officer.*"))
     html, data = write_officer_page(folder, found)
     if as_json:

@@ -1,15 +1,28 @@
-"""The folders that commands are given: that they are there, and which run is meant by `last`."""
+"""What commands share: options of their own, and the folders that they are given, one of which may be `last`."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from flwr_replay.errors import RunError
 
-__all__ = ["LAST", "absolute", "finished_place", "runs_folder"]
+__all__ = ["LAST", "AsJson", "Options", "RunsDir", "absolute", "finished_place", "runs_folder", "say"]
 
 LAST = "last"  # the run in runs/ that began last
 ROOT = "runs"  # where commands put their runs unless told otherwise
+
+Options = Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]…")]
+RunsDir = Annotated[str, typer.Option("--runs-dir", help="The folder for run directories.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def say(text: str = "loading …") -> None:
+    """Tell the user what is done, beside the result."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def absolute(place: str) -> Path:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +15,7 @@ import typer
 
 from flwr_replay.cli.attack import attack
 from flwr_replay.cli.audit import show_audit
+from flwr_replay.cli.places import AsJson, say
 from flwr_replay.cli.synthetic import show_synthetic
 from flwr_replay.config.quoting import digits
 from flwr_replay.errors import ConfigError
@@ -43,7 +43,6 @@ Noise = Annotated[
 ]
 Epochs = Annotated[int, typer.Option("--epochs", min=1, help="Epochs, of ⌊|D|/b⌋ steps each.")]
 Delta = Annotated[float, typer.Option("--delta", help="0 means 1/|D|.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 @app.command("epsilon")
@@ -53,7 +52,7 @@ def show_epsilon(
     """Print the epsilon of DP-SGD, by Rényi DP (RDP) and by privacy loss random variables (PRV)."""
     from flwr_replay.privacy.accounting import SampledGaussian
 
-    _say("computing …")
+    say("computing …")
     cost = SampledGaussian.of_epochs(examples=examples, batch=batch, sigma=noise, epochs=epochs)
     _print(cost, examples, batch, epochs, delta or 1 / examples, as_json)
 
@@ -71,7 +70,7 @@ def show_noise(
     """Print the least noise that keeps DP-SGD within an epsilon."""
     from flwr_replay.privacy.accounting import SampledGaussian, noise_for
 
-    _say("computing …")
+    say("computing …")
     delta = delta or 1 / examples
     cost = SampledGaussian.of_epochs(examples=examples, batch=batch, sigma=0, epochs=epochs)
     sigma = math.ceil(1e4 * noise_for(epsilon, delta, [(cost.rate, cost.steps)], accountant)) / 1e4
@@ -92,7 +91,7 @@ def plot(
     from flwr_replay.privacy.accounting import SampledGaussian, epsilon
     from flwr_replay.report.plots import epsilons
 
-    _say("computing …")
+    say("computing …")
     sizes, curves, marks, lines = _sizes(examples), {}, {}, []
     for size in sizes:
         whole = SampledGaussian.of_epochs(examples=size, batch=batch, sigma=noise, epochs=epochs)
@@ -149,7 +148,7 @@ def _print(cost: SampledGaussian, examples: int, batch: int, epochs: int, delta:
         found["prv"] = epsilon([cost], delta, "prv")
     except ConfigError as error:  # PRV cannot compute it; RDP's bound holds
         found["prv"] = None
-        _say(str(error))
+        say(str(error))
     report: dict[str, Any] = {
         "epsilon": found,
         "delta": delta,
@@ -170,7 +169,3 @@ def _print(cost: SampledGaussian, examples: int, batch: int, epochs: int, delta:
         f"{cost.rate:.4g}\n"
         "for neighbours that differ by one example, with Poisson sampling; shuffled epochs are not covered"
     )
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flwr_replay.cli.places import AsJson, say
 from flwr_replay.errors import ConfigError
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import
@@ -45,7 +45,7 @@ def show_synthetic(
     out: Annotated[
         str, typer.Option("--out", help="Folder for figures and pictures; they show patients' images.")
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Attack an institution's own generator, at the institution: nothing leaves.
 
@@ -60,7 +60,7 @@ def show_synthetic(
         name = stages.institution.name
         if institution not in ("", name):
             continue
-        print(f"{name}: attacking its generator …", file=sys.stderr, flush=True)
+        say(f"{name}: attacking its generator …")
         folder = Path(out).absolute() / name if out else stages.institution.state / "synthetic" / stages.identity
         private_folder(folder)
         under_dp = stages.budget is not None
