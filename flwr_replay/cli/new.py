@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import keyword
-import os
 import re
-import shutil
 from importlib import util
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +13,7 @@ import typer
 from flwr_replay.cli.places import absolute
 from flwr_replay.config.catalogue import choices
 from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.files.atomic import new_folder
 
 __all__ = ["app"]
 
@@ -85,8 +84,7 @@ def _write(kind: str, name: str, into: str) -> None:
     if place.exists():
         raise RunError(f"the folder must be new; {place} exists: choose another name, or --into")
     words = {CALLED[kind]: name, "MyMethod": name.capitalize()}
-    new = place.with_name(f".{name}.{os.getpid()}.tmp")
-    try:
+    with new_folder(place) as new:
         for source in sorted((TEMPLATES / kind).rglob("*")):
             if source.is_file() and "__pycache__" not in source.parts:
                 inside, text = str(source.relative_to(TEMPLATES / kind)), source.read_text(encoding="utf-8")
@@ -94,7 +92,4 @@ def _write(kind: str, name: str, into: str) -> None:
                     inside, text = inside.replace(old, own), text.replace(old, own)
                 (new / inside).parent.mkdir(parents=True, exist_ok=True)
                 (new / inside).write_text(text, encoding="utf-8")
-        os.rename(new, place)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
     print(f"{place}\n{NEXT}")

@@ -21,7 +21,6 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 
-from flwr_replay.deploy.deployment_texts import SCRIPTS_OF_COORDINATOR
 from flwr_replay.deploy.examining import (
     certificate,
     connection,
@@ -98,7 +97,7 @@ def examine_coordinator(folder: Path) -> tuple[bool, str]:
 
 
 def _files(folder: Path) -> Iterator[str]:
-    files = (*SCRIPTS_OF_COORDINATOR, "study/pyproject.toml")
+    files = ("superlink.sh", "connect.sh", "register.sh", "run.sh", "study/pyproject.toml")
     if missing := [name for name in files if not (folder / name).is_file()]:
         raise RunError(
             f"{', '.join(missing)} must lie in {folder}: give `flwr-replay deploy init` the same options and another "

@@ -3,6 +3,7 @@
     deployment/coordinator/   certificates, the study, scripts for SuperLink, keys and runs, README.md
     deployment/<clinic>/      ca.crt, the study, a proposed policy, scripts for key and SuperNode, README.md
 
+Their texts are the templates in `flwr_replay/templates/deployment`, in which `<<name>>` stands for a value.
 No clinic's private key is in it: a key is made at the clinic, by `make-key.sh`. `flwr_replay/deploy/clinic.py` checks a
 clinic's folder where it is used.
 """
@@ -10,10 +11,8 @@ clinic's folder where it is used.
 from __future__ import annotations
 
 import math
-import os
 import re
-import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -26,37 +25,21 @@ from flwr_replay.config.privacy import PrivacyConfig
 from flwr_replay.config.quoting import key_of, toml_text
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import require
-from flwr_replay.deploy.deployment_texts import (
-    CLINIC,
-    COORDINATOR,
-    LEAVES,
-    MAKE_SEAL_KEY,
-    MASKED_POLICY,
-    MASKED_STUDY,
-    PEERS,
-    POLICY,
-    SCRIPTS_OF_CLINIC,
-    SCRIPTS_OF_COORDINATOR,
-    SEAL_KEYS,
-    SEALED_POLICY,
-    SEALED_STEP,
-    SEALED_STUDY,
-    STAYS,
-    STUDY,
-)
 from flwr_replay.engines.certificates import CA, write_certificates
 from flwr_replay.errors import ConfigError, RunError
-from flwr_replay.files.atomic import private_folder, read_bytes, write_atomic
+from flwr_replay.files.atomic import new_folder, private_folder, read_bytes, write_atomic
 from flwr_replay.forecast.forecast import exchanged
 from flwr_replay.institution.policy import RANDOM
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.payloads.common import Evaluation, Present
+from flwr_replay.report.uploads import RECONSTRUCT
 from flwr_replay.runs.environment import versions
 from flwr_replay.runs.execute import Job
 from flwr_replay.wire.payload import rows
 
 __all__ = ["COORDINATOR_FOLDER", "PEERS_FILE", "host_of", "init"]
 
+TEMPLATES = Path(__file__).parent.parent / "templates" / "deployment"
 COORDINATOR_FOLDER, PEERS_FILE = "coordinator", "peers.txt"
 CLINIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")  # a folder, a file, a word of a shell, a TOML text
 HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
@@ -67,6 +50,17 @@ DAYS = 365  # that certificates are valid
 EXAMPLES = 1000  # of an institution, where only the kinds and the largest message matter
 UPLOAD_MB = 64  # FedReplay's largest message, unless strategy.chunk-mb says otherwise
 TESTS = 500
+STAYS = "Your images stay in this building."
+LEAVES = {  # by the kind of field, the gravest first
+    "per-sample-raw": "Some of your images leave this building as they are, with their labels, for all the others.",
+    "per-sample": f"{STAYS} Numbers that were computed from every single one leave. {RECONSTRUCT}",
+    "synthetic": f"{STAYS} Images leave that a generator drew after them; they may resemble yours.",
+}
+SEALED_STUDY = "The run is sealed: the server cannot read what the clinics send each other."
+MASKED_STUDY = "The run is masked: of weights the server reads the mean of all clinics, and no single clinic's."
+SEALED_POLICY = "# No run in which the server could read weights.\nsealed: true\n"
+MASKED_POLICY = "# No run in which the server could read this clinic's weights alone.\nmasked: true\n"
+SEAL_KEYS = ' seal-key=\\"$PWD/seal.key\\" seal-peers=\\"$PWD/peers.txt\\"'
 
 
 def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Path) -> None:
@@ -101,18 +95,20 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
             f"`deploy init` writes no start scripts for code of your own, {config.own_parts[0]}: a clinic must install "
             "and allow it by hand, as the page docs/extend.md in flwr-replay's repository says"
         )
-    policy, kinds = _policy(config, clinics)
+    policy = _policy(config, clinics)
     require(not set(str(place)) & set('"\\\n'), f"--out must have no double quotes or backslashes; got {place}")
     if place.exists():
         raise RunError(f"a deployment's folder must be new; {place} exists: choose another --out, or delete it")
-    new = place.with_name(f".{place.name}.{os.getpid()}.tmp")
-    try:
+    with new_folder(place) as new:
         known = versions()
         pairs = [one.partition("=") for one in given]
         named = {key.replace("_", "-"): value for key, _, value in pairs if key != "rounds"}
         lines = "\n".join(f"{toml_text(key)} = {toml_text(value)}" for key, value in named.items())
-        study = STUDY.format(options=lines, nodes=len(clinics), rounds=config.rounds)
-        words = {
+        words: dict[str, object] = {
+            **policy,
+            "options": lines,
+            "nodes": len(clinics),
+            "rounds": config.rounds,
             "clinics": ", ".join(clinics),
             "names": " ".join(clinics),
             "address": address,
@@ -122,29 +118,24 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
             "versions": f"flwr-replay={known['flwr-replay']} flwr={known['flwr']}",
             "replay_version": known["flwr-replay"],
             "days": DAYS,
-            "leaves": next((LEAVES[kind] for kind in LEAVES if kind in kinds), STAYS),
+            "leaves": next((LEAVES[kind] for kind in LEAVES if kind in policy["kinds"].split(", ")), STAYS),
             "private": _private(config.privacy),
         }
         home = private_folder(new / COORDINATOR_FOLDER)
         hosts = dict.fromkeys([host.strip("[]"), "localhost", "127.0.0.1"])
         words["ends"] = write_certificates(home / "certificates", list(hosts), DAYS).date()
         private_folder(home / "keys")
-        _write(home, study, {"README.md": COORDINATOR, **SCRIPTS_OF_COORDINATOR}, words)
+        _write("coordinator", home, words)
         for k, name in enumerate(clinics):
             own = private_folder(new / name)
             write_atomic(own / CA, read_bytes(home / "certificates" / CA))
-            write_atomic(own / "policy.yaml", policy)
-            _write(
-                own,
-                study,
-                {"README.md": CLINIC, **SCRIPTS_OF_CLINIC},
-                {**words, **_sealed(config, name), "name": name, "local_port": LOCAL_PORT + k},
-            )
+            hidden = SEALED_STUDY if config.sealed else MASKED_STUDY
+            of_clinic = {**words, "hidden": hidden, "name": name, "local_port": LOCAL_PORT + k}
+            step = _filled("step.md", of_clinic).rstrip()
+            pinned = {"make_seal_key": _filled("make-seal-key", of_clinic), "sealed_step": step, "seal_keys": SEAL_KEYS}
+            _write("clinic", own, of_clinic | (pinned if config.pinned else dict.fromkeys(pinned, "")))
             if config.pinned:
-                write_atomic(own / PEERS_FILE, PEERS.format(name=name))
-        os.rename(new, place)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
+                write_atomic(own / PEERS_FILE, _filled(PEERS_FILE, of_clinic))
 
 
 def host_of(address: str) -> tuple[str, int]:
@@ -184,11 +175,8 @@ def _check_names(clinics: Sequence[str]) -> None:
         )
 
 
-def _policy(config: RunConfig, clinics: Sequence[str]) -> tuple[str, set[str]]:
-    """Propose the narrowest policy under which a clinic can take part: the method, its kinds, its largest message.
-
-    The kinds are returned, too.
-    """
+def _policy(config: RunConfig, clinics: Sequence[str]) -> dict[str, str]:
+    """Propose the narrowest policy under which a clinic can take part: the method, its kinds, its largest message."""
     job = Job.of(config, clinics)
     sums = make_task(config.task).label_sums(torch.arange(EXAMPLES))
     known = {"num_examples": EXAMPLES, "raw_bytes": EXAMPLES, **sums}
@@ -199,16 +187,15 @@ def _policy(config: RunConfig, clinics: Sequence[str]) -> tuple[str, set[str]]:
         kinds |= {row.kind: None for row in found if row.kind != "notice"}  # type: ignore[misc]
         largest = max(largest, sum(row.bytes for row in found))
         tests += one.times * isinstance(one.answer, Evaluation)
-    text = POLICY.format(
-        strategy=config.strategy.name,
-        kinds=", ".join(kinds),
-        upload=max(UPLOAD_MB, math.ceil(1.1 * largest / 1e6)),
-        metrics="exact" if config.task.kind == "regression" else "counted",
-        tests=max(TESTS, 2 * tests),
-        agreed=_agreed(config),
-        sealed=SEALED_POLICY if config.sealed else MASKED_POLICY if config.masked else "",
-    )
-    return text, set(kinds)
+    return {
+        "strategy": config.strategy.name,
+        "kinds": ", ".join(kinds),
+        "upload": str(max(UPLOAD_MB, math.ceil(1.1 * largest / 1e6))),
+        "metrics": "exact" if config.task.kind == "regression" else "counted",
+        "tests": str(max(TESTS, 2 * tests)),
+        "agreed": _agreed(config),
+        "sealed": SEALED_POLICY if config.sealed else MASKED_POLICY if config.masked else "",
+    }
 
 
 def _agreed(config: RunConfig) -> str:
@@ -241,16 +228,14 @@ def _private(privacy: PrivacyConfig) -> str:
     )
 
 
-def _sealed(config: RunConfig, name: str) -> dict[str, object]:
-    """Return what a clinic's files say of keys to seal or mask with; nothing if the run needs none."""
-    words = {"make_seal_key": MAKE_SEAL_KEY.format(name=name), "seal_keys": SEAL_KEYS}
-    hidden = SEALED_STUDY if config.sealed else MASKED_STUDY
-    words["sealed_step"] = SEALED_STEP.replace("<<name>>", name).replace("<<hidden>>", hidden).rstrip()
-    return dict.fromkeys(words, "") if not config.pinned else {**words}
+def _write(kind: str, folder: Path, words: Mapping[str, object]) -> None:
+    """Write the study and all other files of a folder; scripts can be run."""
+    private_folder(folder / "study")
+    write_atomic(folder / "study" / "pyproject.toml", _filled("pyproject.toml", words))
+    for name in [source.stem for source in (TEMPLATES / kind).iterdir()]:
+        write_atomic(folder / name, _filled(f"{kind}/{name}", words), mode=0o700 if name.endswith(".sh") else 0o600)
 
 
-def _write(folder: Path, study: str, files: dict[str, str], words: dict[str, object]) -> None:
-    write_atomic(private_folder(folder / "study") / "pyproject.toml", study)
-    for name, text in files.items():
-        filled = re.sub(r"<<(\w+)>>", lambda found: str(words[found[1]]), text)
-        write_atomic(folder / name, filled, mode=0o700 if name.endswith(".sh") else 0o600)
+def _filled(name: str, words: Mapping[str, object]) -> str:
+    text = (TEMPLATES / f"{name}.in").read_text(encoding="utf-8")
+    return re.sub(r"<<(\w+)>>", lambda found: str(words[found[1]]), text)

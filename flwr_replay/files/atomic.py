@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +44,7 @@ __all__ = [
     "home",
     "in_use",
     "make_folder",
+    "new_folder",
     "parsed",
     "private_folder",
     "read_bytes",
@@ -96,6 +98,17 @@ def private_folder(folder: Path) -> Path:
         make(folder)
         shut(folder)
     return folder
+
+
+@contextmanager
+def new_folder(place: Path) -> Iterator[Path]:
+    """Yield where to write a folder that appears as `place` at the end of a `with` block; an error leaves nothing."""
+    new = place.with_name(f".{place.name}.{os.getpid()}.tmp")
+    try:
+        yield new
+        os.rename(new, place)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def tighten(folder: Path) -> None:
