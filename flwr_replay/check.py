@@ -54,7 +54,7 @@ from flwr_replay.privacy.account import CHARGES
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import read_run_id
 from flwr_replay.rng import derived_seed
-from flwr_replay.runs.execute import Job, run_job
+from flwr_replay.runs.execute import Job, execute
 from flwr_replay.runs.opening import new_run_id
 from flwr_replay.server.recorder import Recorder
 from flwr_replay.state.store import RUNS
@@ -223,7 +223,7 @@ def _check_runs(name: str, folder: Path, overrides: Sequence[str]) -> None:
 def _run(overrides: list[str], stop_after: int | None = None) -> tuple[StateDict, WatchedGrid, dict[str, Any]]:
     config = compose(overrides)
     grid = WatchedGrid.simulated(app, {"overrides": shlex.join(overrides)}, config.nodes)
-    result, folder = run_job(grid, Job.of(config), Breaking(stop_after))
+    result, folder = execute(grid, config, Breaking(stop_after))
     return nested({file.stem: load_file(file) for file in _models(folder)}), grid, result
 
 

@@ -16,7 +16,7 @@ from flwr_replay.report.progress import LogDisplay
 from flwr_replay.report.run_page import PAGE, write_run_page
 from flwr_replay.report.summary import summary
 from flwr_replay.report.templates import spared
-from flwr_replay.runs.execute import Job, run_job
+from flwr_replay.runs.execute import execute
 from flwr_replay.server.asking import deployed
 from flwr_replay.server.one_line import errors_in_one_line
 from flwr_replay.terminal import wrapped
@@ -48,7 +48,7 @@ def main(grid: Grid, context: Context) -> None:
         refuse_resources(config)
         run_config = context.run_config if deployed(grid) else {}
         with users_code(FlwrReplayError):
-            result, folder = run_job(grid, Job.of(config), LogDisplay(), run_config)
+            result, folder = execute(grid, config, LogDisplay(), run_config)
     except (KeyboardInterrupt, SystemExit):  # so Flower ends the process whose token it refuses, or that was stopped
         logging.getLogger("flwr").error("error: %s", ENDED)
         raise

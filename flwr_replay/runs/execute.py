@@ -55,7 +55,7 @@ EVIDENCE = "That synthetic images lie far from real ones is evidence, and no gua
 
 NOT_DEPLOYED: Mapping[str, Any] = MappingProxyType({})
 
-__all__ = ["Job", "claim", "run_job", "settings_of"]
+__all__ = ["Job", "claim", "execute", "run_job", "settings_of"]
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,13 @@ def without_best(strategy: Movement) -> str:
     if strategy.settings.sealed:
         return "the run was sealed, so the server cannot read any model"
     return "the method has no global model" if isinstance(strategy, Relay) else ""
+
+
+def execute(
+    grid: Grid, config: RunConfig, display: Display, run_config: Mapping[str, Any] = NOT_DEPLOYED
+) -> tuple[dict[str, Any], Path]:
+    """Plan a run and run it over a grid; it returns what `run_job` returns."""
+    return run_job(grid, Job.of(config), display, run_config)
 
 
 def run_job(
