@@ -62,15 +62,7 @@ def partition(name: Name, into: Into = ".") -> None:
 
 
 def _write(kind: str, name: str, into: str) -> None:
-    """Copy a template under another name; the folder appears whole or not at all.
-
-    Raises
-    ------
-    ConfigError
-        If the name is not one for a module, or is taken.
-    RunError
-        If the folder exists already, or the one around it does not.
-    """
+    """Copy a template under another name; the folder appears whole or not at all."""
     if not NAME.fullmatch(name) or keyword.iskeyword(name):
         raise ConfigError(f"the name must be of small letters and digits, a letter first; got {name!r}")
     if kind == "strategy" and name in choices("strategy"):

@@ -22,7 +22,17 @@ from pathlib import Path
 from flwr_replay.config.parts import is_part
 from flwr_replay.errors import ConfigError, nearest
 
-__all__ = ["brought", "check_choice", "choices", "conf_dir", "conf_dir_of", "conf_path", "own_options", "package_of"]
+__all__ = [
+    "brought",
+    "check_choice",
+    "choices",
+    "conf_dir",
+    "conf_dir_of",
+    "conf_path",
+    "own_options",
+    "package_of",
+    "parts_of",
+]
 
 OURS = "flwr-replay"
 GROUP = "flwr_replay.strategies"
@@ -119,6 +129,12 @@ def package_of(strategy: str) -> Brought | None:
     if len(owners) > 1:
         raise ConfigError(f"a strategy's name must be one package's; {strategy} is of {_listed(owners)}")
     return others[0] if others else None
+
+
+def parts_of(strategy: str) -> tuple[str, ...]:
+    """Return the part that must be allowed for another package's strategy; none for ours; errors as of `package_of`."""
+    package = package_of(strategy)
+    return (package.part,) if package else ()
 
 
 def conf_dir_of(group: str, choice: str) -> Path:

@@ -30,6 +30,7 @@ from flwr_replay.config.catalogue import (
     conf_path,
     own_options,
     package_of,
+    parts_of,
 )
 from flwr_replay.config.halves import load_generator, load_strategy
 from flwr_replay.config.parts import OWN, allow, is_part
@@ -71,6 +72,8 @@ COUNTS = ("nodes", "rounds", "seed")  # Flower's run config needs a number for t
 LONGEST = 20_000  # characters of all options; the time of Hydra's parser grows with their square, here seconds
 WHOLE = 10**18
 _default: dict[str, dict[str, str]] = {}  # by a preset's file: the groups' choices where none is made, as far as known
+WORDS = lru_cache(maxsize=16)(shlex.split)  # the same text comes with every message
+HINTS = cache(get_type_hints)  # of a section, they take a millisecond
 CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 SECTIONS: dict[str, type] = {
     "task": TaskConfig,
@@ -114,7 +117,7 @@ def overrides_in(run_config: Mapping[str, Any]) -> list[str]:
     Every plain key is one override. The key `overrides` is split as a shell does, and wins over plain keys.
     """
     try:
-        further = _words(str(run_config.get("overrides", "")))
+        further = WORDS(str(run_config.get("overrides", "")))
     except ValueError as error:
         raise ConfigError(f"overrides must be quoted as in a shell; got {run_config['overrides']!r}: {error}") from None
     unset = [key for key, value in run_config.items() if value == "" or (key in COUNTS and value == 0)]
@@ -122,16 +125,9 @@ def overrides_in(run_config: Mapping[str, Any]) -> list[str]:
     return [*plain, *further]
 
 
-@lru_cache(maxsize=16)  # the same text comes with every message
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(shlex.split(text))
-
-
 def strategy_part(overrides: Sequence[str]) -> tuple[str, ...]:
     """Return the part that must be allowed if the overrides choose another package's strategy; none for ours."""
-    chosen = dict(_pairs(overrides)).get("strategy", "")
-    package = package_of(chosen)
-    return (package.part,) if package else ()
+    return parts_of(dict(_pairs(overrides)).get("strategy", ""))
 
 
 def compose_own(overrides: Sequence[str], typed: Sequence[str] = ()) -> RunConfig:
@@ -342,7 +338,7 @@ def _hydra(overrides: tuple[str, ...]) -> dict[str, Any]:
 
 def _build(cls: type, values: Mapping[str, Any], section: str) -> Any:
     """Construct a config dataclass; refuse unknown keys and values of the wrong type."""
-    hints = _hints(cls)
+    hints = HINTS(cls)
     known = [field.name for field in fields(cls)]
     prefix = f"{section}." if section else ""
     typed = {}
@@ -351,11 +347,6 @@ def _build(cls: type, values: Mapping[str, Any], section: str) -> Any:
             raise ConfigError(f"unknown option {prefix}{key}: {nearest(key, known)}")
         typed[key] = _typed(f"{prefix}{key}".replace("_", "-"), value, hints[key])
     return cls(**typed)
-
-
-@cache
-def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)  # of a section, it takes a millisecond
 
 
 def _typed(option: str, value: Any, hint: Any) -> Any:

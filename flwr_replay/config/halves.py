@@ -7,7 +7,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from flwr_replay.config.catalogue import choices, package_of
+from flwr_replay.config.catalogue import choices, package_of, parts_of
 from flwr_replay.config.parts import allow, import_allowed
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, nearest
@@ -19,8 +19,7 @@ OF_OTHERS = {"strategies": "strategy", "clients": "client"}  # modules in anothe
 
 def allow_strategy(name: str) -> None:
     """Let this process import a strategy that the user has named, if it is another package's."""
-    package = package_of(name)
-    allow([package.part] if package else [])
+    allow(parts_of(name))
 
 
 @cache

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 
-from flwr_replay.config.catalogue import package_of
+from flwr_replay.config.catalogue import parts_of
 from flwr_replay.config.privacy import PrivacyConfig
 from flwr_replay.config.sections import (
     NODES,
@@ -122,14 +123,8 @@ class RunConfig:
             f"sealed=true is for methods whose server only hands on what institutions send; that of strategy={name} "
             "computes with it: leave sealed out, or choose another strategy",
         )
-        for option, value, without in (
-            ("replay", self.replay.name, "none"),
-            ("model.weights", self.model.weights, ""),
-        ):
-            require(
-                value == without,
-                f"with sealed=true the server has nothing but sealed parcels; got {option}={value}: leave {option} out",
-            )
+        unset = {"replay": (self.replay.name, "none"), "model.weights": (self.model.weights, "")}
+        _refuse_beside("with sealed=true the server has nothing but sealed parcels", unset)
 
     def _check_masked(self) -> None:
         """Refuse what needs more of an institution's weights than their part in a sum."""
@@ -144,18 +139,14 @@ class RunConfig:
             f"masked=true needs at least three institutions; got nodes={self.nodes}: of two, each could compute the "
             "other's weights from the mean",
         )
-        for option, value, without in (
-            ("sealed", self.sealed, False),
-            ("replay", self.replay.name, "none"),
-            ("fraction", self.fraction, 1.0),
-            ("evaluate-before-mixing", self.evaluate_before_mixing, False),
-            ("forgetting", self.forgetting, False),
-        ):
-            require(
-                value == without,
-                f"with masked=true the server gets nothing but the mean of all; got {option}={value}: leave {option} "
-                "out",
-            )
+        unset = {
+            "sealed": (self.sealed, False),
+            "replay": (self.replay.name, "none"),
+            "fraction": (self.fraction, 1.0),
+            "evaluate-before-mixing": (self.evaluate_before_mixing, False),
+            "forgetting": (self.forgetting, False),
+        }
+        _refuse_beside("with masked=true the server gets nothing but the mean of all", unset)
 
     @property
     def pinned(self) -> bool:
@@ -165,11 +156,16 @@ class RunConfig:
     @property
     def own_parts(self) -> tuple[str, ...]:
         """What the run imports that is not ours: functions of its model, data and partition, a package's strategy."""
-        package = package_of(self.strategy.name)
-        parts = (self.model.build, self.task.load, self.partition.deal, package.part if package else "")
-        return tuple(part for part in parts if part)
+        functions = (self.model.build, self.task.load, self.partition.deal)
+        return (*filter(None, functions), *parts_of(self.strategy.name))
 
     @property
     def draws_images(self) -> bool:
         """Whether each institution trains an image generator, from which it draws synthetic images."""
         return self.strategy.traits.draws_images or self.replay.name == "buffer"
+
+
+def _refuse_beside(rule: str, options: Mapping[str, tuple[object, object]]) -> None:
+    """Refuse options that have another value than the one given with them, which means that they are left out."""
+    for option, (value, unset) in options.items():
+        require(value == unset, f"{rule}; got {option}={value}: leave {option} out")

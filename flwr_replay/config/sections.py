@@ -129,6 +129,11 @@ def bare(name: str) -> str:
     return re.sub(r"(?<=\w)[\s_-]+(?=\w)", "", spelled(text).casefold())
 
 
+def _check_own(group: str, name: str, part: str) -> None:
+    """Raise `ConfigError` unless the choice `own` of a group comes with its function."""
+    require(name != "own" or is_part(part), f"{group}=own needs its function: {group}={FUNCTION}; got {part!r}")
+
+
 CHANGES = ("flip", "rot90", "rotate", "shift", "crop")
 MODELS = ("mlp", "lenet5", "lenet5_unpadded", "cnn", "cnn1", "cnn2", "gabor", "deepset", "resnet18", "resnet34", "unet")
 FUNCTION = "package.module:function"
@@ -163,9 +168,7 @@ class TaskConfig:
     def __post_init__(self) -> None:
         one_of("task.kind", self.kind, ("classification", "regression", "segmentation"))
         one_of("task.fit", self.fit, ("pad", "crop", "stretch", "crop-cubic", "stretch-cubic", "exact"))
-        require(
-            self.name != "own" or is_part(self.load), f"task=own needs its function: task={FUNCTION}; got {self.load!r}"
-        )
+        _check_own("task", self.name, self.load)
         require(
             self.kind == "classification" or self.format not in ("folder", "bags"),
             f"task={self.name} has classes only; got task.kind={self.kind}: read images with numbers or masks by a "
@@ -229,10 +232,7 @@ class PartitionConfig:
 
     def __post_init__(self) -> None:
         one_of("partition.name", self.name, ("iid", "majority", "ks", "natural", "dirichlet", "shares", "own"))
-        require(
-            self.name != "own" or is_part(self.deal),
-            f"partition=own needs its function: partition={FUNCTION}; got {self.deal!r}",
-        )
+        _check_own("partition", self.name, self.deal)
         one_of("partition.majors", self.majors, ("distinct", "random"))
         one_of("partition.rest", self.rest, ("as-left", "uniform"))
         one_of("partition.test", self.test, ("iid", "mirror"))
@@ -253,10 +253,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         one_of("model.name", self.name, (*MODELS, "own"))
-        require(
-            self.name != "own" or is_part(self.build),
-            f"model=own needs its function: model={FUNCTION}; got {self.build!r}",
-        )
+        _check_own("model", self.name, self.build)
         one_of("model.stem", self.stem, ("published", "small"))
         one_of("model.norm", self.norm, ("batch", "group"))
         within("model.", self, width=(1, WIDTH))

@@ -54,25 +54,7 @@ NAMES = re.compile(r"^for name in (.+); do$", re.MULTILINE)
 
 
 def examine_coordinator(folder: Path) -> tuple[bool, str]:
-    """Check a deployment.
-
-    Parameters
-    ----------
-    folder : Path
-        The coordinator's, as `deploy init` wrote it.
-
-    Returns
-    -------
-    bool
-        Whether nothing is wrong.
-    str
-        A line for each finding.
-
-    Raises
-    ------
-    ConfigError
-        If it is no coordinator's folder.
-    """
+    """Check a coordinator's folder; returns and errors as of `flwr_replay.deploy.clinic.examine_clinic`."""
     found = []
     for script, form in (("connect.sh", ADDRESS), ("register.sh", NAMES)):
         written = form.search(read_text(folder / script)) if (folder / script).is_file() else None

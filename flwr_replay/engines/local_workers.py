@@ -28,15 +28,7 @@ KILLED = "it was killed, as each that was to take its place: free memory, or hav
 
 
 class LocalGrid(WorkerGrid):
-    """K nodes, served by several processes of this machine; use it as a context.
-
-    Parameters
-    ----------
-    run_config, node_configs
-        As `WorkerGrid` has them.
-    workers : int
-        How many processes; no more are started than there are nodes.
-    """
+    """K nodes, served by so many workers, processes of this machine; no more are started than there are nodes."""
 
     def __init__(self, run_config: Mapping[str, Any], node_configs: list[Mapping[str, Any]], workers: int) -> None:
         super().__init__(run_config, node_configs)

@@ -152,7 +152,8 @@ def run_ray(simulation: Simulation, overrides: Sequence[str]) -> tuple[dict[str,
     config = simulation.job.config
     folder, overrides = named(config, overrides)
     overrides = [one for one in overrides if not one.replace("-", "_").startswith(("client_cpus=", "client_gpus="))]
-    cpus, gpus = os.cpu_count() or 1, _gpus(config.device)
+    sees_gpus = config.device == "auto" or config.device.startswith("cuda")
+    cpus, gpus = os.cpu_count() or 1, torch.cuda.device_count() if sees_gpus else 0
     if config.client_cpus > cpus or config.client_gpus > gpus:
         raise ConfigError(
             f"this machine must have client-cpus={config.client_cpus:g} and client-gpus={config.client_gpus:g} for "
@@ -217,7 +218,3 @@ def with_skew(
     with spared(folder / PAGE):
         write_run_page(folder)
     return result, folder
-
-
-def _gpus(device: str) -> int:
-    return torch.cuda.device_count() if device == "auto" or device.startswith("cuda") else 0

@@ -33,15 +33,7 @@ TRIES = 2  # processes that may die with the same message before it is an error
 
 
 class WorkerGrid(InlineGrid):
-    """K nodes, served by this package's ClientApp in several workers; use it as a context.
-
-    Parameters
-    ----------
-    run_config : Mapping[str, Any]
-        Flower's run config, which every node gets.
-    node_configs : list[Mapping[str, Any]]
-        One for each node.
-    """
+    """K nodes, served by this package's ClientApp in several workers; a context, with `InlineGrid`'s parameters."""
 
     at_once = None  # all workers have messages
 
@@ -184,8 +176,7 @@ class Worker(ABC):
     def lost(self, message: Message, fault: Exception) -> Message | None:
         """Return the reply to a message with which the process has died; None: this worker serves no more."""
 
-    @abstractmethod
-    def leave(self) -> None:
+    def leave(self) -> None:  # noqa: B027 - some have nothing to finish
         """Let the idle process end by itself."""
 
     @abstractmethod

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from math import inf
 from pathlib import Path
 from typing import IO, Any
@@ -21,7 +21,18 @@ from flwr_replay.errors import DamagedError, RunError
 from flwr_replay.files.atomic import Form, fits, parsed, read_bytes, sync, tally
 from flwr_replay.files.disk import entries, lock, locked, looked, opener, reading, shut, there, unlocking, writing
 
-__all__ = ["Lines", "check_begin", "each_line", "lines_of", "moved", "opened", "parts", "read_lines", "sound_lines"]
+__all__ = [
+    "Lines",
+    "add_line",
+    "check_begin",
+    "each_line",
+    "lines_of",
+    "moved",
+    "opened",
+    "parts",
+    "read_lines",
+    "sound_lines",
+]
 
 
 def each_line(path: Path, form: Form | None = None) -> Iterator[dict[str, Any]]:
@@ -129,6 +140,13 @@ def check_begin(folder: Path, grown: Mapping[str, Sequence[int]]) -> None:
                 f"{path} must begin with the {size} bytes that it had at the checkpoint; it is damaged: restore it "
                 "from a backup, or begin a new run"
             )
+
+
+def add_line(path: Path, record: dict[str, Any], to_disk: bool = False) -> None:
+    """Add a record to a file of JSON lines that is not kept open; with `to_disk`, wait for the disk."""
+    with closing(Lines(path)) as lines:
+        lines.append([record])
+        lines.flush(to_disk)
 
 
 class Lines:

@@ -8,7 +8,7 @@ does not reset the account.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from math import inf, isfinite
@@ -19,7 +19,7 @@ from flwr_replay.config.sections import NODES
 from flwr_replay.errors import BudgetError, DamagedError
 from flwr_replay.files.atomic import CHECKSUM, alone, checksum, private_folder, stamp, sync
 from flwr_replay.files.disk import there
-from flwr_replay.files.lines import Lines, read_lines
+from flwr_replay.files.lines import add_line, read_lines
 from flwr_replay.memory import remembered
 from flwr_replay.privacy.accounting import LocalRelease, SampledGaussian, epsilon
 
@@ -73,13 +73,7 @@ class Account:
             book.add(mechanism, cost, noise)
 
     def check(self, mechanism: str, cost: SampledGaussian) -> None:
-        """Refuse, as `charge` does, what the budget does not allow; charge nothing.
-
-        Raises
-        ------
-        BudgetError
-            If the budget does not allow all of these steps.
-        """
+        """Refuse, as `charge` does, what the budget does not allow; charge nothing."""
         self._check(self._read(), mechanism, cost)
 
     def _check(self, book: _Book, mechanism: str, cost: SampledGaussian) -> None:
@@ -167,10 +161,8 @@ class _Book:
     def add(self, mechanism: str, cost: SampledGaussian, noise: str) -> None:
         """Write a charge, and wait until it is on the disk."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        with closing(Lines(self.path)) as lines:
-            charge = {"time": now, "mechanism": mechanism, **asdict(cost), "noise": noise}
-            lines.append([{**charge, CHECKSUM: checksum(charge)}])
-            lines.flush(to_disk=True)
+        charge = {"time": now, "mechanism": mechanism, **asdict(cost), "noise": noise}
+        add_line(self.path, {**charge, CHECKSUM: checksum(charge)}, to_disk=True)
         self.costs.append(cost)
         self.mechanisms.append(mechanism)
         self.noises.add(noise)
@@ -178,13 +170,7 @@ class _Book:
         _sync(self.path.parent, self.written[0])
 
     def _whole(self, charge: dict[str, Any]) -> dict[str, Any]:
-        """Return a charge as it was written: damage could make it smaller. Older versions wrote no checksum.
-
-        Raises
-        ------
-        DamagedError
-            If it is another.
-        """
+        """Refuse a charge that is not as it was written: damage could make it smaller. Older ones have no checksum."""
         if charge.pop(CHECKSUM, None) not in (None, checksum(charge)):
             raise DamagedError(
                 f"every line of {self.path} must be as it was written; that of {charge.get('time')} is damaged: "
@@ -198,9 +184,7 @@ def _cost(charge: Mapping[str, Any]) -> SampledGaussian:
     return LocalRelease(*numbers, charge[LABELS]) if LABELS in charge else SampledGaussian(*numbers)
 
 
-@remembered(maxsize=NODES)
-def _book(folder: Path) -> _Book:
-    return _Book(folder)
+_book = remembered(maxsize=NODES)(_Book)
 
 
 @remembered(maxsize=NODES)  # entries on the disk stay there; a repaired file has another inode

@@ -25,13 +25,7 @@ def mechanisms_wanted(config: RunConfig) -> tuple[str, ...]:
 
 
 def check_fit(config: RunConfig, wanted: Container[str]) -> None:
-    """Refuse a task, replay or generator with which these mechanisms cannot be trained by DP-SGD.
-
-    Raises
-    ------
-    ConfigError
-        If so.
-    """
+    """Refuse a task, replay or generator with which these mechanisms cannot be trained by DP-SGD."""
     if config.privacy.end_to_end:
         _check_end_to_end(config)
     if config.model.build:

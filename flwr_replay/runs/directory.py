@@ -39,7 +39,6 @@ import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -50,7 +49,7 @@ from flwr.app import RecordDict
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import private_folder, sweep, tighten, write_atomic
-from flwr_replay.files.lines import Lines, read_lines
+from flwr_replay.files.lines import Lines, add_line, read_lines
 from flwr_replay.files.tensors import OF_RUN, nested, unnested, write_tensors
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.report.epsilon import largest
@@ -196,8 +195,7 @@ class RunDirectory(Recorder):
         """Record what epsilon an institution has spent; the ledger records its messages."""
         super().spent(exchange, name, epsilon, delta, mechanism, proven=proven)
         self.released[name]["dp"] = self.config.privacy.dp
-        with closing(Lines(self.path / "privacy.jsonl")) as lines:
-            lines.append([{"round": exchange, "institution": name, **self.released[name]}])
+        add_line(self.path / "privacy.jsonl", {"round": exchange, "institution": name, **self.released[name]})
 
     def generated(
         self, name: str, network: str, losses: list[float], **figures: Sequence[float] | float | None
@@ -215,8 +213,7 @@ class RunDirectory(Recorder):
     def failed(self, exchange: int, name: str, reason: str) -> None:
         """Record which institution takes no part, and why."""
         super().failed(exchange, name, reason)
-        with closing(Lines(self.path / "failures.jsonl")) as lines:
-            lines.append([self.failures[-1]])
+        add_line(self.path / "failures.jsonl", self.failures[-1])
 
     def end_exchange(self, snapshot: Snapshot) -> None:
         """Write a checkpoint, delete all but the last two, show progress."""

@@ -98,13 +98,7 @@ def resuming(folder: Path, rounds: int, engine: str = "") -> str:
 
 
 def refuse_fewer(folder: Path, rounds: int, done: int) -> None:
-    """Refuse to end a resumed run before the last whole round that it has done.
-
-    Raises
-    ------
-    RunError
-        If fewer rounds are wanted.
-    """
+    """Refuse to end a resumed run before the last whole round that it has done."""
     if rounds < done:
         raise RunError(
             f"a run is not made shorter; {folder} has done {done} rounds, now rounds={rounds}: give rounds={done} or "

@@ -20,19 +20,8 @@ from flwr_replay.files.disk import there
 __all__ = ["kept_overrides", "resolve", "run_overrides"]
 
 INLINE_NODES = 4
-FREE_TO_CHANGE = (
-    "rounds",
-    "timeout",
-    "wait",
-    "device",
-    "client_cpus",
-    "client_gpus",
-    "data_dir",
-    "replay.missing",
-    "record",
-    "record_mb",
-    "tracking",
-)
+PLACES_AND_TIMES = ("device", "client_cpus", "client_gpus", "timeout", "wait")
+FREE_TO_CHANGE = ("rounds", *PLACES_AND_TIMES, "replay.missing", "record", "record_mb", "tracking", "task.data_dir")
 
 
 def resolve(
@@ -57,10 +46,10 @@ def resolve(
 
         for option in options:
             key = key_of(option)
-            if key.removeprefix("task.") not in FREE_TO_CHANGE:
+            if key not in FREE_TO_CHANGE and f"task.{key}" not in FREE_TO_CHANGE:
+                *some, last = (name.replace("_", "-") for name in FREE_TO_CHANGE)
                 raise ConfigError(
-                    "a resumed run keeps its options, except rounds, device, client-cpus, client-gpus, timeout, wait, "
-                    f"replay.missing, record, record-mb, tracking and task.data-dir; got {option!r} with "
+                    f"a resumed run keeps its options, except {', '.join(some)} and {last}; got {option!r} with "
                     "--resume: leave it out"
                 )
         folder = Path(resume).expanduser()

@@ -43,13 +43,7 @@ Entry = tuple[int, Mapping[str, float], Mapping[str, Mapping[str, float]]]  # ex
 
 
 def check_tracker(tracker: str) -> None:
-    """Refuse a tracker whose package is not installed.
-
-    Raises
-    ------
-    ConfigError
-        If it is missing.
-    """
+    """Refuse a tracker whose package is not installed."""
     if tracker != "none" and find_spec(tracker) is None:
         raise ConfigError(
             f"tracking={tracker} needs the package {tracker}, which is not installed: "

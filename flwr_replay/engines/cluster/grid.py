@@ -225,9 +225,6 @@ class _Actor(Worker):
         else:
             super().end(at_once)
 
-    def leave(self) -> None:
-        pass  # an idle actor has nothing to finish
-
     def kill(self) -> None:
         ray.kill(self.actor)
 

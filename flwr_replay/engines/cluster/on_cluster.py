@@ -92,13 +92,7 @@ def run_on_cluster(
 
 
 def _files(config: RunConfig) -> list[str]:
-    """Return the files and folders that every machine must have.
-
-    Raises
-    ------
-    ConfigError
-        If a path is relative: the machines do not work in this folder.
-    """
+    """Return what every machine must have; refuse a relative path: the machines do not work in this folder."""
     own = [config.generator.checkpoint, getattr(config.generator, "perceptual_weights", "")]
     found = [path for path in (config.task.data_dir, *own) if path]
     for path in found:
@@ -112,10 +106,7 @@ def _kept(
 ) -> dict[int, str]:
     """Return a machine that has an institution's state in the run that is resumed, by partition.
 
-    Raises
-    ------
-    RunError
-        If an institution has taken part, and no living machine has its state.
+    An institution that has taken part, and whose state is on no living machine, ends the run.
     """
     kept = {k: key for k, name in enumerate(names) for key, one in found.items() if name in one.kept}
     answered = {line["institution"] for line in ledger_lines(folder, FORMS[LEDGER]) if line["direction"] == "up"}
