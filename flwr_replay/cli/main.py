@@ -21,13 +21,12 @@ from click.exceptions import Abort, ClickException, NoArgsIsHelpError
 from flwr_replay import __version__
 from flwr_replay.cli.deploy import app as deploy
 from flwr_replay.cli.deploy import rehearse
-from flwr_replay.cli.model import export, predict
 from flwr_replay.cli.new import app as new
 from flwr_replay.cli.options import options
 from flwr_replay.cli.places import LAST, AsJson, Options, RunsDir, absolute, finished_place, say
 from flwr_replay.cli.privacy import app as privacy
 from flwr_replay.cli.runs import app as runs
-from flwr_replay.cli.runs import watch
+from flwr_replay.cli.runs import export, predict, watch
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.parts import users_code
 from flwr_replay.errors import ConfigError, FlwrReplayError, one_line

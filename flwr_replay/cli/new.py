@@ -19,12 +19,8 @@ __all__ = ["app"]
 
 TEMPLATES = Path(__file__).parent.parent / "templates"
 NAME = re.compile(r"[a-z][a-z0-9]{0,39}")  # it becomes a folder, a module, a class and a word of a shell
-CALLED = {
-    "strategy": "mymethod",
-    "app": "myapp",
-    "study": "mystudy",
-    "partition": "mypartition",
-}  # what the templates call themselves
+# What the templates call themselves.
+CALLED = {"strategy": "mymethod", "app": "myapp", "study": "mystudy", "partition": "mypartition"}
 NEXT = "README.md in it says how to install and try it"
 
 app = typer.Typer(

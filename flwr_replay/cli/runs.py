@@ -1,4 +1,4 @@
-"""flwr-replay runs list | show | compare | plot | clean, and flwr-replay watch: look after runs that are there."""
+"""flwr-replay runs list | show | compare | plot | clean, watch, predict, export: what is done with runs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flwr_replay.cli.places import absolute, finished_place, runs_folder
+from flwr_replay.cli.places import LAST, RunsDir, absolute, finished_place, runs_folder, say
 
 if TYPE_CHECKING:
     from flwr_replay.api import Run
 
-__all__ = ["app", "watch"]
+__all__ = ["app", "export", "predict", "watch"]
 
 PICTURES = (".png", ".pdf", ".svg")
 
@@ -22,11 +22,16 @@ app = typer.Typer(
 )
 
 Places = Annotated[list[str], typer.Argument(metavar="RUN…")]
-Root = Annotated[str, typer.Option("--runs-dir", help="The folder for run directories.")]
+# Click 8.5 drops the help of Typer's arguments, so docstrings have it
+Place = Annotated[str, typer.Argument(metavar="RUN")]
+Institution = Annotated[str, typer.Option("--institution", help="Whose model, where each institution has its own.")]
+Best = Annotated[
+    bool, typer.Option("--best", help="The round that was best by its validation examples, in place of the last.")
+]
 
 
 @app.command("list")
-def list_runs(root: Root = "runs") -> None:
+def list_runs(root: RunsDir = "runs") -> None:
     """List all runs, also those of comparisons: state, metric, bytes on the disk."""
     from flwr_replay.errors import DamagedError, RunError
     from flwr_replay.report.progress import shown_bytes
@@ -121,9 +126,7 @@ def clean(
     clean(folders)
 
 
-def watch(
-    place: Annotated[str, typer.Argument(metavar="RUN")],
-) -> None:
+def watch(place: Place) -> None:
     """Follow a run that another process works on, until it has finished.
 
     RUN is a run directory, or `last`: the newest in runs/.
@@ -132,6 +135,58 @@ def watch(
 
     for line in watch(finished_place(place)):
         print(line, flush=True)
+
+
+def predict(
+    place: Place,
+    images: Annotated[str, typer.Argument(metavar="IMAGES")],
+    out: Annotated[str, typer.Option("--out", help="The CSV file to write; default: print.")] = "",
+    institution: Institution = "",
+    run: Annotated[str, typer.Option("--run", help="In a state directory, the run's id; default: the last.")] = "",
+    best: Best = False,
+) -> None:
+    """Predict the labels of images with the model of a finished run, as CSV with probabilities.
+
+    RUN is a run directory, `last` for the newest in runs/, or an institution's state directory. IMAGES is a folder of
+    images, a CSV file with a column image, or one image. With a column label the answer says which are right.
+    """
+    from flwr_replay.files.atomic import write_atomic
+    from flwr_replay.finished.predict import images_in, predictions, right_in
+    from flwr_replay.finished.trained import load_model
+
+    source = absolute(images)
+    folder = finished_place(place)
+    if place == LAST:
+        say(f"the model of {folder}")
+    model, rows = load_model(folder, institution, run, best=best), images_in(source)
+    text = predictions(model, rows, source if source.is_dir() else source.parent)
+    if not out:
+        print(text, end="")
+        return
+    write_atomic(absolute(out), text)
+    print(f"{len(rows)} predictions{right_in(text)}: {out}")
+
+
+def export(
+    place: Place,
+    form: Annotated[str, typer.Option("--format", help="torch (torch.export) | onnx.")] = "torch",
+    out: Annotated[str, typer.Option("--out", help="The file to write.")] = "model",
+    institution: Institution = "",
+    best: Best = False,
+) -> None:
+    """Write the model of a finished run as one file for other programs, and a model card beside it.
+
+    RUN is a run directory, `last` for the newest in runs/, or an institution's state directory.
+    """
+    from flwr_replay.finished.export import card
+    from flwr_replay.finished.export import export as write
+    from flwr_replay.finished.trained import load_model
+
+    folder = finished_place(place)
+    model = load_model(folder, institution, best=best)
+    text = card(folder, model, institution, best)
+    for file in write(model, form, absolute(out), text):
+        print(file)
 
 
 def _finished(places: list[str], what: str) -> list[Run]:

@@ -15,7 +15,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -34,18 +34,9 @@ from flwr_replay.config.catalogue import (
 )
 from flwr_replay.config.halves import load_generator, load_strategy
 from flwr_replay.config.parts import OWN, allow, is_part
-from flwr_replay.config.privacy import PrivacyConfig
 from flwr_replay.config.quoting import key_of, quoted, short, value_of
 from flwr_replay.config.run import RunConfig
-from flwr_replay.config.sections import (
-    GeneratorConfig,
-    ModelConfig,
-    PartitionConfig,
-    PriorConfig,
-    ReplayConfig,
-    TaskConfig,
-    TrainingConfig,
-)
+from flwr_replay.config.sections import ModelConfig
 from flwr_replay.config.strict_yaml import LOADER, read_yaml
 from flwr_replay.errors import ConfigError, nearest
 
@@ -73,18 +64,10 @@ LONGEST = 20_000  # characters of all options; the time of Hydra's parser grows 
 WHOLE = 10**18
 _default: dict[str, dict[str, str]] = {}  # by a preset's file: the groups' choices where none is made, as far as known
 WORDS = lru_cache(maxsize=16)(shlex.split)  # the same text comes with every message
-HINTS = cache(get_type_hints)  # of a section, they take a millisecond
 CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
-SECTIONS: dict[str, type] = {
-    "task": TaskConfig,
-    "partition": PartitionConfig,
-    "model": ModelConfig,
-    "training": TrainingConfig,
-    "replay": ReplayConfig,
-    "generator": GeneratorConfig,
-    "prior": PriorConfig,
-    "privacy": PrivacyConfig,
-}
+HINTS = cache(get_type_hints)  # of a section, they take a millisecond
+SECTIONS = {name: kind for name, kind in HINTS(RunConfig).items() if isinstance(kind, type) and is_dataclass(kind)}
+SECTIONS.pop("strategy")  # each has its own
 OF_CHOICES = ("generator", "prior")  # sections whose choices have options of their own
 
 

@@ -35,15 +35,8 @@ from flwr_replay.rng import derived_rng
 
 __all__ = ["deal", "rehearse", "supernode"]
 
-OWN = (
-    "nodes",
-    "runs_dir",
-    "run_name",
-    "task",
-    "data_dir",
-    "task.data_dir",
-    "partition",
-)  # what a rehearsal sets itself
+# What a rehearsal sets itself.
+OWN = ("nodes", "runs_dir", "run_name", "task", "data_dir", "task.data_dir", "partition")
 SHOWN = 8  # lines of a log
 
 

@@ -24,8 +24,8 @@ from flwr_replay.data import Partition
 from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.data.skew import is_continuous, label_histogram
 from flwr_replay.engines.inline import InlineGrid, partitions
-from flwr_replay.engines.local_workers import LocalGrid
 from flwr_replay.engines.superlink import flwr_run, superlink
+from flwr_replay.engines.workers import LocalGrid
 from flwr_replay.errors import ConfigError, PrivacyError, RunError
 from flwr_replay.files.atomic import home, read_text, write_atomic
 from flwr_replay.institution.pictures import gather

@@ -1,17 +1,25 @@
-"""Grids whose nodes are served by several workers: what `--workers N` and a Ray cluster have in common.
+"""Grids whose nodes are served by several workers: processes of this machine, or of a Ray cluster (`cluster/grid.py`).
 
 A node stays with its worker, so what a worker holds in memory stays warm: data, models, an institution's last state. A
 worker gets one message at a time. The results have the same bits as in one process. Only an exchange with several
 institutions is faster: a serial method asks one at a time.
+
+With `--workers N`, messages go through pipes to N processes of this machine. Where one is killed, another takes its
+place and is asked the same again: a repeated message gives the same bits, but for secret noise. No worker outlives the
+process that started it.
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import pickle
+import signal
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, ClassVar, Self
 from uuid import uuid4
@@ -21,14 +29,18 @@ from flwr.app import Error, Message
 from flwr_replay.client_app import app
 from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.errors import RunError
+from flwr_replay.processes import end_with_parent
+from flwr_replay.report.progress import without_colours
 
-__all__ = ["GRACE", "TRIES", "Worker", "WorkerGrid", "died"]
+__all__ = ["TRIES", "LocalGrid", "Worker", "WorkerGrid", "died"]
 
 PROCESS_DIED = 8  # Flower's code for a ClientApp whose process has ended
 LOOK = 1.0  # seconds that a look for replies lasts if there are none
 GRACE = 5  # seconds that an idle worker has to end
 STARTS = 120  # seconds that a worker may take to start
 HANG = "no worker has begun or answered a message for %g s: some hang, and the run goes on without their answers"
+BY_ITSELF = "see what it wrote above; a script must call run under `if __name__ == '__main__':`"
+KILLED = "it was killed, as each that was to take its place: free memory, or have fewer workers, and resume the run"
 TRIES = 2  # processes that may die with the same message before it is an error
 
 
@@ -187,3 +199,85 @@ class Worker(ABC):
 def died(message: Message, how: str) -> Message:
     """Return the reply to a message with which a process has died, as Flower's."""
     return Message(Error(PROCESS_DIED, f"the worker process has ended ({how})"), reply_to=message)
+
+
+class LocalGrid(WorkerGrid):
+    """K nodes, served by so many workers, processes of this machine; no more are started than there are nodes."""
+
+    def __init__(self, run_config: Mapping[str, Any], node_configs: list[Mapping[str, Any]], workers: int) -> None:
+        super().__init__(run_config, node_configs)
+        served = (run_config, node_configs)
+        self.workers = [_Process(self, served) for _ in range(min(workers, len(node_configs)))]
+        self.serving = {node_id: self.workers[node_id % len(self.workers)] for node_id in self.contexts}
+
+
+class _Process(Worker):
+    """A process of this machine, at the other end of a pipe."""
+
+    faults = (EOFError, OSError, pickle.PickleError, MemoryError)
+
+    def __init__(self, grid: LocalGrid, served: tuple[Mapping[str, Any], list[Mapping[str, Any]]]) -> None:
+        super().__init__(grid)
+        self.served = served
+
+    def start(self) -> None:
+        context = multiprocessing.get_context("spawn")  # a fork of a process with PyTorch's threads may hang
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, *self.served))
+        self.process.start()
+        theirs.close()  # so that its end is seen here
+        self.ready = False
+
+    def ask(self, message: Message) -> Message:
+        if not self.ready:
+            self.pipe.recv()
+            self.ready = True
+        self.pipe.send(message)
+        reply: Message = self.pipe.recv()
+        return reply
+
+    def lost(self, message: Message, fault: Exception) -> Message | None:
+        for deaths in range(1, TRIES + 2):
+            self.process.kill()
+            self.process.join()
+            code = self.process.exitcode
+            by_itself = code is not None and code >= 0
+            if not self.ready and (by_itself or deaths > TRIES):
+                self.grid.broken(
+                    f"every worker must start; one ended while it started (exit code {code}): "
+                    f"{BY_ITSELF if by_itself else KILLED}"
+                )
+                return None
+            self.start()
+            if deaths > TRIES:
+                break
+            try:
+                return self.ask(message)
+            except self.faults:
+                if self.ending:
+                    return None
+        return died(message, f"exit code {code}")
+
+    def leave(self) -> None:
+        self.pipe.close()
+
+    def kill(self) -> None:
+        if not self.thread.is_alive():
+            self.process.join(GRACE)
+        self.process.kill()
+        self.process.join()
+
+
+def _serve(pipe: Connection, run_config: Mapping[str, Any], node_configs: list[Mapping[str, Any]]) -> None:
+    """Be a worker: answer messages until the other end of the pipe is closed."""
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
+    without_colours()
+    nodes = InlineGrid(app, run_config, node_configs)
+    pipe.send("ready")
+    while True:
+        try:
+            message = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(nodes.answer(message))

@@ -136,7 +136,7 @@ def load_model(place: str | Path, institution: str = "", run: str = "", *, best:
         if best:
             network = _network(config, model_of(folder, BestModel(folder).file()))
         else:
-            network = _of_institution(folder, institution, config) if institution else _global(folder, config)
+            network = _of_run(folder, institution, config)
         scale = _label_scale(folder, config)
     elif (folder / RUNS).is_dir():
         of_run = _chosen(folder / RUNS, run)
@@ -154,22 +154,17 @@ def load_model(place: str | Path, institution: str = "", run: str = "", *, best:
     return TrainedModel(network, config.task, *(scale or (0.0, 1.0))).eval()
 
 
-def _global(folder: Path, config: RunConfig) -> nn.Module:
-    file = folder / "models" / "global.safetensors"
-    if not file.exists():
+def _of_run(folder: Path, institution: str, config: RunConfig) -> nn.Module:
+    """Return the global model; by an institution's name what the server has of it, or its private one if simulated."""
+    file = folder / "models" / f"{institution or 'global'}.safetensors"
+    if file.exists():
+        return _network(config, model_of(folder, file))
+    if not institution:
         known = [path.stem for path in entries(folder / "models", "*.safetensors")]
         named = f"one of {', '.join(known)}" if known else "NAME, of an institution whose model it is"
         raise RunError(
             f"{folder} has no global model: its method keeps one at each institution; give --institution {named}"
         )
-    return _network(config, model_of(folder, file))
-
-
-def _of_institution(folder: Path, institution: str, config: RunConfig) -> nn.Module:
-    """Return a model that the server has by an institution's name, or a simulated institution's private one."""
-    file = folder / "models" / f"{institution}.safetensors"
-    if file.exists():
-        return _network(config, model_of(folder, file))
     states = home() / "state" / "simulation"
     of_run = states / institution / RUNS / read_run_id(folder)
     if not of_run.is_dir():

@@ -60,10 +60,9 @@ from flwr_replay.report.progress import Display, Progress
 from flwr_replay.report.run_files import CONFUSION, FORMS, mark_of, write_of, write_result
 from flwr_replay.report.summary import warnings
 from flwr_replay.runs.best import BestModel, best_of
-from flwr_replay.runs.checkpoints import Checkpoints
+from flwr_replay.runs.checkpoints import Checkpoints, TakingPart
 from flwr_replay.runs.environment import environment, versions
 from flwr_replay.runs.opening import refuse_fewer
-from flwr_replay.runs.taking_part import TakingPart
 from flwr_replay.runs.tracking import Tracking
 from flwr_replay.server.members import Member
 from flwr_replay.server.recorder import Recorder, Snapshot

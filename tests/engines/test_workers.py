@@ -11,9 +11,8 @@ from flwr.app import Message, RecordDict
 from flwr_replay.api import Where
 from flwr_replay.config.compose import compose
 from flwr_replay.engines import workers
-from flwr_replay.engines.local_workers import LocalGrid, _Process
 from flwr_replay.engines.simulate import Simulation, run_inline, simulate_by
-from flwr_replay.engines.workers import TRIES
+from flwr_replay.engines.workers import TRIES, LocalGrid, _Process
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.report.progress import Display
 from flwr_replay.server.asking import ask

@@ -20,8 +20,8 @@ from flwr_replay.memory import forget
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import write_of
 from flwr_replay.report.summary import summary
+from flwr_replay.runs.checkpoints import TakingPart
 from flwr_replay.runs.options import resolve
-from flwr_replay.runs.taking_part import TakingPart
 from flwr_replay.server.members import Member, Members
 from flwr_replay.server.recorder import Snapshot
 from flwr_replay.state.identity import proof_of
