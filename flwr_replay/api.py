@@ -33,17 +33,7 @@ ENGINES = ("inline", "ray")
 
 @dataclass(frozen=True)
 class Where:
-    """What serves the institutions.
-
-    Attributes
-    ----------
-    engine : str
-        inline or ray.
-    workers : int
-        With inline: processes of this machine.
-    ray_address : str
-        With ray: a running cluster's.
-    """
+    """What serves the institutions; `run` says what each of its values means."""
 
     engine: str = "inline"
     workers: int = 1

@@ -19,11 +19,6 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _group() -> None:
-    """Write the files of a real deployment; make keys; look after an institution's files."""
-
-
 @app.command()
 def init(
     clinics: Annotated[str, typer.Option("--clinics", help="The clinics' names, separated by commas.")],

@@ -49,21 +49,9 @@ def allow(parts: Iterable[str]) -> None:
 
 
 def check_allowed(parts: Iterable[str], allowed: str, how: str) -> None:
-    """Refuse a part that is not among those allowed, before anything of it is imported.
+    """Refuse the first part that is not among those allowed, before anything of it is imported.
 
-    Parameters
-    ----------
-    parts : iterable of str
-        The run's own parts.
-    allowed : str
-        The allowed ones, with spaces between.
-    how : str
-        How to allow one, for the error.
-
-    Raises
-    ------
-    RefusedError
-        For the first that is not allowed.
+    `allowed` has spaces between the parts; `how` says how to allow one.
     """
     for part in parts:
         if part not in allowed.split():
@@ -71,21 +59,9 @@ def check_allowed(parts: Iterable[str], allowed: str, how: str) -> None:
 
 
 def import_part(option: str, part: str) -> Callable[..., Any]:
-    """Import a function by its name; modules in the current folder are found, too.
+    """Import a function by its name, `package.module:function`; modules in the current folder are found, too.
 
-    Parameters
-    ----------
-    option : str
-        For errors: `model`.
-    part : str
-        `package.module:function`.
-
-    Raises
-    ------
-    RefusedError
-        If it was not allowed in this process.
-    ConfigError
-        If there is no such module or function.
+    Errors are those of `import_allowed`, and a `ConfigError` if there is no such function.
     """
     module, _, name = part.partition(":")
     if os.getcwd() not in sys.path:  # the command `flwr-replay` lies elsewhere

@@ -46,24 +46,9 @@ AGE = 300  # seconds after which a ClientApp that has hardly worked waits in vai
 
 
 def examine_clinic(folder: Path) -> tuple[bool, str]:
-    """Check a clinic's folder.
+    """Check a clinic's folder, as `deploy init` wrote it, with the clinic's data and key; refuse any other.
 
-    Parameters
-    ----------
-    folder : Path
-        As `deploy init` wrote it, with the clinic's data and key.
-
-    Returns
-    -------
-    bool
-        Whether all will work.
-    str
-        A line for each finding.
-
-    Raises
-    ------
-    ConfigError
-        If it is no clinic's folder.
+    Returns whether all will work, and a line for each finding.
     """
     own = _read(folder)
     checks = (_versions, _names, _clientapps, _policy, _data, _state, _key, _seal, _certificate, _connection)

@@ -54,7 +54,7 @@ NAMES = re.compile(r"^for name in (.+); do$", re.MULTILINE)
 
 
 def examine_coordinator(folder: Path) -> tuple[bool, str]:
-    """Check a coordinator's folder; returns and errors as of `flwr_replay.deploy.clinic.examine_clinic`."""
+    """Check a coordinator's folder, as `deploy init` wrote it; refuse any other; return as `examine_clinic` does."""
     found = []
     for script, form in (("connect.sh", ADDRESS), ("register.sh", NAMES)):
         written = form.search(read_text(folder / script)) if (folder / script).is_file() else None

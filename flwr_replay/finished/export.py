@@ -93,21 +93,7 @@ def export(model: TrainedModel, form: str, out: Path, text: str) -> tuple[Path, 
 def card(folder: Path, model: TrainedModel, institution: str, best: bool = False) -> str:
     """Return a model card in Markdown: what it was trained on, how well it does, what is protected, and limits.
 
-    Parameters
-    ----------
-    folder : Path
-        The run directory.
-    model : TrainedModel
-        Its model.
-    institution : str
-        Whose model it is; empty: the global one.
-    best : bool
-        Whether it is of the best round.
-
-    Raises
-    ------
-    RunError
-        If the run has no result.
+    The arguments are those by which `load_model` found the model in the run directory, which must have a result.
     """
     if not there(folder / RESULT):
         raise RunError(f"a model card needs a finished run; {folder} has no result.json: give a run directory")

@@ -108,21 +108,9 @@ def planned(options: Sequence[str], clinics: Sequence[str]) -> tuple[Simulation,
 
 
 def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | None) -> dict[str, Any]:
-    """Return what the named institutions would send, and the policy's verdict on it, as `officer.json` has it.
+    """Return what the named institutions would send, and their policy's verdict on it, as `officer.json` has it.
 
-    Parameters
-    ----------
-    simulation : Simulation
-        The planned run.
-    names : sequence of str
-        The institutions to speak of.
-    policy_file : Path or None
-        Their policy; None: what an institution without a policy allows.
-
-    Raises
-    ------
-    ConfigError
-        If the policy cannot be read.
+    Without a file, the policy is what an institution without one allows.
     """
     identify_process()
     policy, config = read_policy(policy_file), simulation.job.config
@@ -194,17 +182,7 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
 
 
 def refusals(policy: Policy, config: RunConfig, stages: Sequence[str]) -> list[dict[str, str]]:
-    """Return the verdict of every rule of a policy on a run as a whole, and on what each of its stages sends.
-
-    Parameters
-    ----------
-    policy : Policy
-        The institution's.
-    config : RunConfig
-        The run's options.
-    stages : sequence of str
-        Those that the run requests.
-    """
+    """Return the verdict of every rule of a policy on a run as a whole, and on what each requested stage sends."""
     load_client(config.strategy.name)  # its import declares the method's payloads
     found = [_verdict(key, check) for key, check in run_rules(policy, config).items()]
     for stage in dict.fromkeys(("roll-call", *stages, "evaluate")):
@@ -223,11 +201,10 @@ def _verdict(rule: str, check: Callable[[], None]) -> dict[str, str]:
 
 def _tests(policy: Policy, own: Sequence[Expected]) -> dict[str, str]:
     """Return the verdict on how many tests an institution is asked for."""
-    made: dict[str, int] = {}
+    made: Counter[str] = Counter()
     for one in own:
-        if isinstance(one.answer, Evaluation):
-            made[one.member.name] = made.get(one.member.name, 0) + one.times
-    last = max(made.values(), default=1) - 1
+        made[one.member.name] += one.times * isinstance(one.answer, Evaluation)
+    last = max(1, *made.values()) - 1
     return _verdict("max-evaluations", partial(policy.check_evaluations, last))
 
 

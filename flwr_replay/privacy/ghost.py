@@ -49,13 +49,7 @@ class LayerSeen:
 
 
 class Ghost:
-    """Clipped sums of one model.
-
-    Parameters
-    ----------
-    module : nn.Module
-        A model for which `serves` is true.
-    """
+    """Clipped sums of one model, for which `serves` is true."""
 
     def __init__(self, module: nn.Module) -> None:
         self.layers = [layer for layer in layers_of(module) if any(p.requires_grad for p in layer.parameters())]

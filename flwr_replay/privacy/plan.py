@@ -137,15 +137,7 @@ class PrivacyPlan:
         return self.counted if mechanism == COUNTS else mechanism in self.mechanisms
 
     def check_method(self, strategy: str, mechanisms: Sequence[str]) -> None:
-        """Refuse mechanisms that a method does not train by DP-SGD: its answers would wrongly be labelled so.
-
-        Parameters
-        ----------
-        strategy : str
-            Its name.
-        mechanisms : Sequence[str]
-            Those that it trains so, of its traits.
-        """
+        """Refuse what is not among the mechanisms that a method trains by DP-SGD: it would wrongly be labelled so."""
         _refuse_untrained(strategy, [name for name in self.mechanisms if name not in mechanisms], mechanisms)
 
     def counts(self) -> SampledGaussian:

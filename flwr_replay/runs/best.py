@@ -33,13 +33,7 @@ def best_of(history: Sequence[Evaluated], metric: str, higher_is_better: bool) -
 
 
 class BestModel:
-    """The best global weights of a run.
-
-    Parameters
-    ----------
-    folder : Path
-        The run directory.
-    """
+    """The best global weights of a run, by its directory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._mark = folder / "best", mark_of(folder)

@@ -157,13 +157,7 @@ class Entry(NamedTuple):
 
 
 class TakingPart:
-    """The institutions of a run directory, with what a resumed run must know of each.
-
-    Parameters
-    ----------
-    folder : Path
-        The run directory.
-    """
+    """The institutions of a run directory, with what a resumed run must know of each."""
 
     def __init__(self, folder: Path) -> None:
         self._lines = Lines(folder / MEMBERS)

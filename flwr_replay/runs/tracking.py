@@ -156,15 +156,7 @@ TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLfl
 
 
 class Tracking:
-    """Tells a run's tracker, if there is one, and gives up one that fails.
-
-    Parameters
-    ----------
-    config : RunConfig
-        The run's options.
-    folder : Path
-        The run directory.
-    """
+    """Tells a run's tracker, if its options name one, and gives up one that fails; `folder` is the run directory."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self.config, self.folder, self.file = config, folder, folder / TRACKING

@@ -247,28 +247,9 @@ def states() -> Path:
 
 
 def look(machines: Sequence[Machine], names: Sequence[str], run_id: str, files: Sequence[str]) -> dict[str, Equipment]:
-    """Ask every machine what it has.
+    """Ask every machine what it has, by its id; refuse one that cannot run this package or lacks one of the files.
 
-    Parameters
-    ----------
-    machines : sequence of Machine
-        At least one.
-    names : sequence of str
-        The institutions.
-    run_id : str
-        Of a run that is resumed; empty: none.
-    files : sequence of str
-        Absolute paths that must be there.
-
-    Returns
-    -------
-    dict of str to Found
-        By the machine's id.
-
-    Raises
-    ------
-    RunError
-        If a machine cannot run this package, or lacks a file.
+    `names` are the institutions'; `run_id` is that of a run that is resumed, empty for a new one.
     """
     token = make_folder(home(), "FLWR_REPLAY_HOME") / f".cluster-{secrets.token_hex(8)}.tmp"
     token.touch()

@@ -130,19 +130,10 @@ def _collected(grid: ClusterGrid, run_id: str, states: Path) -> Path:
 
 
 def ship(scratch: Path, own: bool) -> dict[str, object]:
-    """Copy into a folder what must travel; return it as entries of Ray's runtime environment.
+    """Copy into an empty folder what must travel; return it as entries of Ray's runtime environment.
 
-    Parameters
-    ----------
-    scratch : Path
-        An empty folder, which must stay until Ray has uploaded it.
-    own : bool
-        Whether the run names code of the user's own. Then the code in the working directory travels, too.
-
-    Raises
-    ------
-    ConfigError
-        If that code is too large.
+    The folder must stay until Ray has uploaded it. If the run names code of the user's `own`, the code in the working
+    directory travels, too, unless it is too large.
     """
     package = Path(flwr_replay.__file__).parent
     copy, skipped = scratch / "flwr_replay", shutil.ignore_patterns("__pycache__")
