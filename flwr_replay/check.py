@@ -35,9 +35,9 @@ from safetensors.numpy import load_file
 
 from flwr_replay.attacks.attacker import Auxiliary
 from flwr_replay.client_app import app
-from flwr_replay.config.catalogue import own_options
+from flwr_replay.config.catalogue import own_options, parts_of
 from flwr_replay.config.compose import compose, overrides_of
-from flwr_replay.config.halves import allow_strategy, load_client, load_strategy
+from flwr_replay.config.halves import load_client, load_strategy
 from flwr_replay.config.parts import allow
 from flwr_replay.data.partitions import DEALERS
 from flwr_replay.engines.inline import InlineGrid
@@ -196,7 +196,7 @@ def check_strategy(name: str, overrides: Sequence[str] = ()) -> None:
         At the first clause that does not hold; the message names it.
     """
     try:
-        allow_strategy(name)
+        allow(parts_of(name))
         _check_declared(name)
         _check_mechanisms(name)
         with tempfile.TemporaryDirectory(prefix="flwr-replay-check-") as folder:

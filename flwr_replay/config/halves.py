@@ -7,19 +7,14 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from flwr_replay.config.catalogue import choices, package_of, parts_of
-from flwr_replay.config.parts import allow, import_allowed
+from flwr_replay.config.catalogue import choices, package_of
+from flwr_replay.config.parts import import_allowed
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, nearest
 
-__all__ = ["allow_strategy", "load_client", "load_generator", "load_strategy"]
+__all__ = ["load_client", "load_generator", "load_strategy"]
 
 OF_OTHERS = {"strategies": "strategy", "clients": "client"}  # modules in another package, by our packages
-
-
-def allow_strategy(name: str) -> None:
-    """Let this process import a strategy that the user has named, if it is another package's."""
-    allow(parts_of(name))
 
 
 @cache

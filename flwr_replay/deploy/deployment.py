@@ -64,18 +64,9 @@ SEAL_KEYS = ' seal-key=\\"$PWD/seal.key\\" seal-peers=\\"$PWD/peers.txt\\"'
 
 
 def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Path) -> None:
-    """Write the folders of a deployment.
+    """Write the folders of a deployment, with the arguments of `flwr-replay deploy init`.
 
-    Parameters
-    ----------
-    clinics : sequence of str
-        The clinics' names.
-    address : str
-        HOST:PORT at which the clinics reach the coordinator.
-    options : sequence of str
-        Of the study, as for `flwr-replay run`; without a task, it is a folder of images.
-    place : Path
-        A new folder.
+    Without a task among the options, it is a folder of images.
 
     Raises
     ------

@@ -52,25 +52,9 @@ def rehearse(
 ) -> tuple[dict[str, Any], Path]:
     """Deal a folder of images among institutions, deploy on this machine, run, and stop everything.
 
-    Parameters
-    ----------
-    options : sequence of str
-        Of the run, as for `flwr-replay run`; size, channels and classes are read from the images if not given.
-    data : Path
-        A folder of images as task=folder reads it. A manifest's column `site` says whose an image is.
-    institutions : int
-        How many, if there is no such column; 0: as many as sites, else three.
-    policy : Path or None
-        Every institution's policy file; or a folder with a `<institution>.yaml` for each.
-    place : Path
-        A new folder for data, state, logs and the run.
-    say : callable
-        Receives the run's log with its summary, line by line; then the last lines of the log of each institution that
-        refused or failed, of all if there is no result.
-    tls : bool
-        Deploy with TLS, and with a key for each SuperNode.
-    record : bool
-        Every institution keeps its own messages, so that attacks can be tried on them.
+    The arguments are those of `flwr-replay rehearse`; without a number of institutions, they are as many as the
+    manifest's sites, else three. `say` receives the run's log with its summary, line by line; then the last lines of
+    the log of each institution that refused or failed, of all if there is no result.
 
     Returns
     -------
@@ -187,17 +171,7 @@ def _identity(link: SuperLink, key: Path) -> list[str]:
 
 
 def deal(rows: Sequence[ManifestRow], names: Sequence[str], root: Path) -> None:
-    """Copy each institution's images to `root/<name>`, with a `manifest.csv`.
-
-    Parameters
-    ----------
-    rows : sequence of Row
-        The images.
-    names : sequence of str
-        Whose each of them is.
-    root : Path
-        The folder of the institutions' folders.
-    """
+    """Copy each institution's images to `root/<name>`, with a `manifest.csv`; `names` says whose each image is."""
     for name in sorted(set(names)):
         folder = private_folder(root / name)
         own = [row for row, whose in zip(rows, names, strict=True) if whose == name]

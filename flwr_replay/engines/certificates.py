@@ -30,24 +30,7 @@ EARLIER = timedelta(hours=1)  # for clocks that are behind
 def write_certificates(folder: Path, hosts: Sequence[str], days: int) -> datetime:
     """Make a certificate authority and the server's certificate, and write them into a folder of their owner's.
 
-    Parameters
-    ----------
-    folder : Path
-        Made if it is not there.
-    hosts : sequence of str
-        IP addresses and host names by which the server is reached.
-    days : int
-        How long they are valid.
-
-    Returns
-    -------
-    datetime
-        When they end, UTC.
-
-    Raises
-    ------
-    RunError
-        If they cannot be written.
+    The server is reached by these hosts, IP addresses or names. Returns when the certificates end, UTC.
     """
     ca_key, key = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
     begins = datetime.now(UTC) - EARLIER

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from flwr_replay.config.catalogue import check_choice, choices
-from flwr_replay.config.halves import allow_strategy, load_strategy
+from flwr_replay.config.catalogue import check_choice, choices, parts_of
+from flwr_replay.config.halves import load_strategy
+from flwr_replay.config.parts import allow
 from flwr_replay.data.dealt import loaded
 from flwr_replay.engines.simulate import Simulation
 from flwr_replay.errors import ConfigError
@@ -237,7 +238,7 @@ def describe_strategies() -> dict[str, tuple[str, str]]:
     found = {}
     for name in choices("strategy"):
         try:
-            allow_strategy(name)
+            allow(parts_of(name))
             found[name] = idea_of(name)
         except ConfigError as error:
             found[name] = (str(error), "")
@@ -253,7 +254,7 @@ def document_of(name: str) -> str:
         If there is no such method.
     """
     check_choice("strategy", name)
-    allow_strategy(name)
+    allow(parts_of(name))
     return (inspect.getmodule(load_strategy(name)[0]).__doc__ or "").strip()
 
 

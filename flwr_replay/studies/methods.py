@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 
-from flwr_replay.config.catalogue import check_choice, choices
+from flwr_replay.config.catalogue import check_choice, choices, parts_of
 from flwr_replay.config.compose import SECTIONS
-from flwr_replay.config.halves import allow_strategy, load_generator, load_strategy
+from flwr_replay.config.halves import load_generator, load_strategy
+from flwr_replay.config.parts import allow
 from flwr_replay.config.quoting import digits
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, nearest
@@ -95,7 +96,7 @@ def options_of(options: Sequence[str], names: Sequence[str]) -> tuple[list[str],
         if "=" in name:
             raise ConfigError(f"the methods come first, without a name: compare fedavg,cwt rounds=5; got {name!r}")
         check_choice("strategy", name)
-        allow_strategy(name)
+        allow(parts_of(name))
     sections = [field.name for field in fields(RunConfig)]
     shared: list[str] = []
     own: dict[str, list[str]] = {name: [] for name in listed}

@@ -14,7 +14,7 @@ from harness import command, forked, node_configs, run, write_shards
 from flwr_replay.config import catalogue, halves
 from flwr_replay.config import compose as composing
 from flwr_replay.config.compose import compose, compose_own
-from flwr_replay.config.parts import VARIABLE
+from flwr_replay.config.parts import VARIABLE, allow
 from flwr_replay.errors import ConfigError, RefusedError
 from flwr_replay.files.atomic import read_json
 from flwr_replay.forecast.described import described
@@ -201,7 +201,7 @@ def test_an_institution_takes_the_strategy_that_it_allows(mine, tmp_path):
 
 
 def test_whoever_does_not_allow_it_is_left_out_and_the_run_goes_on(mine, tmp_path):
-    halves.allow_strategy(MINE)
+    allow(catalogue.parts_of(MINE))
     write_shards(tmp_path, dict.fromkeys("abc", 20))
     nodes = [{**node, "own-parts": PART if node["name"] != "b" else ""} for node in node_configs(tmp_path, tmp_path)]
     ran = run(tmp_path, [f"strategy={MINE}", "nodes=3", "rounds=1", "model=mlp", "model.width=4", *SMALL], nodes)
