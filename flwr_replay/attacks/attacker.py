@@ -111,16 +111,9 @@ class Attacker:
     def latents(self, encoder: nn.Module, latents_n: Tensor, few: int, dtype: str = "float32") -> Iterator[Attempt]:
         """Attack latents: latent matching, then with auxiliary data a look-up and a learned decoder.
 
-        Parameters
-        ----------
-        encoder : nn.Module
-            The stages up to the cut, in the mode in which the latents were made.
-        latents_n : Tensor
-            (n, ...) float32, unpacked; one batch of SplitNN's, if the encoder mixes its examples.
-        few : int
-            How many of these, the first, latent matching looks for; all, if the encoder mixes them.
-        dtype : str
-            In which they travelled.
+        The encoder is in the mode in which the latents (n, ...) were made. They are float32, unpacked, and travelled as
+        `dtype`; one batch of SplitNN's, if the encoder mixes its examples. Latent matching looks for the first `few` of
+        them; for all, if the encoder mixes them.
         """
         mixed = mixes(encoder)
         batch, tuned_on = (len(latents_n), len(latents_n)) if mixed else (BLOCK, TUNED_ON)

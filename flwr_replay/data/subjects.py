@@ -66,14 +66,10 @@ def divide(
 
     Parameters
     ----------
-    subjects : sequence of N str
-        The subject of each example.
-    strata : sequence of N hashable
-        The institution or class of each example; a subject has that of its first example.
+    subjects, strata : sequence of N str, sequence of N hashable
+        The subject of each example, and its institution or class; a subject has that of its first example.
     task : TaskConfig
         Its sizes count subjects. With `balanced`, numbers of subjects per stratum differ by at most one in a split.
-    source : Path
-        The list of examples, for the error line.
     test_share : float
         Share of every stratum to test on if `task.test_size` is 0. Then the split of a subject depends on its own
         stratum only.

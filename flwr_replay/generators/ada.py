@@ -27,21 +27,11 @@ CONTRAST = 0.5  # standard deviation of the logarithm (base 2) of the factor
 
 
 def adapted(p: float, sign: float, images: int, images_per_unit: float) -> float:
-    """Return the next p.
+    """Return the next p, in [0, 1].
 
-    Parameters
-    ----------
-    p : float
-        In [0, 1].
-    sign : float
-        r, the mean of sign D(x) over real images.
-    images : int
-        How many the discriminator has seen since p was adapted last.
-    images_per_unit : float
-        Real images in which p rises from 0 to 1 at most.
+    `sign` is r, the mean of sign D(x) over real images. The discriminator has seen so many images since p was adapted
+    last; in `images_per_unit` real ones p rises from 0 to 1 at most.
 
-    Examples
-    --------
     >>> adapted(0.5, 0.9, 100, 1000), adapted(0.5, 0.1, 100, 1000), adapted(0.0, 0.1, 100, 1000)
     (0.6, 0.4, 0.0)
     """

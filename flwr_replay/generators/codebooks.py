@@ -36,14 +36,8 @@ class EMACodebook(nn.Module):
     whose running count falls below a tenth of an even share is replaced by a feature drawn from the batch, and begins
     with an even share. These draws come from PyTorch's global rng: in training, call within `seeded`.
 
-    Parameters
-    ----------
-    size, dim : int
-        K and D.
-    decay : float
-        The share of the running sums and counts that a step keeps.
-    even_share : float
-        Vectors of a batch divided by K.
+    `size` is K, `dim` is D. `decay` is the share of the running sums and counts that a step keeps, and `even_share` the
+    vectors of a batch divided by K.
     """
 
     def __init__(self, size: int, dim: int, decay: float, even_share: float) -> None:

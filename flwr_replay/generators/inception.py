@@ -21,14 +21,8 @@ AT_ONCE = 32  # images of 299 x 299 pixels
 class InceptionDistance:
     """Measures how far sets of images lie from real ones.
 
-    Parameters
-    ----------
-    file : str
-        The weights of FID's Inception, `pt_inception-2015-12-05-6726825d.pth` of the project torch-fidelity.
-    real_nCHW : Tensor
-        Real images of 1 or 3 channels, uint8 or in [0, 1].
-    device : torch.device
-        Where the network is to be.
+    The file has the weights of FID's Inception, `pt_inception-2015-12-05-6726825d.pth` of the project torch-fidelity.
+    Real images have 1 or 3 channels, uint8 or in [0, 1].
 
     Raises
     ------

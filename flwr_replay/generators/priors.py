@@ -89,17 +89,9 @@ def check_cpu(config: PriorConfig, size: int, device: torch.device) -> None:
 class LabelBins:
     """Equal intervals of a continuous label, used as its classes.
 
-    The interval is given, not computed from the labels: their range would reveal something of them.
+    The interval is given, not computed from the labels: their range would reveal something of them. Labels outside
+    belong to the outermost bins.
 
-    Attributes
-    ----------
-    low, high : float
-        The interval; labels outside belong to the outermost bins.
-    bins : int
-        The number of equal parts.
-
-    Examples
-    --------
     >>> bins = LabelBins(low=-3.0, high=3.0, bins=6)
     >>> bins.classes(torch.tensor([-9.0, -0.5, 0.5, 3.0]))
     tensor([0, 2, 3, 5])

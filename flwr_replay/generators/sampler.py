@@ -117,14 +117,9 @@ class ImageSampler(ReplaySampler):
 
 
 class CodeSampler(ReplaySampler):
-    """Draws from codes, and decodes them.
+    """Draws from codes, and decodes them by generators whose decoders are the sources', in evaluation mode.
 
-    Parameters
-    ----------
-    parts : sequence of (VQVAE2, Source)
-        Generators whose decoders are the sources', in evaluation mode.
-    replay_plan : ReplayPlan
-        Has the cache's size: a byte for each value. Where not all images fit, they are decoded at every draw.
+    The plan has the cache's size: a byte for each value. Where not all images fit, they are decoded at every draw.
     """
 
     def __init__(self, parts: Sequence[tuple[VQVAE2, Source]], replay_plan: ReplayPlan) -> None:

@@ -56,16 +56,12 @@ def examine(
     ----------
     run : str
         Whose generator it is, if it was trained under DP; otherwise all runs share it.
-    images : int
-        Members, and others, at most.
-    samples : int
-        Images that the generator draws.
+    images, samples : int
+        Members, and others, at most; images that the generator draws.
     folder : Path
         For the pictures: patients' images and those that the generator makes. It must stay here.
-    backbone : str
-        A file with AlexNet or VGG-16, for LPIPS distances too.
-    inception : str
-        A file with FID's Inception, for the Fréchet Inception distance too.
+    backbone, inception : str
+        Files with AlexNet or VGG-16, for LPIPS distances too, and with FID's Inception, for its Fréchet distance.
 
     Returns
     -------

@@ -136,16 +136,8 @@ def check_anew(sent_n: Tensor, anew_n: Tensor) -> None:
 def rows_behind(sent_n: Tensor, anew: Callable[[], Tensor], others: bool = False, near: float = NEAR) -> Tensor:
     """Return which original is behind each row that was sent, (n,): the one from which computing it anew gives it.
 
-    Parameters
-    ----------
-    sent_n : Tensor
-        What was sent, a row for each image.
-    anew : callable
-        Computes the same of all N originals.
-    others : bool
-        Whether some rows may be of others' images; these are -1.
-    near : float
-        The largest distance, as a part of a row's length; 0 for whole numbers.
+    `anew` computes the rows of all N originals. With `others` some rows may be of others' images; these are -1. `near`
+    is the largest distance, as a part of a row's length; 0 for whole numbers.
 
     Raises
     ------
@@ -169,16 +161,8 @@ def rows_in_order(sent_n: Tensor, first: int, number: int, anew: Callable[[], Te
     Computing them anew gives no noise. So each row must resemble its own original more than the next one's, over all
     rows by `SURE` standard deviations.
 
-    Parameters
-    ----------
-    sent_n : Tensor
-        The rows, with their noise.
-    first : int
-        The place of the first of them among the institution's images.
-    number : int
-        How many images the institution has, as its answer says.
-    anew : callable
-        Computes the rows of all N originals without noise.
+    `first` is the place of the first of them among the institution's images, of which its answer says the `number`.
+    `anew` computes the rows of all N originals without noise.
 
     Raises
     ------

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.files.atomic import read_bytes, write_atomic
-from flwr_replay.lab.sentences import DOES_NOT_SHOW
+from flwr_replay.lab.sentences import DOES_NOT_SHOW, between
 from flwr_replay.report.templates import render
 
 __all__ = ["write_page"]
 
+SHARE = "{:.1%}"
 FIELD = ("institution, field", "attack")
 IMAGES = (
     *(*FIELD, "images", "PSNR, dB", "SSIM", "identified [95 %]", "control", "mean image, dB"),
@@ -78,7 +79,7 @@ def _identified(one: dict[str, Any]) -> tuple[str, str]:
     scores, control = one["scores"], one.get("control")
     if "nearer" in scores:
         return f"{scores['nearer']} of {scores['number']} nearer to own (p = {scores['p']:.3f})", "half, by chance"
-    return _estimate(scores["identified"]), _estimate(control["identified"]) if control else ""
+    return between(scores["identified"], SHARE), between(control["identified"], SHARE) if control else ""
 
 
 def _member_row(one: dict[str, Any]) -> list[str]:
@@ -87,14 +88,10 @@ def _member_row(one: dict[str, Any]) -> list[str]:
         f"{one['institution']}, {one['stage']} {one['field']}",
         one["attack"],
         f"{found['members']:,}, {found['non_members']:,}",
-        _estimate(found["auc"], "{:.2f}"),
-        _estimate(found["tpr_at_1_percent"]),
-        _estimate(found["tpr_at_01_percent"]),
+        between(found["auc"]),
+        between(found["tpr_at_1_percent"], SHARE),
+        between(found["tpr_at_01_percent"], SHARE),
     ]
-
-
-def _estimate(one: dict[str, float], form: str = "{:.1%}") -> str:
-    return f"{form.format(one['value'])} [{form.format(one['low'])}, {form.format(one['high'])}]"
 
 
 def _shown(value: float | str, digits: int = 1) -> str:

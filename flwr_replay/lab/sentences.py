@@ -8,7 +8,7 @@ from flwr_replay.config.parts import is_part
 from flwr_replay.lab.registry import NUMBER
 from flwr_replay.report.progress import shown_bytes
 
-__all__ = ["DOES_NOT_SHOW", "sentence"]
+__all__ = ["DOES_NOT_SHOW", "between", "sentence"]
 
 DOES_NOT_SHOW = (
     "A failed attack proves nothing: a better one may succeed. Only an epsilon from an institution's account bounds "
@@ -42,7 +42,7 @@ def sentence(result: dict[str, Any]) -> str:
         found = result["membership"]
         return (
             f"{sent} Whether an image was in the training, {result['attack']} tells with an AUC of "
-            f"{_between(found['auc'])}, where 0.5 is guessing. Of {found['members']:,} members it finds "
+            f"{between(found['auc'])}, where 0.5 is guessing. Of {found['members']:,} members it finds "
             f"{found['tpr_at_1_percent']['value']:.1%} if it may be wrong about 1 % of the others.{unsure}"
         )
     if "labels" in result:
@@ -96,8 +96,9 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
-def _between(estimate: dict[str, float]) -> str:
-    return f"{estimate['value']:.2f} [{estimate['low']:.2f}, {estimate['high']:.2f}]"
+def between(estimate: dict[str, float], form: str = "{:.2f}") -> str:
+    """Write a value with its interval."""
+    return f"{form.format(estimate['value'])} [{form.format(estimate['low'])}, {form.format(estimate['high'])}]"
 
 
 def _number(value: float | str) -> str:

@@ -116,16 +116,9 @@ def rows_per_chunk(row_values: int, label_bytes: int, dtype: str, chunk_bytes: i
 
 
 def shift_each(images: Tensor, reach: int, offsets_B2: Tensor) -> Tensor:
-    """Shift each image by its own offset; zeros enter at the border.
+    """Shift each image (B, C, H, W) by its own offset, by at most `reach` pixels; zeros enter at the border.
 
-    Parameters
-    ----------
-    images : Tensor
-        Shape (B, C, H, W).
-    reach : int
-        Largest shift in each direction, pixels.
-    offsets_B2 : Tensor
-        Integers 0 … 2 * reach, shape (B, 2): vertical and horizontal; `reach` means no shift.
+    Offsets are integers 0 … 2 * reach, vertical and horizontal; `reach` means no shift.
     """
     _, _, height, width = images.shape
     padded = torch.nn.functional.pad(images, (reach,) * 4)

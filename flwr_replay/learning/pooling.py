@@ -52,14 +52,7 @@ def _logits(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def weights_of(f_NC: Tensor, h_NC: Tensor, y_N: Tensor) -> tuple[float, float]:
-    """Choose a and b by the least mean cross-entropy of the pool; of equals the first, which listens least.
-
-    Parameters
-    ----------
-    f_NC, h_NC : Tensor
-        Logits of both classifiers, (N, C).
-    y_N : Tensor
-        Labels, int64 (N,).
+    """Choose a and b by the least mean cross-entropy of the pool of logits; of equals the first, which listens least.
 
     >>> sure, wrong = torch.tensor([[9.0, 0.0], [0.0, 9.0]]), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
     >>> weights_of(sure, wrong, torch.tensor([0, 1]))

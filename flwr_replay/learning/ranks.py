@@ -57,12 +57,7 @@ class Batches(Protocol):
 class Ranks:
     """Processes that take every optimizer step together; they start at the first training.
 
-    Parameters
-    ----------
-    count : int
-        How many. One is the process that asks, without any other.
-    device : torch.device | str
-        Of the training. Of several processes on `cuda`, each has a GPU of its own.
+    One is the process that asks, without any other. Of several on `cuda`, each has a GPU of its own.
     """
 
     def __init__(self, count: int, device: torch.device | str) -> None:

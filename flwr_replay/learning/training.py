@@ -182,14 +182,8 @@ def late_steps(
 ) -> None:
     """Take one optimizer step for each gradient at a part's outputs, all of which were computed before the first step.
 
-    Parameters
-    ----------
-    part : nn.Module
-        Whose parameters step. Inputs that require a gradient find it in `.grad`.
-    optimizer : torch.optim.Optimizer
-        Over these parameters, and perhaps others, which stay.
-    outputs, gradients : Sequence[Tensor]
-        Pairs of one shape: an output and the gradient of its loss there.
+    An output and the gradient of its loss there have one shape. The part's parameters step; the optimizer may be over
+    others, too, which stay. Inputs that require a gradient find it in `.grad`.
     """
     found = []
     for output, gradient in zip(outputs, gradients, strict=True):

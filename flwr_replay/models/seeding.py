@@ -19,14 +19,9 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def seeded(seed: int, device: torch.device = CPU) -> Iterator[None]:
-    """Seed PyTorch's global generators inside a `with` block; restore their state afterwards.
+    """Seed PyTorch's global generators, the CPU's and a GPU's, inside a `with` block; restore their state afterwards.
 
-    Parameters
-    ----------
-    seed : int
-        0 to 2**64 - 1, of which PyTorch's CPU generator reads the lower 32 bits.
-    device : torch.device
-        The device whose generator is seeded in addition to the CPU's.
+    Of a seed, 0 to 2**64 - 1, PyTorch's CPU generator reads the lower 32 bits.
     """
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus):
