@@ -76,21 +76,8 @@ class Attempt:
 class Attacker:
     """Runs the attacks that need choices; all others are single functions.
 
-    Parameters
-    ----------
-    form : tuple of int
-        (C, H, W) of an image.
-    auxiliary : Auxiliary or None
-        On the device of the messages.
-    seed : int
-        All attempts follow from it.
-    seconds : float
-        What each attempt may take, about: a search or a decoder's training takes as many steps.
-
-    Raises
-    ------
-    ConfigError
-        If the auxiliary images have another form.
+    `form` is (C, H, W) of an image; auxiliary images have it, too, and lie on the device of the messages. All attempts
+    follow from the seed. Each may take so many seconds, about: a search or a decoder's training takes as many steps.
     """
 
     def __init__(

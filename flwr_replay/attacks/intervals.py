@@ -25,17 +25,8 @@ class Estimate:
 def share(hits: int, tries: int) -> Estimate:
     """Return hits / tries with Wilson's interval (Wilson 1927, doi 10.1080/01621459.1927.10502953).
 
-    Unlike ± 1.96 standard errors, it is of use at 0 and at all hits.
+    Unlike ± 1.96 standard errors, it is of use at 0 and at all hits. There is at least one try.
 
-    Parameters
-    ----------
-    hits : int
-        0 to `tries`.
-    tries : int
-        At least 1.
-
-    Examples
-    --------
     >>> found = share(0, 10)
     >>> round(found.value, 3), round(found.low, 3), round(found.high, 3)
     (0.0, 0.0, 0.278)
@@ -52,14 +43,8 @@ def auc_estimate(auc: float, positives: int, negatives: int) -> Estimate:
     """Return an AUC with a score interval: all true values from which this one is less than 1.96 standard errors away.
 
     The standard error is Hanley and McNeil's (1982, doi 10.1148/radiology.143.1.7063747), at the true value and not at
-    the measured one (Newcombe 2006, doi 10.1002/sim.2324). So the interval has a width at 0 and 1, too.
-
-    Parameters
-    ----------
-    auc : float
-        In [0, 1].
-    positives, negatives : int
-        Examples of either kind, at least 1.
+    the measured one (Newcombe 2006, doi 10.1002/sim.2324). So the interval has a width at 0 and 1, too. There is at
+    least one example of either kind.
     """
 
     def error(true: float) -> float:

@@ -66,13 +66,7 @@ class NearerScores(Likeness):
 
 
 class Judge:
-    """Scores reconstructions against the images that an institution really has.
-
-    Parameters
-    ----------
-    originals_NCHW : Tensor
-        All of the institution's training images, uint8 or in [0, 1].
-    """
+    """Scores reconstructions against the training images that an institution really has, uint8 or in [0, 1]."""
 
     def __init__(self, originals_NCHW: Tensor) -> None:
         self.originals_NCHW = as_input(originals_NCHW).cpu()

@@ -46,20 +46,10 @@ class Dealer(Protocol):
     def __call__(
         self, y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int, classes: Sequence[str], /
     ) -> Dealt:
-        """Deal.
+        """Deal labels (N,), classes or continuous, to K institutions, `nodes`.
 
-        Parameters
-        ----------
-        y : ndarray, shape (N,)
-            Labels, classes or continuous: of patients, where the data name them, else of examples.
-        config : PartitionConfig
-            The partition's options.
-        nodes : int
-            The number of institutions, K.
-        seed : int
-            The run's seed.
-        classes : sequence of str
-            The classes' names; empty: they are called by their numbers.
+        They are of patients, where the data name them, else of examples. `classes` are the classes' names; empty: they
+        are called by their numbers.
         """
 
 

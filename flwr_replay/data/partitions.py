@@ -127,16 +127,7 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
     Test and validation examples are dealt IID in equal shards. With `config.test="mirror"`, each class (or decile of a
     continuous label) is dealt in the proportions of its training examples. natural deals them by site.
 
-    Parameters
-    ----------
-    dataset : Dataset
-        The data set.
-    config : PartitionConfig
-        The kind of partition, and its options.
-    nodes : int
-        The number of institutions, K.
-    seed : int
-        The run's seed; the same seed gives the same partition.
+    There are K `nodes`. The same seed gives the same partition.
 
     Raises
     ------

@@ -31,24 +31,8 @@ PICTURE = "partition.png"
 def show(dataset: Dataset, part: Partition, out: Path | None = None) -> str:
     """Describe a partition: sizes, label histograms, KS and total variation; of majority, classes that starve.
 
-    Parameters
-    ----------
-    dataset : Dataset
-        The data set.
-    part : Partition
-        Its partition.
-    out : Path | None
-        The folder for `partition.png`, created if missing. None: nothing is written.
-
-    Returns
-    -------
-    str
-        The description, with the path of the picture, if there is one, in the last line.
-
-    Raises
-    ------
-    RunError
-        If `out` cannot be written.
+    With a folder `out`, which is created if missing, `partition.png` is written, and its path stands in the last line.
+    Raises `RunError` if it cannot be.
     """
     labels = [dataset.train.labels[indices] for indices in part.train]
     values, counts_KC = label_histogram(labels)

@@ -44,18 +44,9 @@ class Found(NamedTuple):
 def load_pretrained(model: nn.Module, file: str) -> nn.Module:
     """Copy a file's weights into a model, in place; a head of another shape keeps its fresh weights.
 
-    Parameters
-    ----------
-    model : nn.Module
-        A backbone with named stages; the last is `head`.
-    file : str
-        A .safetensors file, or a .pt or .pth file of a state dict or of a checkpoint that holds one, with the model's
-        names, torchvision's (ResNet) or those of Buda et al. 2019 (U-Net); a prefix as `module.` may stand before.
-
-    Returns
-    -------
-    nn.Module
-        The same model.
+    It is a .safetensors file, or a .pt or .pth file of a state dict or of a checkpoint that holds one, with the model's
+    names, torchvision's (ResNet) or those of Buda et al. 2019 (U-Net); a prefix as `module.` may stand before. The
+    model's last stage is `head`.
 
     Raises
     ------

@@ -62,32 +62,11 @@ NOT_THE_RESULT = ("strategy", "seed", "runs_dir", "run_name", "resume", "timeout
 def compare_strategies(
     strategies: list[str], options: list[str], against: str, jobs: int, runs_dir: Path, metric: str = ""
 ) -> tuple[str, dict[str, Any]]:
-    """Run methods on the same seeds, and compare them.
+    """Run methods on the same seeds, and compare them: return a table in plain text, and the content of `compare.json`.
 
-    Parameters
-    ----------
-    strategies : list of str
-        Methods: a strategy's name, or a variant with its own options, `fedreplay:cut=layer2`. Several options are
-        separated by colons.
-    options : list of str
-        Options for all methods, as `flwr-replay run` takes them; `seeds=3` (0, 1, 2) or `seeds=0,5,7`; and
-        `fedreplay.cut=layer2` for every method of that strategy.
-    against : str
-        The method that the others are compared with; empty: the last, and of one method with several values of an
-        option the first value.
-    jobs : int
-        How many cells run at the same time, each in its own process; 1: one after another in this process.
-    runs_dir : Path
-        The folder for the comparison's folder.
-    metric : str
-        One of the task's metrics; empty: the main one.
-
-    Returns
-    -------
-    table : str
-        Plain text.
-    report : dict
-        The content of `compare.json`.
+    The parameters are those of `flwr_replay.api.compare`. Options are as `flwr-replay run` takes them; with `seeds=3`
+    (0, 1, 2) or `seeds=0,5,7`; and `fedreplay.cut=layer2` for every method of that strategy. So many cells as `jobs`
+    run at the same time, each in its own process; with 1, one after another in this process.
 
     Raises
     ------
