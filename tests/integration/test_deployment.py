@@ -123,7 +123,9 @@ def test_own_ledger_equals_the_servers(clinic: str, deployment: Any, said: dict[
     arrived = Counter(_what_left(row) for row in seen if row["institution"] == clinic and row["direction"] == "up")
     assert own == arrived
     kinds = {kind for _, _, kind, _ in own}
-    assert kinds == {"notice", "statistic", *({"fedreplay": "per-sample", "proxyfl": "model"}[name] for name in RUNS)}
+    sent = {"fedreplay": "per-sample", "proxyfl": "model"}
+    assert kinds - {"model"} == {"notice", "statistic", *(sent[name] for name in RUNS)} - {"model"}
+    assert "model" in kinds or [*RUNS] == ["fedreplay"]  # whose encoder one clinic has trained
 
 
 @pytest.mark.skipif("fedreplay" not in RUNS, reason="the other job was drawn for this commit")
