@@ -53,8 +53,8 @@ def attack(
     folder = absolute(place)
 
     tell = say if as_json else partial(print, flush=True)
-    found = attack_run(folder, Only(institution, field, only), aux, data, minutes, tell, run)
-    page = write_page(folder / FOLDER, found)
+    report = attack_run(folder, Only(institution, field, only), aux, data, minutes, tell, run)
+    page = write_page(folder / FOLDER, report)
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(report, indent=2))
     tell(f"{page}: shows patients; a failed attack proves nothing")

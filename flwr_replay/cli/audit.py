@@ -55,7 +55,7 @@ def _text(report: dict[str, Any], folder: Path) -> str:
     """Say in a few lines what was found, and what that means."""
     from flwr_replay.privacy.accounting import rounded_up
 
-    claim, one, steps = report["claim"], report["bounds"]["steinke"], report.get("steps")
+    claim, bound, steps = report["claim"], report["bounds"]["steinke"], report.get("steps")
     lines = [f"{report['institution']}, at delta {rounded_up(claim['delta'], 2)}:"]
     if steps:
         lines.append(f"  {steps['steps']:,} steps of DP-SGD were seen, {steps['charged']:,} were charged")
@@ -72,8 +72,8 @@ def _text(report: dict[str, Any], folder: Path) -> str:
         )
     lines += [
         f"  {report['canaries']:,} canaries ({report['kind']}), {report['in']:,} of them in; AUC {report['auc']:.3f}",
-        f"  epsilon is at least {one['epsilon']:.2f} by guesses, of which {one['right']:,} of {one['guesses']:,} are "
-        f"right; if all were it would be {one['most']:.2f}, so they can refute no larger claim",
+        f"  epsilon is at least {bound['epsilon']:.2f} by guesses, of which {bound['right']:,} of {bound['guesses']:,} "
+        f"are right; if all were it would be {bound['most']:.2f}, so they can refute no larger claim",
         "  by all tests together an honest claim is refuted in at most 1 of 100 audits",
     ]
     if claim["epsilon"] is None:

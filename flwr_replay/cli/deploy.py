@@ -79,16 +79,16 @@ def state(
     from flwr_replay.state.kept import bytes_of, kept, ledger_bytes, remove
 
     folder = absolute(place)
-    found = kept(folder)
+    runs_kept = kept(folder)
     if runs:
         if not yes:
-            going = bytes_of([file for one in found if one.run in runs for file in one.spare])
+            going = bytes_of([file for entry in runs_kept if entry.run in runs for file in entry.spare])
             typer.confirm(f"Remove {shown_bytes(going)}? These runs cannot go on then", abort=True)
         remove(folder, runs)
-        found = kept(folder)
-    for one in found:
-        said = "removed" if one.removed and not one.spare else f"{shown_bytes(bytes_of(one.spare))} can go"
-        print(f"{one.run}\n  {shown_bytes(one.bytes)}, {said}; last written {shown_time(one.seconds)} ago")
+        runs_kept = kept(folder)
+    for entry in runs_kept:
+        fate = "removed" if entry.removed and not entry.spare else f"{shown_bytes(bytes_of(entry.spare))} can go"
+        print(f"{entry.run}\n  {shown_bytes(entry.bytes)}, {fate}; last written {shown_time(entry.seconds)} ago")
     print(f"decoded images, made again when they are missing: {shown_bytes(bytes_of([*(folder / FOLDER).glob('*')]))}")
     number, size, recorded = ledger_bytes(folder)
     print(f"ledger: {shown_bytes(size)}, parts: {number}; recorded messages: {shown_bytes(recorded)}")
@@ -118,11 +118,11 @@ def rehearse(
     from flwr_replay.deploy.rehearsal import rehearse
 
     place = absolute(out or f"rehearsal-{time.strftime('%Y%m%d-%H%M%S')}")
-    own, source = absolute(policy) if policy else None, absolute(data)
+    rules, source = absolute(policy) if policy else None, absolute(data)
     if "=" in data and not source.exists():
         raise ConfigError(f"a rehearsal needs a folder of images before its options; got {data}")
     try:
-        _, folder = rehearse(options or [], source, institutions, own, place, partial(print, flush=True), tls, record)
+        _, folder = rehearse(options or [], source, institutions, rules, place, partial(print, flush=True), tls, record)
     except KeyboardInterrupt:
         say(f"interrupted: everything is stopped; what there is lies in {place}")
         raise

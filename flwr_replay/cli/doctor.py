@@ -37,10 +37,8 @@ def examine() -> tuple[bool, str]:
         except RunError as error:
             findings.append((False, str(error)))
     for tool in ("flwr", "flower-superlink", "flower-supernode"):
-        found = shutil.which(flower(tool))
-        findings.append(
-            (found is not None, f"{tool}: {found or 'not on PATH; activate the environment, or use uv run'}")
-        )
+        path = shutil.which(flower(tool))
+        findings.append((path is not None, f"{tool}: {path or 'not on PATH; activate the environment, or use uv run'}"))
     findings.append(_ray())
     findings.append(_gpu())
     return all(ok for ok, _ in findings), "\n".join(f"{'ok ' if ok else 'NO '} {text}" for ok, text in findings)

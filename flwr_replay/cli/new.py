@@ -76,8 +76,8 @@ def _write(kind: str, name: str, into: str) -> None:
         for source in sorted((TEMPLATES / kind).rglob("*")):
             if source.is_file() and "__pycache__" not in source.parts:
                 inside, text = str(source.relative_to(TEMPLATES / kind)), source.read_text(encoding="utf-8")
-                for old, own in words.items():
-                    inside, text = inside.replace(old, own), text.replace(old, own)
+                for old, new_word in words.items():
+                    inside, text = inside.replace(old, new_word), text.replace(old, new_word)
                 (new / inside).parent.mkdir(parents=True, exist_ok=True)
                 (new / inside).write_text(text, encoding="utf-8")
     print(f"{place}\n{NEXT}")

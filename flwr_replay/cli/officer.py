@@ -15,20 +15,20 @@ __all__ = ["page"]
 
 def page(options: Sequence[str], study: str, policy: str, clinics: str, out: str, as_json: bool) -> int:
     """Write the page, print its verdict, and return the exit code: 1 if the policy refuses something."""
-    given = study_options(absolute(study)) if study else []
-    simulation, names = planned([*given, *options], [name for name in clinics.split(",") if name])
-    found = findings(simulation, names, absolute(policy) if policy else None)
+    chosen = study_options(absolute(study)) if study else []
+    simulation, names = planned([*chosen, *options], [name for name in clinics.split(",") if name])
+    report = findings(simulation, names, absolute(policy) if policy else None)
     folder = private_folder(absolute(out))
     earlier = " (the earlier one is replaced)" * any(folder.glob("officer.*"))
-    html, data = write_officer_page(folder, found)
+    html, data = write_officer_page(folder, report)
     if as_json:
-        print(json.dumps(found, indent=2, ensure_ascii=False))
+        print(json.dumps(report, indent=2, ensure_ascii=False))
     else:
-        judged = [*found["rules"], *found["fields"]]
-        reasons = dict.fromkeys(f"{one['verdict']}: {one['reason']}" for one in judged if one["reason"])
+        judged = [*report["rules"], *report["fields"]]
+        reasons = dict.fromkeys(f"{entry['verdict']}: {entry['reason']}" for entry in judged if entry["reason"])
         print(
             "\n".join(
-                [verdict(found), *reasons, *sums(found), f"the page: {html}{earlier}", f"the same as JSON: {data}"]
+                [verdict(report), *reasons, *sums(report), f"the page: {html}{earlier}", f"the same as JSON: {data}"]
             )
         )
-    return 0 if found["allowed"] else 1
+    return 0 if report["allowed"] else 1

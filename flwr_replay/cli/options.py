@@ -26,8 +26,8 @@ def options(
 
     known = described()
     if group and group not in known:
-        if found := _named(known, group):
-            print("\n".join(line for place, option in found for line in _option(option, place)))
+        if matches := _named(known, group):
+            print("\n".join(line for place, option in matches for line in _option(option, place)))
             return
         raise ConfigError(f"unknown group of options {group!r}: {nearest(group, list(known))}")
     lines = list(_explained(group, known[group]) if group else _overview(known))
@@ -37,32 +37,32 @@ def options(
 
 
 def _overview(known: Mapping[str, Described]) -> Iterator[str]:
-    for name, one in known.items():
+    for name, group in known.items():
         if "=" not in name:
-            yield f"{name:<10} {one.title}"
-            if one.choices:
-                yield from _filled(", ".join(one.choices), 4)
+            yield f"{name:<10} {group.title}"
+            if group.choices:
+                yield from _filled(", ".join(group.choices), 4)
     yield from ("", "GROUP explains a group, strategy=fedreplay a method's own options.")
 
 
-def _explained(name: str, one: Described) -> Iterator[str]:
-    yield from _filled(one.title)
-    for choice, text in (one.choices or {}).items():
+def _explained(name: str, group: Described) -> Iterator[str]:
+    yield from _filled(group.title)
+    for choice, text in (group.choices or {}).items():
         yield ""
-        yield f"{name}={choice}{'  (default)' if choice == one.chosen else ''}"
+        yield f"{name}={choice}{'  (default)' if choice == group.chosen else ''}"
         yield from _filled(text, 4)
-    for option in one.options:
+    for option in group.options:
         yield from _option(option)
     if name == "strategy":
         yield from ("", "flwr-replay options strategy=fedreplay explains a method's own options.")
-    elif not one.options:
+    elif not group.options:
         yield from ("", "No options of its own.")
 
 
 def _named(known: Mapping[str, Described], name: str) -> list[tuple[str, Option]]:
     """Find one option by its long or its short name, with its group; some groups have options of the same name."""
     name = name.replace("_", "-")
-    return [(g, o) for g, one in known.items() for o in one.options if name in (o.name, o.name.rpartition(".")[2])]
+    return [(g, o) for g, group in known.items() for o in group.options if name in (o.name, o.name.rpartition(".")[2])]
 
 
 def _option(option: Option, group: str = "") -> Iterator[str]:

@@ -143,14 +143,14 @@ def _print(cost: SampledGaussian, examples: int, batch: int, epochs: int, delta:
     from flwr_replay.privacy.accounting import epsilon, rounded_up
 
     bound = epsilon([cost], delta)
-    found: dict[str, float | None] = {"rdp": bound}
+    bounds: dict[str, float | None] = {"rdp": bound}
     try:
-        found["prv"] = epsilon([cost], delta, "prv")
+        bounds["prv"] = epsilon([cost], delta, "prv")
     except ConfigError as error:  # PRV cannot compute it; RDP's bound holds
-        found["prv"] = None
+        bounds["prv"] = None
         say(str(error))
     report: dict[str, Any] = {
-        "epsilon": found,
+        "epsilon": bounds,
         "delta": delta,
         "noise": cost.sigma,
         "examples": examples,
@@ -162,7 +162,7 @@ def _print(cost: SampledGaussian, examples: int, batch: int, epochs: int, delta:
     if as_json:
         print(json.dumps(report, indent=2))
         return
-    rdp, prv = rounded_up(bound, 4), "" if found["prv"] is None else f", {rounded_up(found['prv'], 4)} (PRV)"
+    rdp, prv = rounded_up(bound, 4), "" if bounds["prv"] is None else f", {rounded_up(bounds['prv'], 4)} (PRV)"
     print(
         f"epsilon {rdp} (RDP){prv} at delta {rounded_up(delta, 2)}, noise {cost.sigma:g}\n"
         f"{epochs} epochs of {examples // batch:,} steps make {cost.steps:,}; sampling rate {batch}/{examples:,} = "

@@ -41,12 +41,12 @@ def list_runs(root: RunsDir = "runs") -> None:
     place = runs_folder(root)
     for folder in runs_in(place):
         try:
-            one = listed(folder)
-            said = f"{one.metric or one.state}  {shown_bytes(one.bytes)}"
+            run = listed(folder)
+            state = f"{run.metric or run.state}  {shown_bytes(run.bytes)}"
         except RunError as error:  # a damaged result hides no other run
-            said = f"{'damaged: ' * isinstance(error, DamagedError)}{error}"
+            state = f"{'damaged: ' * isinstance(error, DamagedError)}{error}"
         print(folder.relative_to(place))
-        print(indent(wrapped(said), "  "))
+        print(indent(wrapped(state), "  "))
 
 
 @app.command()
@@ -56,8 +56,8 @@ def show(places: Places) -> None:
     from flwr_replay.runs.listing import listed
     from flwr_replay.terminal import wrapped
 
-    for one in [listed(finished_place(place)) for place in places]:
-        print(wrapped(summary(one.result, one.folder)) if one.result else f"{one.folder}: {one.state}")
+    for run in [listed(finished_place(place)) for place in places]:
+        print(wrapped(summary(run.result, run.folder)) if run.result else f"{run.folder}: {run.state}")
 
 
 @app.command("compare")
@@ -67,9 +67,9 @@ def compare_runs(places: Places) -> None:
     from flwr_replay.runs.listing import same_bits
     from flwr_replay.terminal import fitted
 
-    results = [(one.folder.name, one.result) for one in _finished(places, "compared")]
-    found = dict.fromkeys(name for _, result in results for name in result["final"]["global"])
-    names = [name for name in found if not name.startswith(VALIDATION)]
+    results = [(run.folder.name, run.result) for run in _finished(places, "compared")]
+    all_names = dict.fromkeys(name for _, result in results for name in result["final"]["global"])
+    names = [name for name in all_names if not name.startswith(VALIDATION)]
     rows = []
     for folder, result in results:
         final = result["final"]["global"]
@@ -118,10 +118,10 @@ def clean(
     from flwr_replay.runs.listing import clean, spare
 
     folders = [finished_place(place) for place in places]
-    found = spare(folders)
-    print("\n".join(f"{place}  {shown_bytes(count)}" for place, count in found) or "nothing to delete")
-    if found and not yes:
-        total = shown_bytes(sum(count for _, count in found))
+    deletable = spare(folders)
+    print("\n".join(f"{place}  {shown_bytes(count)}" for place, count in deletable) or "nothing to delete")
+    if deletable and not yes:
+        total = shown_bytes(sum(count for _, count in deletable))
         typer.confirm(f"Delete these, {total}? The runs cannot be made longer then", abort=True)
     clean(folders)
 
@@ -195,9 +195,9 @@ def _finished(places: list[str], what: str) -> list[Run]:
     from flwr_replay.errors import RunError
     from flwr_replay.runs.listing import listed
 
-    found = []
-    for one in [listed(finished_place(place)) for place in places]:
-        if one.result is None:
-            raise RunError(f"finished runs are {what}; {one.folder} has no result.json: resume it, or leave it out")
-        found.append(Run(one.folder, one.result))
-    return found
+    finished = []
+    for run in [listed(finished_place(place)) for place in places]:
+        if run.result is None:
+            raise RunError(f"finished runs are {what}; {run.folder} has no result.json: resume it, or leave it out")
+        finished.append(Run(run.folder, run.result))
+    return finished

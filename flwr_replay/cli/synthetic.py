@@ -55,7 +55,7 @@ def show_synthetic(
     from flwr_replay.lab.exposure import examine
     from flwr_replay.report.run_files import read_run_id
 
-    found, under_dp = [], False
+    results, under_dp = [], False
     for stages in _stages(run, node_config):
         name = stages.institution.name
         if institution not in ("", name):
@@ -64,14 +64,14 @@ def show_synthetic(
         folder = Path(out).absolute() / name if out else stages.institution.state / "synthetic" / stages.identity
         private_folder(folder)
         under_dp = stages.budget is not None
-        own = read_run_id(run.expanduser()) if under_dp else ""
-        found.append(result := examine(stages, own, images, samples, folder, weights, inception))
+        run_id = read_run_id(run.expanduser()) if under_dp else ""
+        results.append(result := examine(stages, run_id, images, samples, folder, weights, inception))
         write_json(folder / "result.json", result, indent=2)
         if not as_json:
             print(_text(result, folder))
-    if not found:
+    if not results:
         raise ConfigError(f"--institution must be one of the run's; got {institution!r}: leave it out to see all")
-    print(json.dumps(found, indent=2) if as_json else TRIED + CLAIMS[under_dp])
+    print(json.dumps(results, indent=2) if as_json else TRIED + CLAIMS[under_dp])
 
 
 def _stages(run: Path, node_config: str) -> list[SynthesisStages]:
@@ -95,7 +95,7 @@ def _stages(run: Path, node_config: str) -> list[SynthesisStages]:
         owned = [parse_config_args([node_config])]
     if not owned:
         raise ConfigError("the run was deployed: each institution examines its own generator, with its --node-config")
-    found = []
+    institutions = []
     for node in owned:
         institution, config = institution_of(Context(1, 1, node, RecordDict(), {"overrides": shlex.join(overrides)}))
         if (plan := SynthesisPlan.of(config)) is None:
@@ -105,17 +105,18 @@ def _stages(run: Path, node_config: str) -> list[SynthesisStages]:
             )
         state, under_dp = StateStore(institution), PrivacyPlan.of(config)
         budget = PrivacyBudget(under_dp, institution, state, config.seed) if under_dp else None
-        found.append(SynthesisStages(institution, state, plan, budget))
-    return found
+        institutions.append(SynthesisStages(institution, state, plan, budget))
+    return institutions
 
 
 def _text(result: dict[str, Any], folder: Path) -> str:
     """Say what was found, a line for each attack."""
     lines = [f"{result['institution']}: {result['images']} training images, as many held-out ones"]
-    for one in result["attacks"]:
+    for attack in result["attacks"]:
         lines.append(
-            f"  {one['attack']}, {one['distance']}: distance {one['members']:.4f} of training images, "
-            f"{one['others']:.4f} of held-out ones; AUC {one['auc']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
+            f"  {attack['attack']}, {attack['distance']}: distance {attack['members']:.4f} of training images, "
+            f"{attack['others']:.4f} of held-out ones; AUC {attack['auc']:.2f} "
+            f"({attack['low']:.2f} to {attack['high']:.2f})"
         )
     made, real = (result[f"frechet-distance, local features{end}"] for end in ("", ", of real others"))
     lines.append(f"  Fréchet distance, local features: {made:.3f}; of real held-out images {real:.3f}")

@@ -84,7 +84,7 @@ def plain(config: RunConfig) -> dict[str, Any]:
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested mappings, with dotted keys: `strategy.name`."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for key, value in values.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
+        options |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return options

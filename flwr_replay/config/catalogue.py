@@ -68,23 +68,23 @@ class Brought:
             )
         spec = util.find_spec(top)  # of the top only: looking for what lies in it would import it
         folders = [Path(place, *inner, "conf") for place in (spec and spec.submodule_search_locations) or ()]
-        found = [folder for folder in folders if (folder / "strategy" / f"{self.name}.yaml").is_file()]
-        if not found:
+        holding = [folder for folder in folders if (folder / "strategy" / f"{self.name}.yaml").is_file()]
+        if not holding:
             raise ConfigError(
                 f"strategy={self.name} of the package {self.distribution} has no conf/strategy/{self.name}.yaml in "
                 f"{self.package}: correct or uninstall the package"
             )
-        return found[0]
+        return holding[0]
 
 
 @cache
 def brought() -> Mapping[str, tuple[Brought, ...]]:
     """Return what is installed, by the strategies' names; several packages of one name clash."""
-    found: dict[str, tuple[Brought, ...]] = {}
+    by_name: dict[str, tuple[Brought, ...]] = {}
     for point in metadata.entry_points(group=GROUP):
         distribution = point.dist.name if point.dist else point.value
-        found[point.name] = (*found.get(point.name, ()), Brought(point.name, point.value, distribution))
-    return found
+        by_name[point.name] = (*by_name.get(point.name, ()), Brought(point.name, point.value, distribution))
+    return by_name
 
 
 def conf_dir() -> Path:
@@ -175,13 +175,13 @@ def own_options(group: str, choice: str) -> frozenset[str]:
 
 def _conf_dirs() -> dict[Path, str]:
     """Return all folders of YAML files with their packages: ours, and others that are not broken."""
-    found = {conf_dir(): OURS}
+    owners = {conf_dir(): OURS}
     for package in (package for packages in brought().values() for package in packages):
         try:
-            found[package.conf] = package.distribution
+            owners[package.conf] = package.distribution
         except ConfigError:  # said when its strategy is chosen
             continue
-    return found
+    return owners
 
 
 def _listed(owners: Iterable[str]) -> str:

@@ -148,13 +148,13 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
     by_strategy = values.pop(BY_STRATEGY, {})
     later = {f"{group}.{option}" for group, option in OWN.items() if dict(pairs).get(group, "own") != "own"}
     later -= {override.partition("=")[0] for override in overrides}
-    given = {_full_key(key, values): (key, value) for key, value in pairs if key not in (*GROUPS, *later)}
-    for full, (key, value) in given.items():
+    by_name = {_full_key(key, values): (key, value) for key, value in pairs if key not in (*GROUPS, *later)}
+    for full, (key, value) in by_name.items():
         section, _, option = full.rpartition(".")
         (values[section] if section else values)[option] = value_of(key, full, value)
     for key, value in by_strategy.get(values["strategy"]["name"], {}).items():
         section, option = key.split(".")
-        if key not in given and option in values[section]:  # a model without norm layers has no such option
+        if key not in by_name and option in values[section]:  # a model without norm layers has no such option
             values[section][option] = value
     values["task"]["validation"] = values["split"] == "validation"
     strategy = values.pop("strategy")
@@ -211,29 +211,29 @@ def overrides_of(path: Path) -> list[str]:
         (values.setdefault(section, {}) if section else values)[option] = value
     chosen = [f"{group}={values[group]['name']}" for group in GROUPS if group in values]
     base = _unset(tuple(_chosen(_pairs(chosen))))
-    found: list[str] = []
+    overrides: list[str] = []
     for key, value in values.items():
         if isinstance(value, dict):
             name = value.pop("name", None)
-            found += [f"{key}={name}"] if name else []
+            overrides += [f"{key}={name}"] if name else []
             # An option that is not in the choice's YAML cannot be set, so it has its default.
-            found += [f"{key}.{option}={quoted(item)}" for option, item in value.items() if option in base[key]]
+            overrides += [f"{key}.{option}={quoted(item)}" for option, item in value.items() if option in base[key]]
         else:
-            found.append(f"{key}={quoted(value)}")
-    return found
+            overrides.append(f"{key}={quoted(value)}")
+    return overrides
 
 
 def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
             raise ConfigError(f"an option is written key=value; got {short(override)}")
         if key in OWN and is_part(value):
-            found += [(key, "own"), (f"{key}.{OWN[key]}", quoted(value))]
+            pairs += [(key, "own"), (f"{key}.{OWN[key]}", quoted(value))]
         else:
-            found.append((key_of(override), _today(key, value)))
-    return found
+            pairs.append((key_of(override), _today(key, value)))
+    return pairs
 
 
 @cache  # it is said once
@@ -269,9 +269,9 @@ def _full_key(key: str, base: Mapping[str, Any]) -> str:
     shown = [name.replace("_", "-") for name in known if name not in COMMAND_LINE]
     for group in ("strategy", *OF_CHOICES):
         plain = key.removeprefix(f"{group}.")
-        if found := [name for name in choices(group) if plain in own_options(group, name)]:
-            said, ours = f"{key.replace('_', '-')} is an option of {group}=", base[group]["name"]
-            raise ConfigError(f"{said}{', '.join(found)}; got {group}={ours}")
+        if owners := [name for name in choices(group) if plain in own_options(group, name)]:
+            rule, ours = f"{key.replace('_', '-')} is an option of {group}=", base[group]["name"]
+            raise ConfigError(f"{rule}{', '.join(owners)}; got {group}={ours}")
     groups = [name for name, options in base.items() if isinstance(options, dict) and "name" in options]
     near = nearest(key.replace("_", "-"), [*shown, *groups])
     raise ConfigError(f"unknown option {key.replace('_', '-')!r}: {near}; `flwr-replay options` lists all")
@@ -283,12 +283,12 @@ def _unset(chosen: tuple[str, ...]) -> Mapping[str, Any]:
     choices_of = dict(override.split("=", 1) for override in chosen)
     files = {group: conf_path(group, choice) for group, choice in choices_of.items() if group in APART}
     ours = all(conf_dir_of(group, choice.partition("/")[0]) == conf_dir() for group, choice in choices_of.items())
-    values = {**_hydra(tuple(one for one in chosen if not ours or one.partition("=")[0] not in files))}
+    values = {**_hydra(tuple(choice for choice in chosen if not ours or choice.partition("=")[0] not in files))}
     if ours:
         values |= {group: dict(read_yaml(file, f"the options of {group}")) for group, file in files.items()}
     if not package_of(values["strategy"]["name"]):  # the files of another package's may choose for other groups, too
         left = [
-            group for group in values.keys() & set(GROUPS) if not any(one.startswith(f"{group}=") for one in chosen)
+            group for group in values.keys() & set(GROUPS) if not any(pick.startswith(f"{group}=") for pick in chosen)
         ]
         _default.setdefault(chosen[0], {}).update({group: values[group]["name"] for group in left})
     return MappingProxyType(values)

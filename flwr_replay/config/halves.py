@@ -40,8 +40,8 @@ def load_strategy(name: str) -> tuple[type[Any], type[StrategyConfig]]:
 def load_generator(name: str) -> type[Any]:
     """Return the config dataclass of a generator or a prior, found by name in `flwr_replay.generators`."""
     module = importlib.import_module(f"flwr_replay.generators.{name}")
-    found: type[Any] = next(value for key, value in vars(module).items() if key.lower() == f"{name}config")
-    return found
+    config: type[Any] = next(value for key, value in vars(module).items() if key.lower() == f"{name}config")
+    return config
 
 
 @cache
@@ -68,9 +68,9 @@ def _half(package: str, name: str, suffix: str) -> tuple[type[Any], ModuleType]:
             if "frozen dataclass" not in str(error):
                 raise
             raise ConfigError(f"{file}: {error}: write @dataclass(frozen=True, kw_only=True)") from None
-    found: list[type[Any]] = [value for key, value in vars(module).items() if key.lower() == f"{name}{suffix}"]
-    if not found:
+    classes: list[type[Any]] = [value for key, value in vars(module).items() if key.lower() == f"{name}{suffix}"]
+    if not classes:
         raise ConfigError(
             f"{file} must have a class of the strategy's name; got none called {name}{suffix}, in any case"
         )
-    return found[0], module
+    return classes[0], module

@@ -66,12 +66,12 @@ def import_part(option: str, part: str) -> Callable[..., Any]:
     module, _, name = part.partition(":")
     if os.getcwd() not in sys.path:  # the command `flwr-replay` lies elsewhere
         sys.path.append(os.getcwd())
-    found = getattr(import_allowed(part, module, f"{option}={part}"), name, None)
-    if found is None:
+    function = getattr(import_allowed(part, module, f"{option}={part}"), name, None)
+    if function is None:
         raise ConfigError(f"{option}={part}: {module} has no function {name}: write one, or correct the name")
-    if not callable(found):
-        raise ConfigError(f"{option}={part} must be a function; got {type(found).__name__}")
-    return found  # type: ignore[no-any-return]
+    if not callable(function):
+        raise ConfigError(f"{option}={part} must be a function; got {type(function).__name__}")
+    return function  # type: ignore[no-any-return]
 
 
 def import_allowed(part: str, module: str, what: str) -> ModuleType:
@@ -116,9 +116,9 @@ def users_code(kind: type[FlwrReplayError], what: str = "") -> Iterator[None]:
         theirs = bool(what) or bool(place and os.environ.get(VARIABLE))
         if not theirs or (ours and isinstance(error, SystemExit | kind)):
             raise  # a signal's, or a line already
-        said = str(error).strip().partition("\n")[0][:LONGEST]
-        told = f"{type(error).__name__}: {said}".removesuffix(": ") + (f" ({place})" if place else "")
-        raise kind(f"{what}: {told}" if what else f"the run's own code fails: {told}") from None
+        first_line = str(error).strip().partition("\n")[0][:LONGEST]
+        message = f"{type(error).__name__}: {first_line}".removesuffix(": ") + (f" ({place})" if place else "")
+        raise kind(f"{what}: {message}" if what else f"the run's own code fails: {message}") from None
 
 
 def _place(error: BaseException) -> tuple[str, bool]:

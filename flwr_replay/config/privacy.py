@@ -66,18 +66,18 @@ class PrivacyConfig:
         )
 
     def _check_local(self) -> None:
-        own = {"latent-clip": self.latent_clip, "latent-epsilon": self.latent_epsilon}
-        own["label-epsilon"] = self.label_epsilon
-        shown = ", ".join(f"privacy.{name}={value:g}" for name, value in own.items())
+        options = {"latent-clip": self.latent_clip, "latent-epsilon": self.latent_epsilon}
+        options["label-epsilon"] = self.label_epsilon
+        shown = ", ".join(f"privacy.{name}={value:g}" for name, value in options.items())
         if "latents" not in self.mechanisms:
-            require(not any(own.values()), f"{shown} are for dp=latents; got dp={self.dp}: leave them out")
+            require(not any(options.values()), f"{shown} are for dp=latents; got dp={self.dp}: leave them out")
             return
         require(
             self.dp == "latents",
             "dp=latents stands alone: its epsilon is for one example replaced by another, that of DP-SGD for one more "
             f"or less, and an account has one kind; got dp={self.dp}: choose one of them",
         )
-        require(all(own.values()), f"dp=latents needs latent-clip, latent-epsilon and label-epsilon; got {shown}")
+        require(all(options.values()), f"dp=latents needs latent-clip, latent-epsilon and label-epsilon; got {shown}")
         within("privacy.", self, latent_clip=CLIP, latent_epsilon=LATENT, label_epsilon=LABEL)
         require(
             not (self.epsilon or self.target_epsilon),

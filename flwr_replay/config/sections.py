@@ -117,9 +117,9 @@ def spelled(label: str) -> str:
     ['1', '1', '1', '0', '1.5']
     """
     text = unicodedata.normalize("NFC", label).strip()
-    if not (found := WHOLE.fullmatch(text)):
+    if not (whole := WHOLE.fullmatch(text)):
         return text
-    sign, digits = found.groups()
+    sign, digits = whole.groups()
     return f"-{digits}" if sign == "-" and digits != "0" else digits
 
 

@@ -60,19 +60,19 @@ def read_yaml(path: Path, what: str) -> Lined:
                 "some readers only: remove it"
             )
         node = _Plain(text).get_single_node()
-        found = Lined() if node is None else _built(node)
+        content = Lined() if node is None else _built(node)
     except FileNotFoundError:
         raise ConfigError(f"{what} must be there where one is named; there is no {path}") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{path}, line {mark.line + 1}" if mark else path
-        said = ", ".join(filter(None, [error.context, error.problem]))
-        raise ConfigError(f"{what} must be readable YAML; got {place}: {said}") from None
+        problem = ", ".join(filter(None, [error.context, error.problem]))
+        raise ConfigError(f"{what} must be readable YAML; got {place}: {problem}") from None
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{what} must be readable YAML; got {path}: {' '.join(str(error).split())}") from None
-    if not isinstance(found, Lined):
-        raise ConfigError(f"{what} must hold keys with values; got {type(found).__name__} in {path}")
-    return found
+    if not isinstance(content, Lined):
+        raise ConfigError(f"{what} must hold keys with values; got {type(content).__name__} in {path}")
+    return content
 
 
 class _Plain(yaml.BaseLoader):
@@ -90,16 +90,16 @@ def _built(node: yaml.Node) -> Any:
         return [_built(item) for item in node.value]
     if isinstance(node, yaml.ScalarNode):
         return node.value if node.style else _scalar(node)
-    found = Lined()
+    mapping = Lined()
     for key, value in node.value:
         name = key.value
         if not isinstance(key, yaml.ScalarNode):
             raise _faulty("a key must be a name", key)
-        if name in found:
-            raise _faulty(f"the key {name!r} stands in line {found.lines[name]} already: remove one", key)
-        found.lines[name] = key.start_mark.line + 1
-        found[name] = _built(value)
-    return found
+        if name in mapping:
+            raise _faulty(f"the key {name!r} stands in line {mapping.lines[name]} already: remove one", key)
+        mapping.lines[name] = key.start_mark.line + 1
+        mapping[name] = _built(value)
+    return mapping
 
 
 def _scalar(node: yaml.ScalarNode) -> Any:
