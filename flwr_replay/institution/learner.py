@@ -28,9 +28,22 @@ SILENT = 30  # seconds between two lines in the log
 class Learner:
     """Batches of real examples, with replayed ones where there is replay, and steps, by DP-SGD where it was charged.
 
-    `model` and `optimizer` are as at the start of this training, `batch_size` is b, real examples in a batch. `sampler`
-    draws the replayed examples, None: no replay; `rng` chooses those of each batch. `dp` has charged steps of DP-SGD,
-    None: plain steps on shuffled batches. `augment` changes the images of a batch at random, and masks with them.
+    Parameters
+    ----------
+    model, optimizer : nn.Module, torch.optim.Optimizer
+        As they are at the start of this training.
+    task : Task
+        Whose loss is minimised.
+    batch_size : int
+        b, real examples in a batch.
+    sampler : ReplaySampler | None
+        Draws the replayed examples; None: no replay.
+    rng : torch.Generator
+        Chooses the replayed examples of each batch.
+    dp : DPTraining | None
+        Charged steps of DP-SGD; None: plain steps on shuffled batches.
+    augment : Augment | None
+        Changes the images of a batch at random, and masks with them; None: they stay as they are.
     """
 
     def __init__(
