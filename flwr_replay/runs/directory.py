@@ -374,7 +374,7 @@ class RunDirectory(Recorder):
         self.traffic = Traffic(ledger_lines(self.path, FORMS[LEDGER]))
         self.failures = self._lines("failures")
         for one in self.failures:
-            self.said[one["institution"]] += len(one["reason"])
+            self.characters[one["institution"]] += len(one["reason"])
         self.earlier = len(self.failures)
         for row in self._lines("privacy"):  # what was released stays released
             row.pop("round", None)  # older versions wrote none

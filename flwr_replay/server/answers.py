@@ -50,15 +50,15 @@ def read_answer(answer: RecordDict, declared: type[Payload] | None) -> tuple[lis
     `declared` is None for the answer of a user's own ClientApp, which is not checked here. Another payload is a
     WireError, and so is an invalid epsilon or delta.
     """
-    found = list(rows(answer, declared))
+    fields = list(rows(answer, declared))
     if declared is None:
-        return found, {}
+        return fields, {}
     declared.check_scalars(answer)
     metrics = metrics_in(answer)
     epsilon, delta = metrics.get("epsilon", 0.0), metrics.get("delta", 0.0)
     if not (epsilon >= 0 and 0 <= delta <= 1):
         raise WireError(f"an epsilon is not below 0 and a delta lies in [0, 1]; got {epsilon} and {delta}")
-    return found, metrics
+    return fields, metrics
 
 
 def check_answer(
@@ -146,8 +146,8 @@ def check_foreign(answer: RecordDict, asked: RecordDict, trained: bool) -> None:
             )
     numbers = {name: value for name, value in metrics.items() if not isinstance(value, list)}
     if not numbers or not all(abs(value) <= LARGEST_NUMBER for value in numbers.values()):  # NaN is not
-        said = f"an evaluation must hold metrics, all finite and at most {LARGEST_NUMBER:g} in size"
-        raise WireError(f"{said}; got {str(numbers)[:200] if numbers else 'none'}")
+        rule = f"an evaluation must hold metrics, all finite and at most {LARGEST_NUMBER:g} in size"
+        raise WireError(f"{rule}; got {str(numbers)[:200] if numbers else 'none'}")
 
 
 def _check_head(
@@ -158,8 +158,8 @@ def _check_head(
         raise WireError(f"an answer has one sealed parcel; got {len(arrays)}, or one of another name: refused")
     head = head_of(arrays[SEALED_NAME])[0]
     kinds = {field.kind for field in declared.declared().values() if RECORD_OF[field.kind] == "arrays"}
-    said = (head.run, head.sender, head.exchange, head.weight)
-    if head.kind not in kinds or said != (instructions["run"], sender, instructions.get("server-round", 0), weight):
+    in_head = (head.run, head.sender, head.exchange, head.weight)
+    if head.kind not in kinds or in_head != (instructions["run"], sender, instructions.get("server-round", 0), weight):
         raise WireError(
             f"a parcel's head says its run, sender, exchange and weight; that of {sender} says others than the answer "
             "that it came with: refused"

@@ -148,8 +148,8 @@ def reason_of(message: Message, reply: Message | None) -> str:
     if reply is None or (reply.error.code in EXPIRED and time.time() >= about.created_at + about.ttl):
         return f"no answer within timeout={about.ttl:g} s"
     lines = (reply.error.reason or "").strip().splitlines()
-    said = f"error {reply.error.code}: {_line(lines[-1]) if lines else 'no reason given'}"
-    return said + (OTHER_APP if ANOTHER.search(said) else "")
+    reason = f"error {reply.error.code}: {_line(lines[-1]) if lines else 'no reason given'}"
+    return reason + (OTHER_APP if ANOTHER.search(reason) else "")
 
 
 def split_of(message: Message) -> str:

@@ -94,7 +94,7 @@ class Exchanger:
             mean, scale = self.label_scale
             request = replace(request, label_mean=mean, label_scale=scale)  # type: ignore[call-arg]
         if isinstance(request, Summed) and self.settings.masked:
-            request = replace(request, total=sum(one.num_examples for one in self.members.known))  # type: ignore[call-arg]
+            request = replace(request, total=sum(m.num_examples for m in self.members.known))  # type: ignore[call-arg]
         return request
 
     def message(self, member: Member, request: Request, extra: ConfigRecord | None = None) -> Message:
@@ -181,9 +181,9 @@ class Exchanger:
         """Write a request to the ledger before it is sent, so that it has it even if the process is killed."""
         member, request = self.members.by_node(message.metadata.dst_node_id), request_of(message)
         assert member is not None
-        found, stage = list(rows(message.content, request, self.extra)), request.stage_name if request else ""
+        fields, stage = list(rows(message.content, request, self.extra)), request.stage_name if request else ""
         self.recorder.travelled(
-            exchange, member, "down", found, stage, split=split_of(message), content=message.content
+            exchange, member, "down", fields, stage, split=split_of(message), content=message.content
         )
         self.recorder.flush()
         return message
@@ -206,9 +206,9 @@ class Exchanger:
                 declared: type[Payload] | None = Failure if refusal else None
                 if request and not refusal and (member.ours or stage not in OPEN_STAGES):
                     declared = request.answer
-                found, metrics = read_answer(reply.content, declared)
+                fields, metrics = read_answer(reply.content, declared)
                 if self.settings.privacy:
-                    found = self.settings.privacy.protected(found, declared, metrics)
+                    fields = self.settings.privacy.protected(fields, declared, metrics)
         except FlwrReplayError as error:
             return WireError(f"sent an invalid answer: {error}")
         if (plan := self.settings.privacy) and "delta" in metrics:
@@ -216,7 +216,7 @@ class Exchanger:
             proven = epsilon is not None and not plan.unproven
             self.recorder.spent(exchange, member.name, epsilon, delta, plan.mechanism, proven=proven)
         raw_bytes, split = metrics.get("raw-bytes"), split_of(message)
-        self.recorder.travelled(exchange, member, "up", found, stage, raw_bytes, split, reply.content)
+        self.recorder.travelled(exchange, member, "up", fields, stage, raw_bytes, split, reply.content)
         if refusal:
             diverged = refusal.error == DivergedError.__name__
             return (DivergedError if diverged else RefusedError)(refusal.failure)
@@ -229,7 +229,7 @@ class Exchanger:
                     by = member.name if self.settings.sealed else ""
                     check_answer(reply.content, declared, request, message.content, examples, by, self.settings.masked)
                     if self.settings.privacy:
-                        self.settings.privacy.check_stated(declared, [row.field for row in found], metrics)
+                        self.settings.privacy.check_stated(declared, [row.field for row in fields], metrics)
         except WireError as error:
             return WireError(f"sent an invalid answer: {error}")
         except DivergedError as error:
@@ -249,18 +249,18 @@ class Exchanger:
 
     def finite(self, arrays: ArrayRecord) -> ArrayRecord:
         """Refuse weights that are not finite after the server's step; cut others back, so that all can train them."""
-        found = opened(arrays)
-        for name, array in found.items():
+        weights = opened(arrays)
+        for name, array in weights.items():
             if not np.isfinite(array).all():
                 raise DivergedError(
                     f"the weights must stay finite; {name!r} is not, after the server's step: lower training.lr"
                 )
-        if not (cut := cut_back(found)):
+        if not (cut := cut_back(weights)):
             return arrays
         self.recorder.log(
             f"numbers of {next(iter(cut))!r} left what institutions accept at the server's step: cut back"
         )
-        return array_record({**found, **cut})
+        return array_record({**weights, **cut})
 
     def answers(self, replies: Iterable[Message]) -> Iterable[tuple[Member, Message]]:
         """Pair replies with their institutions, ordered by name, whatever the order of arrival."""

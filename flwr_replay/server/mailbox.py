@@ -40,7 +40,7 @@ class Delivery:
     def of(cls, values: dict[str, Any]) -> Self:
         """Return the delivery of which `asdict` returned these values."""
         before = cls.of(values["given_back"]) if values["given_back"] else None
-        return cls(**{**values, "parcels": [ModelShare(**one) for one in values["parcels"]], "given_back": before})
+        return cls(**{**values, "parcels": [ModelShare(**p) for p in values["parcels"]], "given_back": before})
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Mailbox:
         """Return whether these are the numbers of its delivery, or of the delivery before the parcels went back."""
         delivery = self.waiting[name]
         deliveries = [delivery, *([delivery.given_back] if delivery.given_back else [])]
-        return any(list(held) == [parcel.number for parcel in one.parcels] for one in deliveries)
+        return any(list(held) == [parcel.number for parcel in delivered.parcels] for delivered in deliveries)
 
     def acknowledged(self, name: str, held: Sequence[int]) -> int:
         """Forget a delivery whose receiver has acknowledged these numbers.
@@ -125,7 +125,7 @@ class Mailbox:
     @classmethod
     def restored(cls, values: dict[str, Any], folder: Path, run: str) -> Self:
         """Return the mailbox of a checkpoint, from what `state` returned and `keep` wrote."""
-        waiting = {name: Delivery.of(one) for name, one in values["waiting"].items()}
+        waiting = {name: Delivery.of(saved) for name, saved in values["waiting"].items()}
         back = {name: [ModelShare(**parcel) for parcel in some] for name, some in values["coming_back"].items()}
         models = {n: array_record(read_own(folder / f"{n:06d}.safetensors", run)) for n in values["models"]}
         return cls(waiting, back, values["committed"], values["weights"], models, values["posted"], [{*models}])

@@ -128,7 +128,7 @@ class Members:
 
     def called(self, node_id: int) -> str:
         """Return a node's name, from before the run was resumed too; empty if it has none, or another node has it."""
-        return next((one.name for one in self._known.values() if one.node_id == node_id), "")
+        return next((member.name for member in self._known.values() if member.node_id == node_id), "")
 
     def newcomers(self, node_ids: Iterable[int]) -> list[int]:
         """Note the nodes that are online; return, ascending, those to ask: new and returning ones."""

@@ -13,8 +13,8 @@ def in_one_line(record: logging.LogRecord) -> bool:
     """Let every record pass; one with an error of this package without its traceback."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, FlwrReplayError):
-        said = f"{record.getMessage()}: error: {one_line(error)}"
-        record.msg, record.args, record.exc_info = said, None, None
+        line = f"{record.getMessage()}: error: {one_line(error)}"
+        record.msg, record.args, record.exc_info = line, None, None
     return True
 
 

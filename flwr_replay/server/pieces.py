@@ -92,14 +92,14 @@ class Asking:
         # one that was away may have come back as another node
         there = [(self.exchanger.members.get(member.name) or member, request) for member, request in requests.items()]
         messages = [self.exchanger.message(member, request, self.extra) for member, request in there]
-        found: dict[str, Read] = {}
+        by_name: dict[str, Read] = {}
         replies = self.exchanger(self.grid, self.exchange, messages, needed=False)
         for member, reply in self.exchanger.answers(replies):
             try:
-                found[member.name] = declared.decode(reply.content)
+                by_name[member.name] = declared.decode(reply.content)
             except WireError as error:
                 self.exchanger.recorder.failed(self.exchange, member.name, str(error))
-        return found
+        return by_name
 
     def waited_for(self, member: Member, roll: Roll) -> bool:
         """Wait until an institution is there, for as long as at the beginning of a run; return whether it is."""

@@ -45,7 +45,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.failures: list[dict[str, Any]] = []
-        self.said = Counter[str]()  # by institution: characters of its reasons in these
+        self.characters = Counter[str]()  # by institution: characters of its reasons in these
         self.per_round = 1  # exchanges in a round
         self.earlier = 0  # how many of these are from before the run was resumed
         self.released: dict[str, dict[str, Any]] = {}  # by institution: the epsilon and delta that it stated last
@@ -74,7 +74,7 @@ class Recorder:
         exchange: int,
         member: Member,
         direction: str,
-        found: list[LedgerRow],
+        fields: list[LedgerRow],
         stage: str = "",
         raw_bytes: int | None = None,
         split: str = "",
@@ -113,11 +113,11 @@ class Recorder:
 
         Under DP institutions withhold them.
         """
-        said = [f"loss {_some([f'{loss:.4f}' for loss in losses]) or 'withheld'}"]
+        texts = [f"loss {_some([f'{loss:.4f}' for loss in losses]) or 'withheld'}"]
         for figure, values in figures.items():
             if values is not None and np.size(values):
-                said.append(f"{figure} {_some([f'{value:.4g}' for value in np.atleast_1d(values)])}")
-        self.log(f"{network} at {name}: {'; '.join(said)}")
+                texts.append(f"{figure} {_some([f'{value:.4g}' for value in np.atleast_1d(values)])}")
+        self.log(f"{network} at {name}: {'; '.join(texts)}")
 
     def spent(
         self, exchange: int, name: str, epsilon: float | None, delta: float, mechanism: str, *, proven: bool
@@ -133,8 +133,8 @@ class Recorder:
     def failed(self, exchange: int, name: str, reason: str) -> None:
         """Note that an institution refused, failed or did not answer; of long reasons without end, their beginnings."""
         reason = one_line(reason)
-        kept = reason if self.said[name] < REASONS or len(reason) <= CUT else f"{reason[: CUT - 2]} …"
-        self.said[name] += len(kept)
+        kept = reason if self.characters[name] < REASONS or len(reason) <= CUT else f"{reason[: CUT - 2]} …"
+        self.characters[name] += len(kept)
         self.failures.append({"round": exchange, "institution": name, "reason": kept})
         about = f" (round {ceil(exchange / self.per_round)})" if self.per_round > 1 else ""
         logging.getLogger("flwr").warning("%s takes no part in exchange %s%s: %s", name, exchange, about, reason)
@@ -142,8 +142,8 @@ class Recorder:
     def failures_line(self) -> str:
         """Return the failures of the last exchange that had any, in one line, each reason once."""
         by_reason: dict[str, list[str]] = {}
-        found = self.failures[self.earlier :]
-        for failure in (one for one in found if one["round"] == found[-1]["round"]):
+        failures = self.failures[self.earlier :]
+        for failure in (failure for failure in failures if failure["round"] == failures[-1]["round"]):
             by_reason.setdefault(failure["reason"], []).append(failure["institution"])
         return (
             "; ".join(f"{', '.join(dict.fromkeys(names))}: {reason}" for reason, names in by_reason.items())

@@ -114,12 +114,12 @@ class GenerativeReplay(Replay):
 
     def lacking(self) -> dict[str, str]:
         """Return, by institution, what is incomplete."""
-        found = {member.name: "has received no replays" for member in self.exchanger.members if self.lacks(member)}
+        reasons = {member.name: "has received no replays" for member in self.exchanger.members if self.lacks(member)}
         if self.unfinished:
-            found |= dict.fromkeys(self.uncoded, "has not encoded its images once more")
+            reasons |= dict.fromkeys(self.uncoded, "has not encoded its images once more")
         ours = {member.name for member in self.exchanger.members.known if member.ours}
         names = ({*self.itinerary} | ours) - {*self.visited}
-        return dict(sorted((found | dict.fromkeys(names, "is not replayed")).items()))
+        return dict(sorted((reasons | dict.fromkeys(names, "is not replayed")).items()))
 
     def lacks(self, member: Member) -> bool:
         """Return whether an institution has not received everything to replay."""
@@ -212,7 +212,7 @@ class GenerativeReplay(Replay):
 
     def encode_once_more(self) -> None:
         """Have every institution encode its real images with the current generator; e changes once all have."""
-        found: list[StateDict] = []
+        all_codes: list[StateDict] = []
         self.uncoded = []
         for name in self.visited:
             member = self.exchanger.members.get(name)
@@ -220,9 +220,9 @@ class GenerativeReplay(Replay):
             if codes is None:
                 self.uncoded.append(name)
             else:
-                found.append(codes)
+                all_codes.append(codes)
         if not self.uncoded:
-            self.keep_all(found)
+            self.keep_all(all_codes)
             self.coded, self.held = len(self.trained), {}
 
     def take_prior(self, member: Member, weights: StateDict) -> bool:
@@ -368,7 +368,7 @@ class GenerativeReplay(Replay):
         """Every training takes one message; one that takes longer has more, which hold numbers and no weights."""
         self.rows = total = sum(member.num_examples for member in members)
         self.counts, self.held = [[total]], {member.name: 1 for member in members}  # as if replay were complete
-        plan, before, found, kept = self.replay_plan, 0, list[Exchange](), Kept(num_examples=0)
+        plan, before, exchanges, kept = self.replay_plan, 0, list[Exchange](), Kept(num_examples=0)
         weights, prior = to_arrays(self.model), plan.fresh_prior(self.model)
         counts: dict[str, Any] = {"num_examples": 0, "examples_seen": 0, "steps": 0, "steps_left": 0}
         losses = [0.0] * plan.generator.epochs
@@ -380,18 +380,18 @@ class GenerativeReplay(Replay):
         keep_prior = KeepPrior(run=self.run, arrays=both, source=0, label_counts=labels)
         decoder, encode = KeepDecoder(run=self.run, arrays=self.decoder(weights)), self.encode_request(weights, 0)
         for member in members:
-            found.append((member, self.train_request(weights, 0), generated, 1))
+            exchanges.append((member, self.train_request(weights, 0), generated, 1))
             if not self.codes_travel:
-                found += [(member, self.prior_request(weights), own, 1), (member, keep_prior, kept, len(members))]
+                exchanges += [(member, self.prior_request(weights), own, 1), (member, keep_prior, kept, len(members))]
                 continue
             if before:
-                found.append((member, KeepCodes(run=self.run, **self.blank(before)), kept, 1))
+                exchanges.append((member, KeepCodes(run=self.run, **self.blank(before)), kept, 1))
             passes = [member.num_examples + (0 if plan.replay.codes == "stale" else before)]
             passes += [member.num_examples] if plan.replay.codes == "last-pass" else []
-            found += [(member, encode, Codes(**self.blank(n), num_examples=0, raw_bytes=0), 1) for n in passes]
-            found += [(member, decoder, kept, 1), (member, KeepCodes(run=self.run, **self.blank(total)), kept, 1)]
+            exchanges += [(member, encode, Codes(**self.blank(n), num_examples=0, raw_bytes=0), 1) for n in passes]
+            exchanges += [(member, decoder, kept, 1), (member, KeepCodes(run=self.run, **self.blank(total)), kept, 1)]
             before += member.num_examples
-        return found
+        return exchanges
 
     def blank(self, rows: int) -> dict[str, Any]:
         """Return blank codes and labels, as large as real ones."""

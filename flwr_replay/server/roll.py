@@ -95,9 +95,9 @@ class Roll:
             self.recorder.log("the roll is called once more for all: what most pin decides, not what the first pins")
             self.members.ask_all_again()
             self.call(grid, 0)
-        said = {failure["institution"] for failure in self.recorder.failures[self.recorder.earlier :]}
+        failed = {failure["institution"] for failure in self.recorder.failures[self.recorder.earlier :]}
         for name in self.members.not_back():
-            if name not in said:
+            if name not in failed:
                 self.recorder.failed(0, name, "it took part before the run was resumed; the run goes on without it")
 
     def lacks(self) -> bool:
@@ -170,8 +170,8 @@ class Roll:
         for declared in (Failure, Present, None) if reply is not None and reply.has_content() else ():
             try:
                 with legible():
-                    found = list(rows(reply.content, declared))  # type: ignore[union-attr]
-                    return self.settings.privacy.protected(found, declared, {}) if self.settings.privacy else found
+                    fields = list(rows(reply.content, declared))  # type: ignore[union-attr]
+                    return self.settings.privacy.protected(fields, declared, {}) if self.settings.privacy else fields
             except WireError:
                 continue
         return []

@@ -101,10 +101,10 @@ class Buffers:
         self.drew_none.clear()
         request = TrainSlice(server_round=exchange, run=self.exchanger.settings.run)
         totals = {member: self.plan.steps(member.num_examples) for member in asked}
-        found = Asking(self.exchanger, None, grid, exchange, extra).train(totals, request, GeneratorSlice)
-        for name, (*_, last) in found.items():
+        answers = Asking(self.exchanger, None, grid, exchange, extra).train(totals, request, GeneratorSlice)
+        for name, (*_, last) in answers.items():
             self.trained.add(name)
-            losses = [answer.loss for answer in found[name] if answer.loss is not None]
+            losses = [answer.loss for answer in answers[name] if answer.loss is not None]
             figures = {"margin": last.margin, "diversity": last.diversity, "precision": last.precision}
             self.exchanger.recorder.generated(name, "generator", losses, **figures)
             faults = []
@@ -173,8 +173,8 @@ class Buffers:
         """Send a buffer."""
         run, file = self.exchanger.settings.run, self.exchanger.recorder.folder(FOLDER) / f"{number:06d}.safetensors"
         buffer = read_own(file, run)
-        found: Any = {"images": buffer.get("images", buffer), "labels": buffer.get("labels")}  # sealed: all of it
-        return KeepBuffer(server_round=exchange, run=run, number=number, buffer=self.size, **found)
+        parts: Any = {"images": buffer.get("images", buffer), "labels": buffer.get("labels")}  # sealed: all of it
+        return KeepBuffer(server_round=exchange, run=run, number=number, buffer=self.size, **parts)
 
     # --- forecast -----------------------------------------------------------------------------------------------------
 
@@ -192,20 +192,20 @@ class Buffers:
         if self.sealed:
             whole = blank({"images": images, "labels": labels}, run, "synthetic", self.exchanger.members.names)
             images, labels = opened(whole), None
-        found: list[Exchange] = []
+        exchanges: list[Exchange] = []
         for member in self.exchanger.members:
             slices = self.plan.slices(member.num_examples)
             answer = GeneratorSlice(num_examples=0, steps=0, steps_left=0, loss=0.0)
             last = replace(
                 answer, diversity=0.0, precision=0.0, margin=0.0 if self.plan.generator.keeps_distance else None
             )
-            found += [(member, TrainSlice(run=run), said, n) for said, n in ((answer, slices - 1), (last, 1))]
+            exchanges += [(member, TrainSlice(run=run), reply, n) for reply, n in ((answer, slices - 1), (last, 1))]
             if self.size:
                 buffer = Buffer(images=images, labels=labels, num_examples=0)
-                found.append((member, self.draw(0), buffer, draws.get(member.name, 0)))
+                exchanges.append((member, self.draw(0), buffer, draws.get(member.name, 0)))
                 keep = KeepBuffer(run=run, number=0, buffer=self.size, images=images, labels=labels)
-                found.append((member, keep, Kept(num_examples=0), deliveries.get(member.name, 0)))
-        return found
+                exchanges.append((member, keep, Kept(num_examples=0), deliveries.get(member.name, 0)))
+        return exchanges
 
 
 class BufferReplay(Replay):
@@ -254,10 +254,10 @@ class BufferReplay(Replay):
     def lacking(self) -> dict[str, str]:
         """Return who is not replayed, and who lacks others' buffers."""
         members = self.exchanger.members
-        found = {m.name: "has received no replays" for m in members if self.held(m.name) != self.others(m.name)}
+        reasons = {m.name: "has received no replays" for m in members if self.held(m.name) != self.others(m.name)}
         ours = self.ours()
         silent = dict.fromkeys(ours - {*self.buffers.numbers}, "is not replayed") if len(ours) > 1 else {}
-        return dict(sorted((found | silent).items()))
+        return dict(sorted((reasons | silent).items()))
 
     def holding(self, name: str) -> int:
         """Return how many images of others an institution has."""
