@@ -323,10 +323,10 @@ class InstitutionClient(NumPyClient):
         """
         newest = self.state.newest(key, request.run, request.server_round)
         if newest < request.continues:
-            found = f"that of exchange {newest}" if newest else "gone"
+            instead = f"that of exchange {newest}" if newest else "gone"
             raise TrainingError(
                 f"an institution goes on from the state that its last training saved, in exchange {request.continues}; "
-                f"the {key} of run {request.run!r} is {found}: restore the newest state directory, or begin a new run"
+                f"the {key} of run {request.run!r} is {instead}: restore the newest state directory, or begin a new run"
             )
         read = self.state.take if take else self.state.load
         return read(key, request.run, request.server_round)

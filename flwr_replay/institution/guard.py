@@ -71,10 +71,10 @@ def guard(message: Message, context: Context, call_next: ClientAppCallable) -> M
     try:
         instructions = config_in(message.content)
         run = str(instructions.get("run", context.run_id))
-        reply, found = _answered(message, context, call_next, institution, config, run)
+        reply, fields = _answered(message, context, call_next, institution, config, run)
     except Exception as error:
         reply = _failure(message, error, institution.name, deployed, secretive=plan is not None)
-        found = list(rows(reply.content, Failure))
+        fields = list(rows(reply.content, Failure))
     try:
         about = {
             "run": str(instructions.get("run", context.run_id))[:LONGEST],
@@ -83,7 +83,7 @@ def guard(message: Message, context: Context, call_next: ClientAppCallable) -> M
         }
         about |= {"split": split[:LONGEST]} if (split := str(instructions.get("split", ""))) else {}
         asked = message.content if message.has_content() else RecordDict()
-        institution.record_release(about, asked, reply.content, found)
+        institution.record_release(about, asked, reply.content, fields)
     except Exception as error:  # an answer that cannot be recorded does not leave; only this notice does
         return _failure(message, error, institution.name, deployed, secretive=plan is not None)
     return reply
@@ -120,8 +120,8 @@ def _answered(
             _check_account(budget, run, sent, charged_before, metrics_in(reply.content))
         if hiding and answer:
             hiding.closed(reply, answer, config_in(message.content).get("server-round", 0))
-            found = rows(reply.content, answer)
-            leaving = plan.protected(found, answer, metrics_in(reply.content)) if plan else list(found)
+            fields = rows(reply.content, answer)
+            leaving = plan.protected(fields, answer, metrics_in(reply.content)) if plan else list(fields)
             policy.check_upload(sum(row.bytes for row in leaving), "the answer")
         return reply, leaving
 
@@ -256,7 +256,7 @@ def _check_size(message: Message, policy: Policy, answers: Sequence[type[Payload
             f"a model must fit into the institution's memory {COPIES} times, to be trained; {part} of this run has "
             f"{largest / 1e6:,.0f} MB, which do not: choose a smaller width or task.size"
         )
-    whole = [[one for one in answer.declared().values() if one.kind == "model" and not one.part] for answer in answers]
+    whole = [[f for f in answer.declared().values() if f.kind == "model" and not f.part] for answer in answers]
     if arrays and whole[0]:
         policy.check_upload(arrays.count_bytes(), "the model")
     if any(field.means in ("weights", "gradient") for fields in whole for field in fields):
@@ -268,9 +268,9 @@ def _sizes(config: RunConfig, private_model: str) -> dict[str, int]:
     """Return the bytes of all that a run may build here, by its name; those of the run's model first."""
     private = [private_model] if private_model else config.strategy.private_models
     models = [config.model, *map(model_named, private)]
-    found = {f"model={model.name}": bytes_of(model, config.task) for model in reversed(models)}
+    sizes = {f"model={model.name}": bytes_of(model, config.task) for model in reversed(models)}
     first = f"model={config.model.name}"
-    return {first: found.pop(first), **found, "generator and prior": generator_bytes(config)}
+    return {first: sizes.pop(first), **sizes, "generator and prior": generator_bytes(config)}
 
 
 def _keep_counts(reply: Message, answer: type[Payload]) -> None:

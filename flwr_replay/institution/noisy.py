@@ -126,7 +126,7 @@ def _gathered(parts: Iterator[Tensor]) -> Iterator[Tensor]:
     held: list[Tensor] = []
     for part in parts:
         held.append(part)
-        if sum(one.nbytes for one in held) >= AT_ONCE:
+        if sum(rows.nbytes for rows in held) >= AT_ONCE:
             yield torch.cat(held)
             held = []
     if held:

@@ -162,15 +162,15 @@ class Institution:
 
         Kalra et al. 2023, section 4.3, note 4: a class that it has never seen would measure nothing.
         """
-        found = self.read_external() if self.read_external else self.data.external
-        if found is not None and self.data.train.y.dtype == np.int64:
-            found = found.take(np.flatnonzero(np.isin(found.y, self.data.train.y)))
-        if found is None or not len(found):
+        external = self.read_external() if self.read_external else self.data.external
+        if external is not None and self.data.train.y.dtype == np.int64:
+            external = external.take(np.flatnonzero(np.isin(external.y, self.data.train.y)))
+        if external is None or not len(external):
             raise DataError(
                 f"external=true tests on other institutions' examples; {self.name!r} holds none of classes that it "
                 "trains on: add rows with split=external to its manifest, or leave external out"
             )
-        return Shard.of(found, self.device)
+        return Shard.of(external, self.device)
 
     def shard(self, split: str) -> Shard:
         """Return the training, the validation, the test or the external examples; only the validation's may be none."""

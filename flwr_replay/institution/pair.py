@@ -181,7 +181,7 @@ class PairClient(InstitutionClient):
             return PairEvaluation.of_pair(self.evaluated(phi, request.split, "private"), proxy)
         pool = self.pooled(phi, theta, request)
         used = {"weights": np.array(pool.weights)} | {
-            f"other.{name}": one for name, one in to_arrays(pool.other).items()
+            f"other.{name}": array for name, array in to_arrays(pool.other).items()
         }
         self.save("pool", request, used)  # whoever uses φ here later needs both
         own = self.task.evaluate(pool, shard.x, shard.y)

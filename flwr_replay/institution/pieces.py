@@ -104,11 +104,11 @@ class Pieces:
                 losses += [] if loss is None else [loss]
                 if not (dp or self.in_time):
                     break
-        found = torch.stack(losses).cpu().numpy() if losses else np.zeros(0, np.float32)
-        if not np.isfinite(found).all():
+        numbers = torch.stack(losses).cpu().numpy() if losses else np.zeros(0, np.float32)
+        if not np.isfinite(numbers).all():
             what = part.mechanism
             raise DivergedError(f"the loss of a {what} must stay finite; it is not: lower {what}.lr")
-        return found
+        return numbers
 
     def images(self, data: Shard, mechanism: str) -> Shard:
         """Return examples with images in the range that a generator or prior needs.

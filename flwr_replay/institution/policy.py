@@ -318,9 +318,9 @@ def _weights(value: object, what: str) -> tuple[tuple[str, tuple[str, ...]], ...
     for stage, allowed in _mapping(value, what).items():
         if stage not in PINNED:  # a mistyped one would pin nothing
             raise ConfigError(f"unknown stage {stage!r} under {what}: {nearest(stage, PINNED)}")
-        for one in _names(allowed, f"{stage} under {what}"):
-            if one != RANDOM and not DIGEST.fullmatch(one):
-                raise ConfigError(f"{stage} under {what} must be {RANDOM} or sha256: and 64 digits; got {one!r}")
+        for pinned in _names(allowed, f"{stage} under {what}"):
+            if pinned != RANDOM and not DIGEST.fullmatch(pinned):
+                raise ConfigError(f"{stage} under {what} must be {RANDOM} or sha256: and 64 digits; got {pinned!r}")
     return tuple((stage, _names(allowed, f"{stage} under {what}")) for stage, allowed in _mapping(value, what).items())
 
 

@@ -82,7 +82,7 @@ class GenerativeStages:
             arrays=encoded(model),
             num_examples=len(data),
             losses=training.epoch_losses,
-            perplexity=training.found["perplexity"].tolist(),
+            perplexity=training.further["perplexity"].tolist(),
             **self.progress(training, run),
         )
 
@@ -126,7 +126,7 @@ class GenerativeStages:
             arrays=nested({"prior": to_arrays(training.model)}),
             num_examples=len(data),
             losses=training.epoch_losses,
-            label_counts=training.found["label_counts"].tolist(),
+            label_counts=training.further["label_counts"].tolist(),
             **self.progress(training, run),
         )
 
@@ -185,15 +185,15 @@ class GenerativeStages:
 
         An interrupted attempt, or an exchange whose answer was lost, may have left further ones.
         """
-        found, have = list[Source](), 0
+        sources, have = list[Source](), 0
         while (
             have < replayed
-            and (kept := self.state.load(f"codes-{len(found):02d}", run, exchange + 1))
-            and (decoder := self.state.load(f"decoder-{len(found):02d}", run, exchange + 1))
+            and (kept := self.state.load(f"codes-{len(sources):02d}", run, exchange + 1))
+            and (decoder := self.state.load(f"decoder-{len(sources):02d}", run, exchange + 1))
         ):
-            found.append(Source(digest(kept) + digest(decoder), decoder, kept["codes"], kept["labels"]))
+            sources.append(Source(digest(kept) + digest(decoder), decoder, kept["codes"], kept["labels"]))
             have += len(kept["labels"])
-        return tuple(found)
+        return tuple(sources)
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 

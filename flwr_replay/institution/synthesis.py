@@ -50,7 +50,7 @@ class OwnTraining(Training):
     def __init__(self, generator: ImageGenerator, data: Shard, classes: Tensor) -> None:
         self.generator, self.data, self.classes = generator, data, classes
         self.parts = generator.parts(len(data))
-        self.said: dict[str, float] = {}  # of the last block
+        self.figures: dict[str, float] = {}  # of the last block
 
     def block(self, step: int, charged: bool) -> int:
         """Take some steps together."""
@@ -58,8 +58,8 @@ class OwnTraining(Training):
 
     def take(self, steps: range, dp: DPTraining | None) -> Iterator[tuple[int, Tensor | None]]:
         """Train on them."""
-        self.said = self.generator.train(self.data.x, self.data.y, steps, dp, self.classes)
-        yield len(steps), None if dp else torch.tensor(self.said["loss"], dtype=torch.float64)
+        self.figures = self.generator.train(self.data.x, self.data.y, steps, dp, self.classes)
+        yield len(steps), None if dp else torch.tensor(self.figures["loss"], dtype=torch.float64)
 
 
 class SynthesisStages:
@@ -88,14 +88,14 @@ class SynthesisStages:
             losses = self.pieces.advance(training, done, request, self.plan.generator.slice_steps)
             if done != before:
                 done.loss = float(losses.mean()) if len(losses) else done.loss
-                done.margin = None if done.steps_left else training.said.get("margin")
+                done.margin = None if done.steps_left else training.figures.get("margin")
                 done = done if done.steps_left else self.measured(done, generator, data)
                 private_folder(self.file(request.run).parent)
                 self.plan.write(self.file(request.run), generator, done, to_disk=self.institution.durable)
             elif self.plan.checkpoint(self.institution.name):
                 done = self.measured(done, generator, data)
-        said = asdict(done) | ({"loss": None} if self.budget else {})
-        return GeneratorSlice(num_examples=len(data), **said, **self.pieces.spent(request.run))
+        values = asdict(done) | ({"loss": None} if self.budget else {})
+        return GeneratorSlice(num_examples=len(data), **values, **self.pieces.spent(request.run))
 
     def measured(self, done: TrainingProgress, generator: ImageGenerator, data: Shard) -> TrainingProgress:
         """Add the diversity, None where all real images are the same, and the precision of images that it draws.
@@ -233,8 +233,8 @@ class SynthesisStages:
         """
         if len({*numbers}) != len(numbers):
             raise WireError(f"every buffer is named once; got {list(numbers)[:6]}: refused")
-        found = [self.state.load(_key(number), run, exchange + 1) for number in numbers]
-        buffers = [buffer for buffer in found if buffer is not None]
+        loaded = [self.state.load(_key(number), run, exchange + 1) for number in numbers]
+        buffers = [buffer for buffer in loaded if buffer is not None]
         if (have := sum(len(buffer["labels"]) for buffer in buffers)) != expected:
             raise TrainingError(
                 f"an institution trains on the {expected} synthetic examples that it has received; it has {have}: "

@@ -59,7 +59,7 @@ class ReplayTraining(Training):
         self.optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
         self.parts = {self.mechanism: config.epochs * in_epoch}
         self.done, self.losses = TrainingProgress(steps_left=self.parts[self.mechanism]), np.zeros(0, np.float32)
-        self.found: StateDict = {}  # of a complete training: what the last answer holds beside weights and losses
+        self.further: StateDict = {}  # of a complete training: what the last answer holds beside weights and losses
 
     def block(self, step: int, charged: bool) -> int:
         """Take the rest of the epoch together."""
@@ -88,8 +88,8 @@ class ReplayTraining(Training):
     def state(self) -> dict[str, StateDict]:
         """Return all that was trained; once it is complete, without what only further steps need."""
         numbers = {"steps": np.array([self.done.steps, self.done.steps_left]), "losses": self.losses}
-        found = {"model": to_arrays(self.model), "numbers": numbers, "found": self.found}
-        return found | ({"optimizer": optimizer_arrays(self.optimizer)} if self.done.steps_left else {})
+        arrays = {"model": to_arrays(self.model), "numbers": numbers, "found": self.further}
+        return arrays | ({"optimizer": optimizer_arrays(self.optimizer)} if self.done.steps_left else {})
 
     def load(self, state: dict[str, StateDict]) -> None:
         """Restore what `state` returned."""
@@ -98,7 +98,7 @@ class ReplayTraining(Training):
         if self.done.steps_left:
             load_optimizer_arrays(self.optimizer, state["optimizer"])
         else:
-            self.found = state["found"]
+            self.further = state["found"]
 
 
 class GeneratorTraining(ReplayTraining):
@@ -258,10 +258,10 @@ def train_piece(
     budget = pieces.budget if pieces.covers(mechanism) else None
     # With weights, an earlier exchange may have begun it.
     load, exchange = (state.load, request.server_round + 1) if given else (state.at, request.server_round)
-    found = unnested(load(key, run, exchange) or {})
-    bound = {name: array.tobytes().decode() for name, array in found.get("bound", {}).items()}
-    if found and bound["around"] == around and brought in ("", bound["given"]):
-        training.load(found)
+    kept = unnested(load(key, run, exchange) or {})
+    bound = {name: array.tobytes().decode() for name, array in kept.get("bound", {}).items()}
+    if kept and bound["around"] == around and brought in ("", bound["given"]):
+        training.load(kept)
         brought, done = bound["given"], training.done
     elif given:
         training.begin(given)
@@ -278,7 +278,7 @@ def train_piece(
     if done.steps_left:
         training.losses = np.concatenate([training.losses, pieces.advance(training, done, request)])
         if not done.steps_left:
-            training.found = training.result(budget, request)
+            training.further = training.result(budget, request)
             if budget and done.steps == before:
                 budget.rest(mechanism, request)
     elif budget:  # complete before this message
