@@ -95,7 +95,7 @@ class Movement(Strategy):
         elif settings.synthesis and settings.synthesis.replays:
             self.replay = BufferReplay(self.exchanger, settings.synthesis)
         private = self.settings.privacy and "train" in self.stages
-        observed = self.settings.forgetting or any(one.split != "test" for one in self.evaluations.further)
+        observed = self.settings.forgetting or any(test.split != "test" for test in self.evaluations.further)
         own = self.traits().needs_roll_call or self.replay or observed or private or self.settings.pinned
         self.roll.ours_only = bool(own)
 
@@ -187,8 +187,8 @@ class Movement(Strategy):
     def forecast_evaluation(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """Return the exchanges of evaluation, those of further tests included."""
         answer = self.evaluated.empty(self.task)
-        found = self.evaluations.forecast(self.travelling(arrays), num_rounds, self.trains_in(num_rounds))
-        return [(member, request, answer, times) for member, request, times in found]
+        tests = self.evaluations.forecast(self.travelling(arrays), num_rounds, self.trains_in(num_rounds))
+        return [(member, request, answer, times) for member, request, times in tests]
 
     def travelling(self, arrays: Weights) -> Weights:
         """Return weights as they travel: in a sealed run, bytes of the same number as a sealed parcel has."""

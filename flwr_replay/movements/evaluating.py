@@ -62,7 +62,7 @@ class FurtherTest:
     # test shards, where rounds are judged by validation examples
     split: str
     at_end: bool = False  # whether it is made with the last evaluation only
-    found: Pooled | None = None  # the last metrics there
+    metrics: Pooled | None = None  # the last metrics there
 
 
 class Evaluations:
@@ -122,10 +122,10 @@ class Evaluations:
         if rest or not (last or completed % self.exchanger.settings.evaluate_every == 0):
             return
         at_end = last and self.split != "test"
-        for one in self.further:
-            if at_end or not one.at_end:
-                one.found = self.test(run, exchange, arrays, one.split)
-        if at_end and any(one.split == "test" and not one.found for one in self.further):
+        for test in self.further:
+            if at_end or not test.at_end:
+                test.metrics = self.test(run, exchange, arrays, test.split)
+        if at_end and any(test.split == "test" and not test.metrics for test in self.further):
             raise self._untested()
         messages = self.method.configure_evaluate(exchange, arrays, run.evaluate_config, run.grid)
         replies = self.exchanger(run.grid, exchange, messages, needed=False)
@@ -143,8 +143,8 @@ class Evaluations:
 
     def after_exchange(self, run: RunState, exchange: int, arrays: ArrayRecord, data_of: Sequence[str]) -> None:
         """With `forgetting`, test on each institution's own training examples: a row of the forgetting matrix."""
-        if self.exchanger.settings.forgetting and (found := self.test(run, exchange, arrays, "train")):
-            self.recorder.forgetting_row(exchange, data_of, found[1])
+        if self.exchanger.settings.forgetting and (tested := self.test(run, exchange, arrays, "train")):
+            self.recorder.forgetting_row(exchange, data_of, tested[1])
 
     def test(self, run: RunState, exchange: int, arrays: ArrayRecord, split: str) -> Pooled | None:
         """Have every institution test these weights on the examples of a split."""
@@ -186,21 +186,21 @@ class Evaluations:
 
     def completed(self, exchange: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Pool the answers, add what the further tests have found, and record both."""
-        tested = any(one.split == "test" and one.found for one in self.further)  # at the end, if not in every round
+        tested = any(t.split == "test" and t.metrics for t in self.further)  # at the end, if not in every round
         sums = {} if tested else self.recorder.tested  # the recorder shows those of the test examples
-        found = self.pooled(exchange, replies, sums)
-        if found is None and not tested:
+        metrics = self.pooled(exchange, replies, sums)
+        if metrics is None and not tested:
             return None
-        found = found or ({}, {})  # nobody has validation examples
+        metrics = metrics or ({}, {})  # nobody has validation examples
         if self.split != "test":
-            found = with_further(({}, {}), found, f"{self.split}-")
-            self.recorder.notes["validation-examples"] = sum(one.num_examples for one in sums.values())
-        for one in self.further:  # metrics of test examples have plain names, others' begin with the split's
-            if one.found and one.split == "test":
-                found = with_further(one.found, found, "")
-            elif one.found:
-                found = with_further(found, one.found, f"{one.split}-")
-        pooled, own = found
+            metrics = with_further(({}, {}), metrics, f"{self.split}-")
+            self.recorder.notes["validation-examples"] = sum(evaluation.num_examples for evaluation in sums.values())
+        for test in self.further:  # metrics of test examples have plain names, others' begin with the split's
+            if test.metrics and test.split == "test":
+                metrics = with_further(test.metrics, metrics, "")
+            elif test.metrics:
+                metrics = with_further(metrics, test.metrics, f"{test.split}-")
+        pooled, own = metrics
         self.recorder.evaluated(exchange, pooled, own)
         return MetricRecord(dict(pooled))
 
@@ -220,14 +220,14 @@ class Evaluations:
             return trains if unmixed else own
 
         tests = [(self.judging(0, travelling), False, evaluated)]
-        for one in self.further:
-            request = self.method.evaluation_on(one.split, 0, travelling)
-            tests.append((request, one.split in SPLIT_OF, {num_rounds} if one.at_end else evaluated))
-        found = [(m, request, len(at & {*tested(m, own)})) for request, own, at in tests for m in self.members]
+        for test in self.further:
+            request = self.method.evaluation_on(test.split, 0, travelling)
+            tests.append((request, test.split in SPLIT_OF, {num_rounds} if test.at_end else evaluated))
+        requests = [(m, request, len(at & {*tested(m, own)})) for request, own, at in tests for m in self.members]
         if self.exchanger.settings.forgetting:
             request, exchanges = self.method.evaluation_on("train", 0, travelling), self.method.exchanges_per_round()
-            found += [(member, request, len(tested(member)) * exchanges) for member in self.members]
-        return found
+            requests += [(member, request, len(tested(member)) * exchanges) for member in self.members]
+        return requests
 
 
 def check_evaluation(evaluation: Evaluation, task: Task, input_shape: tuple[int, ...] | None = None) -> None:
@@ -238,23 +238,23 @@ def check_evaluation(evaluation: Evaluation, task: Task, input_shape: tuple[int,
     labels = task.blank_labels(1, input_shape or ())
     counted = evaluation.num_examples * labels.size if input_shape or labels.ndim == 1 else None
     blank = type(evaluation).empty(task)
-    for one in fields(blank):
-        wanted, value = getattr(blank, one.name), getattr(evaluation, one.name)
+    for part in fields(blank):
+        wanted, value = getattr(blank, part.name), getattr(evaluation, part.name)
         if not isinstance(wanted, (list, tuple)) or not len(value):  # the task checks which of them must be there
             continue
         if len(value) != len(wanted):
-            raise WireError(f"{one.name} must hold {len(wanted)} counts; got {len(value)}")
+            raise WireError(f"{part.name} must hold {len(wanted)} counts; got {len(value)}")
         if counted is not None and sum(value) != counted:
-            raise WireError(f"{one.name} must count {counted} of {evaluation.num_examples} examples; got {sum(value)}")
+            raise WireError(f"{part.name} must count {counted} of {evaluation.num_examples} examples; got {sum(value)}")
 
 
-def with_further(found: Pooled, further: Pooled, prefix: str) -> Pooled:
+def with_further(tested: Pooled, further: Pooled, prefix: str) -> Pooled:
     """Add the metrics of a further test to those on the test shards, under names with a prefix."""
 
     def named(metrics: Metrics) -> Metrics:
         return {f"{prefix}{name}": value for name, value in metrics.items()}
 
-    (pooled, own), (further_pooled, further_own) = found, further
+    (pooled, own), (further_pooled, further_own) = tested, further
     both = {name: {**own.get(name, {}), **named(further_own.get(name, {}))} for name in {**own, **further_own}}
     return {**pooled, **named(further_pooled)}, both
 

@@ -202,8 +202,8 @@ class Gossip(Relay):
             p.shape == (institutions, institutions),
             f"{what} must be square, one row and one column for each of {institutions} institutions; got {p.shape}",
         )
-        found: Matrix = checked(p[None], what, stacked=False)[0]
-        return found
+        matrix: Matrix = checked(p[None], what, stacked=False)[0]
+        return matrix
 
     def matrix(self, exchange: int, institutions: int) -> Matrix:
         """Return P(t): P[k', k] is the share that k sends to k', institutions in the order of their names.
@@ -261,15 +261,15 @@ class Gossip(Relay):
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """A release and a delivery for all that train in a round, by that round's matrix."""
-        found: list[Exchange] = []
+        exchanges: list[Exchange] = []
         for exchange in range(1, num_rounds + 1):
             members = self.trainers(exchange)
             self.mailbox, self.exchanged = Mailbox(), self.has_edges(exchange, len(members))
             answer = self.answer.empty(self.travelling(arrays) if self.exchanged else {})
-            found += [(member, self.train_request(exchange, member), answer, 1) for member in members]
+            exchanges += [(member, self.train_request(exchange, member), answer, 1) for member in members]
             self.deal(exchange, {member.name: answer for member in members})
             for member in members:
                 request = self.delivery(exchange, self.mailbox.waiting[member.name])
-                found.append((member, request, Committed(num_examples=0, parcels=request.parcels), 1))
+                exchanges.append((member, request, Committed(num_examples=0, parcels=request.parcels), 1))
         self.mailbox = Mailbox()
-        return found
+        return exchanges

@@ -56,11 +56,11 @@ class AtOnce(Movement):
         """Return the rounds for which each institution is drawn."""
         if self.settings.fraction == 1:
             return super().trains_in(num_rounds)
-        found: dict[str, list[int]] = {}
+        rounds: dict[str, list[int]] = {}
         for at in range(1, num_rounds + 1):
             for member in self.trainers(at):
-                found.setdefault(member.name, []).append(at)
-        return found
+                rounds.setdefault(member.name, []).append(at)
+        return rounds
 
     def stops_without_answers(self) -> bool:
         """Stop once all that are present have failed since the last answer: the same one may be drawn again."""

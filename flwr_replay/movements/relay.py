@@ -36,9 +36,9 @@ class Relay(AtOnce):
         """Say, and note for the result, that a fraction of one institution leaves nobody to exchange models with."""
         fraction, among = self.settings.fraction, len(self.members)
         if self.moves and number_chosen(among, fraction) == 1 < among:
-            said = f"fraction={fraction:g} draws one of {among} institutions for a round: no model goes to another"
-            self.recorder.notes["draws-one"] = said
-            self.recorder.log(said)
+            note = f"fraction={fraction:g} draws one of {among} institutions for a round: no model goes to another"
+            self.recorder.notes["draws-one"] = note
+            self.recorder.log(note)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -66,11 +66,11 @@ class Serial(Movement):
         """Return the cycles in which each institution is visited, from 1."""
         if self.settings.fraction == 1:
             return super().trains_in(num_rounds)
-        found: dict[str, list[int]] = {}
+        cycles: dict[str, list[int]] = {}
         for cycle in range(num_rounds):
             for name in self.cycle(cycle):
-                found.setdefault(name, []).append(cycle + 1)
-        return found
+                cycles.setdefault(name, []).append(cycle + 1)
+        return cycles
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -99,12 +99,12 @@ class Serial(Movement):
         travelling, times = self.travelling(arrays), self.trainings(num_rounds)
         request, answer = self.train_request(0, travelling), Trained.empty(travelling)
         visited = [member for member in self.cycle_members() if times[member.name]]
-        found: list[Exchange] = [(member, request, answer, times[member.name]) for member in visited]
+        exchanges: list[Exchange] = [(member, request, answer, times[member.name]) for member in visited]
         if self.settings.sealed:
             first = self.members.get(self.cycle(0)[0])
-            found = [(m, asked, said, number - (m is first)) for m, asked, said, number in found]
-            found += [(first, self.train_request(0, {}), answer, 1)] if first else []
-        return found
+            exchanges = [(m, asked, reply, number - (m is first)) for m, asked, reply, number in exchanges]
+            exchanges += [(first, self.train_request(0, {}), answer, 1)] if first else []
+        return exchanges
 
     def cycle_members(self) -> list[Member]:
         """Return the institutions of the itinerary that are present."""
