@@ -58,7 +58,7 @@ class Arrivals:
             ) from None
         self.newest: int = noted["newest"]
         self.released, self.release = int(noted["released"]), str(noted["release"])  # the last: its exchange, a name
-        self.known = [Arrival(*one) for one in noted["parcels"]]
+        self.known = [Arrival(*values) for values in noted["parcels"]]
         self.shares: dict[int, float] = dict(noted["shares"])  # of own models, in exchanges before the last `KEPT`
 
     def ask(self, asked: int) -> None:
@@ -75,30 +75,30 @@ class Arrivals:
 
         An exchange that was mixed too often is refused.
         """
-        if sum(bool(one.into) and one.asked == asked and one.sender == self.own for one in self.known) >= TRIES:
+        if sum(bool(noted.into) and noted.asked == asked and noted.sender == self.own for noted in self.known) >= TRIES:
             raise RefusedError(
                 f"an interrupted exchange is repeated at most {TRIES} times; exchange {asked} was: refused; begin a "
                 "new run"
             )
         self.released, self.release = asked, secrets.token_hex(8)
-        self.known = [one._replace(share=0.0) if one.asked > committed else one for one in self.known]
+        self.known = [noted._replace(share=0.0) if noted.asked > committed else noted for noted in self.known]
 
     def follow(self, arrival: Arrival, one_model: bool) -> None:
         """Note a model to go on from; refuse one that is older than what an earlier exchange brought.
 
         With `one_model` a single one goes round, so that all senders count.
         """
-        earlier = [one for one in self.known if one.asked < arrival.asked and one.kind == arrival.kind]
-        last = max((one.exchange for one in earlier if one_model or one.sender == arrival.sender), default=0)
+        earlier = [noted for noted in self.known if noted.asked < arrival.asked and noted.kind == arrival.kind]
+        last = max((noted.exchange for noted in earlier if one_model or noted.sender == arrival.sender), default=0)
         if arrival.exchange < last:
             raise RefusedError(
                 f"no older model follows a newer one; that of {arrival.sender} is of exchange {arrival.exchange}, "
                 f"after one of {last}: refused"
             )
         place = (arrival.asked, arrival.sender, arrival.kind)
-        same = [one for one in self.known if not one.into and (one.asked, one.sender, one.kind) == place]
-        self.known = [one for one in self.known if one not in same]
-        self.known.append(max([*same, arrival], key=lambda one: one.exchange))
+        same = [noted for noted in self.known if not noted.into and (noted.asked, noted.sender, noted.kind) == place]
+        self.known = [noted for noted in self.known if noted not in same]
+        self.known.append(max([*same, arrival], key=lambda each: each.exchange))
 
     def mix(self, exchange: int, kept: float, parcels: Sequence[Arrival]) -> None:
         """Note a delivery, with the own share that is kept.
@@ -111,55 +111,55 @@ class Arrivals:
                 f"a release in {self.released}: refused"
             )
         into, last = self.release, ""
-        before = [one for one in self.known if (one.asked, one.into) != (exchange, into)]  # without an unfinished try
-        found, marks = [Arrival(exchange, self.own, exchange, into=into, share=kept)], {one.mark for one in before}
-        for one in parcels:
-            if one.sender == self.own:
-                self._check_back(one, before + found, bool(last))
-            elif one.exchange != exchange:
+        before = [p for p in self.known if (p.asked, p.into) != (exchange, into)]  # without an unfinished try
+        mixed, marks = [Arrival(exchange, self.own, exchange, into=into, share=kept)], {p.mark for p in before}
+        for parcel in parcels:
+            if parcel.sender == self.own:
+                self._check_back(parcel, before + mixed, bool(last))
+            elif parcel.exchange != exchange:
                 raise RefusedError(
-                    f"a delivery of exchange {exchange} has parcels of that exchange; one of {one.sender} is of "
-                    f"exchange {one.exchange}: refused"
+                    f"a delivery of exchange {exchange} has parcels of that exchange; one of {parcel.sender} is of "
+                    f"exchange {parcel.exchange}: refused"
                 )
-            elif one.sender <= last or one.mark in marks:
+            elif parcel.sender <= last or parcel.mark in marks:
                 raise RefusedError(
-                    f"a parcel comes once, and senders come in the order of their names; that of {one.sender} in "
+                    f"a parcel comes once, and senders come in the order of their names; that of {parcel.sender} in "
                     f"exchange {exchange} does not: refused"
                 )
             else:
-                last = one.sender
-            found.append(one._replace(into=into))
-        self.known = before + found
+                last = parcel.sender
+            mixed.append(parcel._replace(into=into))
+        self.known = before + mixed
 
-    def _check_back(self, one: Arrival, before: Sequence[Arrival], late: bool) -> None:
+    def _check_back(self, parcel: Arrival, before: Sequence[Arrival], late: bool) -> None:
         """Refuse an own parcel that comes back if no such share was sent away."""
         gone = defaultdict[int, float](float, self.shares)
         for earlier in before:
             gone[earlier.exchange] += earlier.share
-        old = one.exchange <= self.newest - LATE
-        if late or old or one.exchange >= one.asked or gone[one.exchange] + one.share > 1 + EXACT:
+        old = parcel.exchange <= self.newest - LATE
+        if late or old or parcel.exchange >= parcel.asked or gone[parcel.exchange] + parcel.share > 1 + EXACT:
             raise RefusedError(
                 f"no more of its own model comes back to an institution than it has sent; that of exchange "
-                f"{one.exchange} does, in exchange {one.asked}: refused"
+                f"{parcel.exchange} does, in exchange {parcel.asked}: refused"
             )
 
     def write(self) -> None:
         """Write the notes down, whole and bounded."""
         recent, newest = list[Arrival](), dict[tuple[str, str], Arrival]()
-        for one in self.known:
-            if one.asked > self.newest - KEPT or one.asked == self.released:
-                recent.append(one)
+        for parcel in self.known:
+            if parcel.asked > self.newest - KEPT or parcel.asked == self.released:
+                recent.append(parcel)
                 continue
-            if one.share:
-                self.shares[one.exchange] = self.shares.get(one.exchange, 0.0) + one.share
-            before = newest.get((one.sender, one.kind), one)
-            newest[one.sender, one.kind] = max(before, one._replace(share=0.0), key=lambda each: each.exchange)
+            if parcel.share:
+                self.shares[parcel.exchange] = self.shares.get(parcel.exchange, 0.0) + parcel.share
+            before = newest.get((parcel.sender, parcel.kind), parcel)
+            newest[parcel.sender, parcel.kind] = max(before, parcel._replace(share=0.0), key=lambda each: each.exchange)
         private_folder(self.file.parent)
         values = {
             "newest": self.newest,
             "released": self.released,
             "release": self.release,
             "parcels": [*newest.values(), *recent],
-            "shares": [one for one in self.shares.items() if one[0] > self.newest - LATE],
+            "shares": [pair for pair in self.shares.items() if pair[0] > self.newest - LATE],
         }
         write_json(self.file, values)

@@ -163,11 +163,11 @@ class Masking(Hiding):
 
         The run is no part of u_k's context: of two runs with one seed the means have the same bits.
         """
-        said = json.dumps([*context, self.options, self.seal.digest, self.history.hex()]).encode()
-        found = {name: np.zeros(array.shape, np.int64) for name, array in sorted(like.items())}
-        for other, key in self.seal.pair_keys(said).items():
+        label = json.dumps([*context, self.options, self.seal.digest, self.history.hex()]).encode()
+        numbers = {name: np.zeros(array.shape, np.int64) for name, array in sorted(like.items())}
+        for other, key in self.seal.pair_keys(label).items():
             stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
-            for array in found.values():
+            for array in numbers.values():
                 drawn = np.frombuffer(stream.update(bytes(array.size * np.dtype(dtype).itemsize)), dtype)
                 (np.add if self.seal.name < other else np.subtract)(array, drawn.reshape(array.shape), out=array)
-        return found
+        return numbers

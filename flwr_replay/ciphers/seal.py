@@ -219,5 +219,5 @@ def read_pins(file: Path) -> dict[str, str]:
 
 def simulated(root: Path, names: Sequence[str], name: str) -> Seal:
     """Return the seal of a simulated institution: all keys lie in the state directories on this machine."""
-    pins = {one: make_key(private_folder(root / one) / KEY)[1] for one in names}
+    pins = {other: make_key(private_folder(root / other) / KEY)[1] for other in names}
     return Seal(name, make_key(root / name / KEY)[0], pins)

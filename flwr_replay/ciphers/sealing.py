@@ -182,7 +182,7 @@ class Sealing(Hiding):
             )
         released = self.store.at("released", self.run, request.exchange) or {}
         own = unnested(released).get("theta", {})
-        came, found = list[Arrival](), dict[str, ArrayRecord]()
+        came, models = list[Arrival](), dict[str, ArrayRecord]()
         for i, (array, w, share) in enumerate(zip(record.values(), request.weights, request.shares, strict=True)):
             parcel = self._open(array, ("model",))
             head = parcel.head
@@ -194,12 +194,12 @@ class Sealing(Hiding):
             of_own = share if head.sender == self.seal.name else 0.0
             came.append(Arrival(request.exchange, head.sender, head.exchange, head.kind, parcel.mark, share=of_own))
             theirs = _model(parcel, own)
-            found[sender_name(i)] = array_record(own) if theirs is None else theirs
+            models[sender_name(i)] = array_record(own) if theirs is None else theirs
             if theirs is None:
                 log(WARNING, "%s sealed no model of the common form: the own model stands in its place", head.sender)
         notes.mix(request.exchange, request.kept, came)
         arrays = ArrayRecord()
-        arrays.update(nested(found))
+        arrays.update(nested(models))
         return arrays
 
     def _open(self, array: Array, kinds: Container[str]) -> Opened:

@@ -43,20 +43,20 @@ def kept(state: Path) -> list[KeptOfRun]:
         raise RunError(
             f"an institution's state directory, as state/NAME, has {RUNS}/ and {LEDGER}; {state} has not: give another"
         )
-    found = []
+    runs = []
     for folder in (folder for folder in (state / RUNS).iterdir() if folder.is_dir()):
         below = looked(files_below(folder, at_work=True))
-        files = {file: one for file, one in below.items() if stat.S_ISREG(one.st_mode)}
-        last = max(one.st_mtime for one in (folder.stat(), *files.values()))
+        files = {file: status for file, status in below.items() if stat.S_ISREG(status.st_mode)}
+        last = max(status.st_mtime for status in (folder.stat(), *files.values()))
         spare = [file for file in files if file.suffix in GOES]
-        since, size = max(0.0, time.time() - last), sum(one.st_size for one in files.values())
-        found.append(KeptOfRun(folder.name, size, spare, since, (folder / REMOVED).exists()))
-    return sorted(found, key=lambda one: -one.seconds)
+        since, size = max(0.0, time.time() - last), sum(status.st_size for status in files.values())
+        runs.append(KeptOfRun(folder.name, size, spare, since, (folder / REMOVED).exists()))
+    return sorted(runs, key=lambda run: -run.seconds)
 
 
 def bytes_of(files: Sequence[Path]) -> int:
     """Return the bytes of some files, of those that are still there."""
-    return sum(one.st_size for one in looked(files).values())
+    return sum(status.st_size for status in looked(files).values())
 
 
 def ledger_bytes(state: Path) -> tuple[int, int, int]:
@@ -70,7 +70,7 @@ def remove(state: Path, runs: Sequence[str]) -> None:
 
     A run that is not there is an error before anything is removed.
     """
-    known = [one.run for one in kept(state)]
+    known = [of_run.run for of_run in kept(state)]
     for run in runs:
         if run not in known:
             raise RunError(f"--remove must be a run that {state} has; got {run!r}: {nearest(run, known)}")

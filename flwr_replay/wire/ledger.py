@@ -31,7 +31,7 @@ class Ledger(Lines):
 
     def __init__(self, folder: Path) -> None:
         self._begun = folder / BEGUN
-        if there(self._begun) and not any(one.st_size for one in looked(parts(folder / LEDGER)).values()):
+        if there(self._begun) and not any(status.st_size for status in looked(parts(folder / LEDGER)).values()):
             raise moved(folder / LEDGER)
         super().__init__(folder / LEDGER, PART)
 
@@ -41,13 +41,13 @@ class Ledger(Lines):
         if self._least and not there(self._begun):
             write_atomic(self._begun, "", to_disk)
 
-    def record(self, message: dict[str, Any], found: Iterable[LedgerRow], raw_bytes: int | None = None) -> None:
+    def record(self, message: dict[str, Any], fields: Iterable[LedgerRow], raw_bytes: int | None = None) -> None:
         """Record the fields of one message, whose lines begin with its exchange, institution, direction, stage.
 
         The bytes of the raw examples that its per-sample fields represent are written with the first of these fields.
         """
         head, lines = json.dumps(message)[:-1], []
-        for row in found:
+        for row in fields:
             samples = raw_bytes is not None and row.kind in SAMPLE_KINDS
             raw = f', "raw-bytes": {raw_bytes}' if samples else ""
             lines.append(f"{head}, {_field(row)}{raw}}}\n")
@@ -85,9 +85,9 @@ class Traffic:
             sums = self.by_kind[direction]
             sums[kind] = sums.get(kind, 0) + size
 
-    def record(self, direction: str, found: Sequence[LedgerRow], raw_bytes: int | None) -> None:
+    def record(self, direction: str, fields: Sequence[LedgerRow], raw_bytes: int | None) -> None:
         """Add the fields of one message, as `Ledger.record` writes them."""
-        for row in found:
+        for row in fields:
             self.add(direction, row.kind, row.bytes)
             if raw_bytes is not None and row.kind in SAMPLE_KINDS:
                 self.add(direction, RAW, raw_bytes)

@@ -56,14 +56,14 @@ def fixed_point(weights: StateDict, share: float, dither: Mapping[str, NDArray[n
 
     `share` is n_k / n, the institution's part of all examples; `dither` is 2^32 u_k, by the weights' names.
     """
-    fits = all(largest({name: one}) < 2.0 ** (63 - _bits(name, one)) for name, one in weights.items())
+    fits = all(largest({name: array}) < 2.0 ** (63 - _bits(name, array)) for name, array in weights.items())
     if not fits:  # NaN does not, either
         blank = blank_masked(weights).items()
-        noise = {k: np.frombuffer(secrets.token_bytes(one.nbytes), one.dtype).reshape(one.shape) for k, one in blank}
+        noise = {k: np.frombuffer(secrets.token_bytes(w.nbytes), w.dtype).reshape(w.shape) for k, w in blank}
         return noise | {MASKED: np.array([1 + secrets.randbelow(2**64 - 1), 0], np.uint64)}
     numbers: StateDict = {MASKED: np.zeros(2, np.uint64)}
-    for name, one in weights.items():
-        scaled = np.multiply(one, share * 2.0 ** _bits(name, one), dtype=np.float64) + dither[name] * 2.0**-32
+    for name, w in weights.items():
+        scaled = np.multiply(w, share * 2.0 ** _bits(name, w), dtype=np.float64) + dither[name] * 2.0**-32
         numbers[f"{name}.{MASKED}"] = np.asarray(np.rint(scaled), np.int64).view(np.uint64)
     return numbers
 
@@ -91,10 +91,10 @@ def mean_of(answers: Sequence[StateDict], like: StateDict) -> StateDict:
     """
 
     def total(name: str) -> NDArray[np.uint64]:
-        found: NDArray[np.uint64] = answers[0][name].copy()
+        summed: NDArray[np.uint64] = answers[0][name].copy()
         for answer in answers[1:]:
-            np.add(found, answer[name], out=found)
-        return found
+            np.add(summed, answer[name], out=summed)
+        return summed
 
     diverged, zero = total(MASKED)
     if zero:

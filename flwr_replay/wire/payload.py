@@ -58,8 +58,8 @@ class ScalarType:
     def fits(self, values: Sequence[Any], kind: Kind) -> bool:
         """Say whether all values are of this type; a number's size is bounded, and no count is negative."""
         types = (int, float) if self.base is float else (self.base,)
-        for found in set(map(type, values)):
-            if not issubclass(found, types) or (found is bool and self.base is not bool):
+        for actual in set(map(type, values)):
+            if not issubclass(actual, types) or (actual is bool and self.base is not bool):
                 return False
         if kind == "notice" or self.base not in (int, float):
             return True
@@ -191,7 +191,7 @@ class Payload:
             if field.shape == "state dict":
                 values[name] = arrays
             elif RECORD_OF[field.kind] == "arrays" and sealed:
-                values[name] = None if any(found is arrays for found in values.values()) else arrays
+                values[name] = None if any(value is arrays for value in values.values()) else arrays
             elif RECORD_OF[field.kind] == "arrays":
                 if _key(name) in arrays:
                     values[name] = _checked(cls.__name__, name, field, arrays[_key(name)])

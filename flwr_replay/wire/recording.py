@@ -153,7 +153,7 @@ def _size(file: Path) -> int:
 def _numbers(array: Array) -> NDArray[Any]:
     """Decode an array; of one that cannot be decoded or stored, return its bytes as they came."""
     with suppress(WireError):
-        found = decoded(array)
-        if found.dtype.name in CODES:
-            return found
+        numbers = decoded(array)
+        if numbers.dtype.name in CODES:
+            return numbers
     return np.frombuffer(array.data, np.uint8)
