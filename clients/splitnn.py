@@ -120,11 +120,11 @@ class SplitNNClient(InstitutionClient):
         if sampler := self.replay_sampler(request):
             draws = self.shuffle(request.server_round, "replay")
             real = sampler.mixed_batches(real, self.batch_size, draws, first=group * m)
-        found = []
+        of_group = []
         for number, batch in enumerate(real, start=group * m):  # draws of its own: a batch is made twice
             augment = self.augmentation(None, request.server_round, number)
-            found.append(augment(*batch) if augment else batch)
-        return found
+            of_group.append(augment(*batch) if augment else batch)
+        return of_group
 
     def arrived(self, array: NDArray[Any], request: AnyRequest) -> tuple[Tensor, ...]:
         """Split an array that the server sent for a group into batches."""

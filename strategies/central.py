@@ -66,7 +66,7 @@ class Central(Serial):
     def examples_of(self, member: Member, request: type[Request], instructions: dict[str, Any]) -> range:
         """Allow more than the roll call's total on the union: it also has the data of those that take no part."""
         if instructions.get("pooled") and request.message_type == "train":
-            return range(sum(one.num_examples for one in self.members.known), MOST + 1)
+            return range(sum(m.num_examples for m in self.members.known), MOST + 1)
         return super().examples_of(member, request, instructions)
 
     def train_request(self, exchange: int, arrays: Weights) -> Train:

@@ -252,16 +252,16 @@ class FedER(Relay):
     def givers(self) -> set[str]:
         """Return the institutions of whose buffers others may learn in this round."""
         present = [member.name for member in self.members]
-        sources = {name: found if self.config.memory != "all" else present for name, found in self.sources().items()}
-        return {other for name, found in sources.items() for other in found if other != name}
+        sources = {name: names if self.config.memory != "all" else present for name, names in self.sources().items()}
+        return {other for name, names in sources.items() for other in names if other != name}
 
     def sources(self) -> dict[str, Sequence[str]]:
         """Return, by institution: where the models that it may train in this round come from; no models begin there."""
-        return {name: found for name, found in self.hops.sources().items() if found}
+        return {name: names for name, names in self.hops.sources().items() if names}
 
     def wanted(self) -> dict[str, list[int]]:
         """Return the buffers that each institution may train on in this round."""
-        return {name: self.memory(name, found) for name, found in self.sources().items()}
+        return {name: self.memory(name, names) for name, names in self.sources().items()}
 
     def memory(self, name: str, sources: Sequence[str]) -> list[int]:
         """Return the numbers of these institutions' buffers, or with memory=all of all others'."""
@@ -309,7 +309,7 @@ class FedER(Relay):
 
     def agreement(self, run: RunState, exchange: int, arrays: ArrayRecord) -> dict[str, Any]:
         """Return every model's balanced accuracy by institution, and its standard deviation over the models."""
-        found: dict[str, dict[str, float]] = {}
+        scores: dict[str, dict[str, float]] = {}
         for model, weights in sorted(self.models_at_end({}).items()):
             self.shown = weights
             request = self.evaluation_on("test", exchange, arrays)
@@ -317,10 +317,10 @@ class FedER(Relay):
             replies = self.exchanger(run.grid, exchange, messages, needed=False)
             _, own = self.evaluations.pooled(exchange, replies) or ({}, {})
             for name, metrics in own.items():
-                found.setdefault(name, {})[model] = metrics[SCORE]
+                scores.setdefault(name, {})[model] = metrics[SCORE]
         self.shown = None
-        spread = {name: float(np.std(list(by_model.values()))) for name, by_model in found.items()}
-        return {"metric": SCORE, "by-institution": found, "standard-deviation": spread}
+        spread = {name: float(np.std(list(by_model.values()))) for name, by_model in scores.items()}
+        return {"metric": SCORE, "by-institution": scores, "standard-deviation": spread}
 
     # --- what a checkpoint holds, and what will travel ----------------------------------------------------------------
 
@@ -328,8 +328,8 @@ class FedER(Relay):
         """Return the models, the order, and what is known of buffers."""
         models = {f"model-{i}": self.models[name] for i, name in enumerate(sorted(self.models))}
         # Most of what was trained last are models as they stand now: their number is enough.
-        found = {id(weights): number for number, weights in models.items()}
-        trained_at = {name: found.setdefault(id(w), f"older-{name}") for name, w in self.trained_at.items()}
+        numbers = {id(weights): number for number, weights in models.items()}
+        trained_at = {name: numbers.setdefault(id(w), f"older-{name}") for name, w in self.trained_at.items()}
         older = {number: self.trained_at[name] for name, number in trained_at.items() if number not in models}
         values = {"models": sorted(self.models), "trained-at": trained_at}
         values |= {"hops": self.hops.state(), "buffers": self.buffers.state()}
@@ -360,7 +360,7 @@ class FedER(Relay):
         answer = own if self.stays else Trained.empty(travelling)
         begun: set[str] = set()  # models that have been trained
         self.held = {name: list(self.buffers.numbers.values()) for name in members}
-        found, delivered = list[Exchange](), {name: set[tuple[int, int]]() for name in members}
+        exchanges, delivered = list[Exchange](), {name: set[tuple[int, int]]() for name in members}
         drawn = {name: set[int]() for name in members}
         for exchange in range(1, num_rounds + 1):
             self.hops.begin_round(exchange, [member.name for member in self.trainers(exchange)])
@@ -375,12 +375,12 @@ class FedER(Relay):
                     fresh = self.settings.sealed and turn.model not in begun  # the institution makes it
                     request = replace(request, arrays={} if fresh else travelling)
                 begun.add(turn.model)
-                found.append((members[turn.institution], request, answer, 1))
+                exchanges.append((members[turn.institution], request, answer, 1))
                 self.hops.pass_on(turn.institution, trained=True)
         deliveries = {name: len(pairs) for name, pairs in delivered.items()}
         self.hops, self.held, self.turns = self.new_hops(), {}, {}
         draws = {name: len(rounds) for name, rounds in drawn.items()}
-        return [*self.buffers.forecast(deliveries, draws), *found]
+        return [*self.buffers.forecast(deliveries, draws), *exchanges]
 
     def forecast_evaluation(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """Return the evaluations, and those of every model by all after the last round."""

@@ -240,9 +240,9 @@ class FedReplay(OneShot):
             raise WireError(f"{member.name}'s latents must be {asked}, as asked for; got {chunk.latents.dtype}")
         if not self.task.accepts(chunk.labels):
             raise WireError(f"{member.name}'s labels must be the task's, {self.task}: check its data")
-        found, expected = (chunk.latents.shape[1:], chunk.labels.shape[1:]), self.row_shapes(chunk)
-        if found != expected:
-            raise WireError(f"{member.name}'s latents and labels must have shapes {expected}; got {found}")
+        shapes, expected = (chunk.latents.shape[1:], chunk.labels.shape[1:]), self.row_shapes(chunk)
+        if shapes != expected:
+            raise WireError(f"{member.name}'s latents and labels must have shapes {expected}; got {shapes}")
         if self.settings.input_shape and len(chunk.labels) < min(self.fitting_rows(), chunk.total - chunk.first):
             raise WireError(f"an upload comes in as few chunks as fit; {member.name} sent {len(chunk.labels)} rows")
         self.store.add(member.name, chunk)
