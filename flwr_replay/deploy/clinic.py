@@ -116,7 +116,7 @@ def _supernode(folder: Path) -> int:
 def _clientapps(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
     """Look for ClientApps that Flower leaves: a message came, and its run ended before its content did."""
     node = _supernode(folder)
-    waiting = [one.pid for one in left_clientapps(node, time.time() - AGE)] if node else []
+    waiting = [process.pid for process in left_clientapps(node, time.time() - AGE)] if node else []
     if waiting:
         raise RunError(
             f"a ClientApp still waits for the content of a message, after {AGE // 60} min and more: if no run is live, "
@@ -130,7 +130,7 @@ def _clientapps(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
 def _policy(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
     config = compose(study_options(folder / "study"))
     policy = read_policy(folder / "policy.yaml")
-    refused = [one for one in refusals(policy, config, Job.of(config).strategy("").all_stages()) if one["reason"]]
+    refused = [rule for rule in refusals(policy, config, Job.of(config).strategy("").all_stages()) if rule["reason"]]
     if refused:
         raise ConfigError(f"policy.yaml refuses this study; {refused[0]['reason']}")
     yield f"policy.yaml is valid and lets {own['NAME']} take part; the dry run in README.md shows every field"
@@ -199,13 +199,13 @@ def _seal(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
 
 
 def _certificate(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
-    found = certificate(folder / CA, "ask the coordinator for it again")
-    if not is_authority(found):
+    authority = certificate(folder / CA, "ask the coordinator for it again")
+    if not is_authority(authority):
         raise RunError(
             f"{folder / CA} must be the certificate of the study's authority: ask the coordinator for it again"
         )
     digest = hashlib.sha256(read_bytes(folder / CA)).hexdigest()
-    yield f"{CA}: {validity(found, 'ask for a new one')}; SHA-256 {digest}"
+    yield f"{CA}: {validity(authority, 'ask for a new one')}; SHA-256 {digest}"
 
 
 def _connection(folder: Path, own: Mapping[str, str]) -> Iterator[str]:

@@ -55,13 +55,13 @@ NAMES = re.compile(r"^for name in (.+); do$", re.MULTILINE)
 
 def examine_coordinator(folder: Path) -> tuple[bool, str]:
     """Check a coordinator's folder, as `deploy init` wrote it; refuse any other; return as `examine_clinic` does."""
-    found = []
+    texts = []
     for script, form in (("connect.sh", ADDRESS), ("register.sh", NAMES)):
         written = form.search(read_text(folder / script)) if (folder / script).is_file() else None
         if not written:
             raise ConfigError(f"--deployment must be a coordinator's folder, as `deploy init` writes it; got {folder}")
-        found.append(written[1])
-    address, names = found[0], found[1].split()
+        texts.append(written[1])
+    address, names = texts[0], texts[1].split()
     ask = cache(partial(_asked, folder, address))
     return examined(
         {
@@ -106,7 +106,7 @@ def _certificates(folder: Path) -> Iterator[str]:
         addresses = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         raise RunError(f"{SERVER} must name the addresses of the server; it names none: {ANEW}") from None
-    yield f"certificates: {validity(server, ANEW)}, for {', '.join(str(one.value) for one in addresses)}"
+    yield f"certificates: {validity(server, ANEW)}, for {', '.join(str(address.value) for address in addresses)}"
 
 
 def _keys(folder: Path, names: Sequence[str]) -> Iterator[str]:
@@ -171,9 +171,9 @@ def _serverapps(folder: Path, ask: Ask) -> Iterator[str]:
             f"ends by itself within {LOSES} s; if it does not, {stops[working[-1]]}"
         )
     for run in working:
-        last = max(one.st_mtime for one in looked((run / "config.yaml", *run.glob("*.jsonl"))).values())
+        last = max(status.st_mtime for status in looked((run / "config.yaml", *run.glob("*.jsonl"))).values())
         silent, longest = time.time() - last, saved_options(run)["timeout"]
-        waits = ", ".join(one["institution"] for one in unanswered(ledger_lines(run, FORMS[LEDGER]))) or "nobody"
+        waits = ", ".join(line["institution"] for line in unanswered(ledger_lines(run, FORMS[LEDGER]))) or "nobody"
         if silent > longest:
             raise RunError(
                 f"the ServerApp of {run.name} has written nothing for {shown_time(silent)}, and answers are waited for "
@@ -211,8 +211,8 @@ def _disk(folder: Path) -> Iterator[str]:
 
 
 def _bytes(place: Path) -> int:
-    found = looked_below(place) if place.is_dir() else looked([place])
-    return sum(one.st_size for file, one in found.items() if not file.is_symlink())
+    files = looked_below(place) if place.is_dir() else looked([place])
+    return sum(status.st_size for file, status in files.items() if not file.is_symlink())
 
 
 def _asked(folder: Path, address: str, *words: str) -> dict[str, Any]:

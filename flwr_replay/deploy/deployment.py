@@ -92,7 +92,7 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
         raise RunError(f"a deployment's folder must be new; {place} exists: choose another --out, or delete it")
     with new_folder(place) as new:
         known = versions()
-        pairs = [one.partition("=") for one in given]
+        pairs = [option.partition("=") for option in given]
         named = {key.replace("_", "-"): value for key, _, value in pairs if key != "rounds"}
         lines = "\n".join(f"{toml_text(key)} = {toml_text(value)}" for key, value in named.items())
         words: dict[str, object] = {
@@ -170,14 +170,14 @@ def _policy(config: RunConfig, clinics: Sequence[str]) -> dict[str, str]:
     """Propose the narrowest policy under which a clinic can take part: the method, its kinds, its largest message."""
     job = Job.of(config, clinics)
     sums = make_task(config.task).label_sums(torch.arange(EXAMPLES))
-    known = {"num_examples": EXAMPLES, "raw_bytes": EXAMPLES, **sums}
-    present = [Present(name=name, **known) for name in clinics]  # type: ignore[arg-type]
+    values = {"num_examples": EXAMPLES, "raw_bytes": EXAMPLES, **sums}
+    present = [Present(name=name, **values) for name in clinics]  # type: ignore[arg-type]
     kinds, largest, tests = {"statistic": None}, 0, 0
-    for one in exchanged(job, present)[1]:
-        found = list(rows(one.answer.encode(), type(one.answer)))
-        kinds |= {row.kind: None for row in found if row.kind != "notice"}  # type: ignore[misc]
-        largest = max(largest, sum(row.bytes for row in found))
-        tests += one.times * isinstance(one.answer, Evaluation)
+    for expected in exchanged(job, present)[1]:
+        fields = list(rows(expected.answer.encode(), type(expected.answer)))
+        kinds |= {row.kind: None for row in fields if row.kind != "notice"}  # type: ignore[misc]
+        largest = max(largest, sum(row.bytes for row in fields))
+        tests += expected.times * isinstance(expected.answer, Evaluation)
     return {
         "strategy": config.strategy.name,
         "kinds": ", ".join(kinds),
@@ -229,4 +229,4 @@ def _write(kind: str, folder: Path, words: Mapping[str, object]) -> None:
 
 def _filled(name: str, words: Mapping[str, object]) -> str:
     text = (TEMPLATES / f"{name}.in").read_text(encoding="utf-8")
-    return re.sub(r"<<(\w+)>>", lambda found: str(words[found[1]]), text)
+    return re.sub(r"<<(\w+)>>", lambda match: str(words[match[1]]), text)

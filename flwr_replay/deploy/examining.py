@@ -45,26 +45,26 @@ def certificate(file: Path, advice: str) -> x509.Certificate:
         If it is none, or its time is not now.
     """
     try:
-        found = x509.load_pem_x509_certificate(read_bytes(file))
+        held = x509.load_pem_x509_certificate(read_bytes(file))
     except ValueError:
         raise RunError(f"{file} must be a certificate in PEM: {advice}") from None
-    ends, now = found.not_valid_after_utc, datetime.now(UTC)
-    if not found.not_valid_before_utc <= now < ends:
+    ends, now = held.not_valid_after_utc, datetime.now(UTC)
+    if not held.not_valid_before_utc <= now < ends:
         raise RunError(f"{file} is valid until {ends:%Y-%m-%d}, and it is {now:%Y-%m-%d}: {advice}")
-    return found
+    return held
 
 
-def is_authority(found: x509.Certificate) -> bool:
+def is_authority(held: x509.Certificate) -> bool:
     """Say whether a certificate may sign others."""
     try:
-        return found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+        return held.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
     except x509.ExtensionNotFound:
         return False
 
 
-def validity(found: x509.Certificate, advice: str) -> str:
+def validity(held: x509.Certificate, advice: str) -> str:
     """Say until when a certificate is valid; with advice if that is soon."""
-    ends = found.not_valid_after_utc
+    ends = held.not_valid_after_utc
     soon = f": soon over, {advice}" if (ends - datetime.now(UTC)).days < OFTEN else ""
     return f"valid until {ends:%Y-%m-%d}{soon}"
 

@@ -99,7 +99,7 @@ def rehearse(
             say(line.rstrip("\n"))
     folder = place / "runs" / "rehearsal"
     result = read_result(folder) if (folder / "result.json").exists() else None
-    failed = {one["institution"] for one in result["failures"]} if result else set()
+    failed = {failure["institution"] for failure in result["failures"]} if result else set()
     for log in sorted((place / "logs").glob("*.log")):
         if not result or log.stem in failed:
             text = COLOUR.sub("", log.read_text(encoding="utf-8", errors="replace"))
