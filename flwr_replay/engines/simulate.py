@@ -151,7 +151,7 @@ def run_ray(simulation: Simulation, overrides: Sequence[str]) -> tuple[dict[str,
     """
     config = simulation.job.config
     folder, overrides = named(config, overrides)
-    overrides = [one for one in overrides if not one.replace("-", "_").startswith(("client_cpus=", "client_gpus="))]
+    overrides = [word for word in overrides if not word.replace("-", "_").startswith(("client_cpus=", "client_gpus="))]
     sees_gpus = config.device == "auto" or config.device.startswith("cuda")
     cpus, gpus = os.cpu_count() or 1, torch.cuda.device_count() if sees_gpus else 0
     if config.client_cpus > cpus or config.client_gpus > gpus:

@@ -105,9 +105,9 @@ def superlink(scratch: Path, simulation: bool = True, secured: bool = False) -> 
         deadline = time.monotonic() + WAITED
         while not answers(f"127.0.0.1:{port}"):
             if server.poll() is not None or time.monotonic() > deadline:
-                said = (scratch / "superlink.log").read_text()[-500:]
+                ending = (scratch / "superlink.log").read_text()[-500:]
                 busy = f"it said nothing in {WAITED} s: is the machine busy? Try again"
-                raise RunError(f"the SuperLink must start; {f'its log: {said}' if said else busy}")
+                raise RunError(f"the SuperLink must start; {f'its log: {ending}' if ending else busy}")
             time.sleep(0.1)
         yield SuperLink(port, scratch, environment, secured)
 

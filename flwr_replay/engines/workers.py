@@ -160,8 +160,8 @@ class Worker(ABC):
             self._hand_on()
         except Exception as fault:  # or the run would wait for ever
             if not self.ending:
-                said = " ".join(str(fault).split())[:300]
-                self.grid.broken(f"a worker must get its messages; it could not: {type(fault).__name__}: {said}")
+                reason = " ".join(str(fault).split())[:300]
+                self.grid.broken(f"a worker must get its messages; it could not: {type(fault).__name__}: {reason}")
 
     def _hand_on(self) -> None:
         while (message := self.queue.get()) is not None:
@@ -169,10 +169,10 @@ class Worker(ABC):
             try:
                 reply = self.ask(message)
             except self.faults as fault:
-                found = None if self.ending else self.lost(message, fault)
-                if found is None:
+                answer = None if self.ending else self.lost(message, fault)
+                if answer is None:
                     return
-                reply = found
+                reply = answer
             self.grid.replied(reply)
         self.leave()
 

@@ -119,7 +119,7 @@ class ClusterGrid(WorkerGrid):
         """Return the files of each institution's state that a run's page and its attacks need, by path."""
         asked = [actor.actor.shown.remote(actor.names, run_id) for actor in self.actors]
         try:
-            return {name: files for one in ray.get(asked) for name, files in one.items()}
+            return {name: files for shown in ray.get(asked) for name, files in shown.items()}
         except RayError as error:
             raise RunError(
                 f"every machine must live until its files are copied: {first_line(error)}; {self.advice}"
@@ -139,24 +139,24 @@ class ClusterGrid(WorkerGrid):
                 names = ", ".join(actor.names)
                 self.broken(f"machine {actor.machine.address}, which has the state of {names}, must live; it has died")
                 return False
-            taken = Counter(one.machine.id for one in self.actors if not one.closed)
+            taken = Counter(other.machine.id for other in self.actors if not other.closed)
             free = {key: self.wanted.fits(machine) - taken[key] for key, machine in machines.items()}
             if roomy := [key for key, room in free.items() if room > 0]:
                 actor.machine = machines[max(roomy, key=lambda key: free[key])]
                 return True
             actor.closed = True
-            others = [one for one in self.actors if not one.closed and one.machine.id in machines]
+            others = [other for other in self.actors if not other.closed and other.machine.id in machines]
             if not others:
                 self.broken("the cluster must have a machine with room for a worker; all have died")
                 return False
-            for node_id in [node_id for node_id, one in self.serving.items() if one is actor]:
+            for node_id in [node_id for node_id, server in self.serving.items() if server is actor]:
                 load = Counter(self.serving.values())
-                self.serving[node_id] = min(others, key=lambda one: load[one])
+                self.serving[node_id] = min(others, key=lambda other: load[other])
             waiting: list[Message | None] = [message]
             while not actor.queue.empty():
                 waiting.append(actor.queue.get())
-            for one in filter(None, waiting):
-                self.serving[one.metadata.dst_node_id].queue.put(one)
+            for unanswered in filter(None, waiting):
+                self.serving[unanswered.metadata.dst_node_id].queue.put(unanswered)
             return False
 
 
@@ -250,6 +250,6 @@ class _Served:
         folders = {name: states() / name / RUNS / run_id for name in names}
         paths = {name: [*folder.glob("pictures/*.png"), *folder.glob(DATA)] for name, folder in folders.items()}
         return {
-            name: {str(path.relative_to(folders[name])): read_bytes(path) for path in found}
-            for name, found in paths.items()
+            name: {str(path.relative_to(folders[name])): read_bytes(path) for path in files}
+            for name, files in paths.items()
         }

@@ -143,20 +143,20 @@ def _check_speaks(address: str) -> None:
 def first_line(error: Exception) -> str:
     """Return what an error of Ray's says, without its traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = lines[-1] if any(line.startswith("Traceback") for line in lines) else " ".join(lines)
-    return said[:300] or type(error).__name__
+    text = lines[-1] if any(line.startswith("Traceback") for line in lines) else " ".join(lines)
+    return text[:300] or type(error).__name__
 
 
 def living() -> list[Machine]:
     """Return the cluster's living machines, ordered by address."""
-    found = [
+    machines = [
         Machine(
-            one["NodeID"], one["NodeManagerAddress"], one["Resources"].get("CPU", 0), one["Resources"].get("GPU", 0)
+            node["NodeID"], node["NodeManagerAddress"], node["Resources"].get("CPU", 0), node["Resources"].get("GPU", 0)
         )
-        for one in ray.nodes()  # type: ignore[no-untyped-call]
-        if one["Alive"]
+        for node in ray.nodes()  # type: ignore[no-untyped-call]
+        if node["Alive"]
     ]
-    return sorted(found, key=lambda machine: (machine.address, machine.id))
+    return sorted(machines, key=lambda machine: (machine.address, machine.id))
 
 
 def share(config: RunConfig, machines: Sequence[Machine]) -> Share:
@@ -182,7 +182,7 @@ def share(config: RunConfig, machines: Sequence[Machine]) -> Share:
         gpus = floor(STEP / ceil(served / there)) / STEP if there and served else 0.0
     wanted = Share(cpus, gpus)
     if not any(wanted.fits(machine) for machine in machines):
-        offers = ", ".join(f"{one.address} ({one.cpus:g} CPUs, {one.gpus:g} GPUs)" for one in machines)
+        offers = ", ".join(f"{machine.address} ({machine.cpus:g} CPUs, {machine.gpus:g} GPUs)" for machine in machines)
         raise ConfigError(
             f"a machine of the cluster must have client-cpus={cpus:g} and client-gpus={gpus:g}; there are {offers}: "
             "ask for less, or start Ray there with --num-cpus and --num-gpus"
@@ -217,13 +217,13 @@ def place(nodes: int, fitting: Mapping[str, int], fixed: Mapping[int, str]) -> l
     load = {machine: 0 for machine, most in fitting.items() if most}
     for machine in fixed.values():
         load[machine] += 1
-    found = []
+    places = []
     for k in range(nodes):
         if (machine := fixed.get(k, "")) == "":
-            machine = min(load, key=lambda one: (load[one] + 1) / fitting[one])
+            machine = min(load, key=lambda key: (load[key] + 1) / fitting[key])
             load[machine] += 1
-        found.append(machine)
-    return found
+        places.append(machine)
+    return places
 
 
 @dataclass(frozen=True)
@@ -276,19 +276,19 @@ def _look(folder: str, token: str, names: tuple[str, ...], run_id: str, files: t
 
 def _checked(machine: Machine, asked: Any) -> Equipment:
     try:
-        found: Equipment = ray.get(asked)
+        facts: Equipment = ray.get(asked)
     except RayError as error:
         raise RunError(
             f"every machine of the cluster must run flwr-replay; {machine.address}: {first_line(error)}"
         ) from None
-    if found.missing:
-        raise RunError(f"every machine of the cluster must have {found.missing[0]}; {machine.address} has not: copy it")
+    if facts.missing:
+        raise RunError(f"every machine of the cluster must have {facts.missing[0]}; {machine.address} has not: copy it")
     for name, ours in versions().items():
-        theirs = found.versions[name]
+        theirs = facts.versions[name]
         if theirs == "absent" and name != "flwr-replay":  # which travels
             raise RunError(f"every machine of the cluster must have {name}; {machine.address} has not: install {ours}")
         if name in BITS and theirs != ours:
             logging.getLogger("flwr").warning(
                 "%s has %s %s, this machine %s: bits may differ", machine.address, name, theirs, ours
             )
-    return found
+    return facts

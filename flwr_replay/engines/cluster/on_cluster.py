@@ -68,10 +68,10 @@ def run_on_cluster(
             wanted = share(config, living())
             machines = {machine.id: machine for machine in living() if wanted.fits(machine)}
             run_id = read_run_id(folder) if config.resume else ""
-            found = look(list(machines.values()), names, run_id, files)
-            pinned = not all(one.shares for one in found.values())
-            kept = _kept(found, machines, names, folder) if run_id else {}
-            fitting = {key: wanted.fits(one) for key, one in machines.items()}
+            equipped = look(list(machines.values()), names, run_id, files)
+            pinned = not all(equipment.shares for equipment in equipped.values())
+            kept = _kept(equipped, machines, names, folder) if run_id else {}
+            fitting = {key: wanted.fits(machine) for key, machine in machines.items()}
             places = place(len(names), fitting, kept if pinned else {})
             engine = f"--engine ray --ray-address {shlex.quote(address)}"
             grid = ClusterGrid(
@@ -94,21 +94,21 @@ def run_on_cluster(
 def _files(config: RunConfig) -> list[str]:
     """Return what every machine must have; refuse a relative path: the machines do not work in this folder."""
     own = [config.generator.checkpoint, getattr(config.generator, "perceptual_weights", "")]
-    found = [path for path in (config.task.data_dir, *own) if path]
-    for path in found:
+    paths = [path for path in (config.task.data_dir, *own) if path]
+    for path in paths:
         if not Path(path).is_absolute():
             raise ConfigError(f"on a Ray cluster every machine reads {path}: give its absolute path")
-    return found
+    return paths
 
 
 def _kept(
-    found: dict[str, Equipment], machines: dict[str, Machine], names: Sequence[str], folder: Path
+    equipped: dict[str, Equipment], machines: dict[str, Machine], names: Sequence[str], folder: Path
 ) -> dict[int, str]:
     """Return a machine that has an institution's state in the run that is resumed, by partition.
 
     An institution that has taken part, and whose state is on no living machine, ends the run.
     """
-    kept = {k: key for k, name in enumerate(names) for key, one in found.items() if name in one.kept}
+    kept = {k: key for k, name in enumerate(names) for key, equipment in equipped.items() if name in equipment.kept}
     answered = {line["institution"] for line in ledger_lines(folder, FORMS[LEDGER]) if line["direction"] == "up"}
     if lost := [name for k, name in enumerate(names) if name in answered and k not in kept]:
         there = ", ".join(machine.address for machine in machines.values())
