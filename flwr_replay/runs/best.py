@@ -26,8 +26,8 @@ def best_of(history: Sequence[Evaluated], metric: str, higher_is_better: bool) -
     """Return the first of the evaluations with the best metric, among those at the most institutions."""
     sign = 1 if higher_is_better else -1
 
-    def judged(found: Evaluated) -> tuple[int, float]:
-        return sum(metric in own for own in found[2].values()), sign * found[1].get(metric, -sign * inf)
+    def judged(evaluated: Evaluated) -> tuple[int, float]:
+        return sum(metric in own for own in evaluated[2].values()), sign * evaluated[1].get(metric, -sign * inf)
 
     return max(history, key=judged)
 
@@ -51,12 +51,12 @@ class BestModel:
         RunError
             If there are none.
         """
-        if not (found := self.files()):
+        if not (files := self.files()):
             raise RunError(
                 f"{self.folder.parent} has no best model: methods whose institutions keep models of their own have "
                 "none, nor have runs of older versions: take the last one"
             )
-        return max(found)
+        return max(files)
 
     def file(self) -> Path:
         """Return the file with the best weights."""

@@ -73,8 +73,8 @@ class Checkpoints:
             If the previous checkpoint or a growing file could not be written.
         """
         self.wait()
-        found = [part for path in self._growing for part in self._parts(path)]
-        grown = {part: tally(part, self._tallies.get(part, (0, 0))) for part in found}
+        growing = [part for path in self._growing for part in self._parts(path)]
+        grown = {part: tally(part, self._tallies.get(part, (0, 0))) for part in growing}
         changed = [_opened(part) for part, counted in grown.items() if counted != self._tallies.get(part)]
         self._tallies = grown
         values = {**values, "files": {part.name: counted for part, counted in grown.items()}}
@@ -99,8 +99,8 @@ class Checkpoints:
             If there are checkpoints but none is complete, one could not be read, or a growing file no longer begins as
             it did then.
         """
-        found = entries(self.folder, "*.safetensors")[::-1]
-        for i, path in enumerate(found):
+        files = entries(self.folder, "*.safetensors")[::-1]
+        for i, path in enumerate(files):
             try:
                 arrays, texts = tensors_of(self.folder.parent, path)
                 values = json.loads(texts.get("values", ""))
@@ -109,20 +109,20 @@ class Checkpoints:
                 continue
             if fits(values, FORM):
                 check_begin(self.folder.parent, values.get("files", {}))  # older versions recorded none
-                for old in found[i + 2 :]:  # that a killed process had no time to remove
+                for old in files[i + 2 :]:  # that a killed process had no time to remove
                     remove(old)
                 return arrays, values
             log(f"{path} is not a checkpoint; the run continues from the previous one")
-        if found:
+        if files:
             raise RunError(f"a run resumes from a checkpoint; {self.folder} has no complete one: begin a new run")
         return None
 
     def _parts(self, path: Path) -> list[Path]:
         """Return the parts of a growing file that exist; if it was closed since, its tally becomes the next part's."""
-        found = parts(path)
-        if new := [part for part in found[:-1] if part not in self._tallies]:
+        all_parts = parts(path)
+        if new := [part for part in all_parts[:-1] if part not in self._tallies]:
             self._tallies[new[0]] = self._tallies.pop(path, (0, 0))
-        return [part for part in found if part.exists()]
+        return [part for part in all_parts if part.exists()]
 
 
 def _opened(path: Path) -> IO[bytes]:

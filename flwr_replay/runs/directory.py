@@ -139,7 +139,7 @@ class RunDirectory(Recorder):
         exchange: int,
         member: Member,
         direction: str,
-        found: list[LedgerRow],
+        fields: list[LedgerRow],
         stage: str = "",
         raw_bytes: int | None = None,
         split: str = "",
@@ -150,8 +150,8 @@ class RunDirectory(Recorder):
         message |= {"split": split} if split else {}
         if content is not None and (name := self._recording.keep({**message, OF_RUN: self._mark}, content)):
             message["message"] = name
-        self._ledger.record(message, found, raw_bytes)
-        self.traffic.record(direction, found, raw_bytes)
+        self._ledger.record(message, fields, raw_bytes)
+        self.traffic.record(direction, fields, raw_bytes)
 
     def flush(self) -> None:
         """Write the ledger's buffered lines to the file."""
@@ -167,13 +167,13 @@ class RunDirectory(Recorder):
         if spent := largest(self.released.values()):
             named = f"epsilon (dp={spent.dp}{'' if spent.proven else ', no proof'})"
             self.spent_then = {named: inf if spent.epsilon is None else spent.epsilon}
-        self.confusion = {name: list(one.confusion) for name, one in self.tested.items() if one.confusion}
-        if examples := {name: one.num_examples for name, one in self.tested.items()}:
+        self.confusion = {name: list(test.confusion) for name, test in self.tested.items() if test.confusion}
+        if examples := {name: test.num_examples for name, test in self.tested.items()}:
             write_of(self.path, CONFUSION, {"round": exchange, "institutions": self.confusion, "examples": examples})
         known = {"metric": self.leading, "final": {"global": pooled}}
-        found = warnings(known, self.confusion, self.config.task.class_names, {})
-        self.worthless = self.worthless + 1 if found else 0
-        for line in found if self.worthless == IN_A_ROW else []:
+        warned = warnings(known, self.confusion, self.config.task.class_names, {})
+        self.worthless = self.worthless + 1 if warned else 0
+        for line in warned if self.worthless == IN_A_ROW else []:
             self.log(f"warning: {line}")
         at = exchange // self.per_round
         self._metrics.append(
@@ -247,8 +247,8 @@ class RunDirectory(Recorder):
         RunError
             If the checkpoints or the run's other files are damaged or missing.
         """
-        found = self._checkpoints.read(self.log)
-        if found is None:
+        checkpoint = self._checkpoints.read(self.log)
+        if checkpoint is None:
             if len({row["round"] for row in self._lines("timings")}) > 2:  # the first is on the disk before the third
                 raise RunError(
                     f"{self.path / 'checkpoints'} must hold the run's last two checkpoints; they are missing: restore "
@@ -257,7 +257,7 @@ class RunDirectory(Recorder):
             self._best.rewind(-1, self.log)
             self._rewind(-1)
             return None
-        arrays, values = found
+        arrays, values = checkpoint
         self._best.rewind(values["server-round"], self.log)
         self.examples_seen, self.seconds = values["examples-seen"], values["seconds"]
         self._rewind(values["server-round"])
@@ -291,7 +291,7 @@ class RunDirectory(Recorder):
             )
         exchange, pooled, own = self.history[-1]
         judging, higher_is_better = self._judged()
-        metric, said = judging.removeprefix(VALIDATION), VALIDATED if judging.startswith(VALIDATION) else TESTED
+        metric, basis = judging.removeprefix(VALIDATION), VALIDATED if judging.startswith(VALIDATION) else TESTED
         best = best_of(self.history, judging, higher_is_better)
         last = models.get("global") if best[0] == exchange and not self.no_best else None
         kept = self._best.end(best[0], last)
@@ -303,7 +303,7 @@ class RunDirectory(Recorder):
             "partition": config.partition.name,
             "model": config.model.name,
             "replay": config.replay.name,
-            "metrics-note": f"{note.rstrip('.')}. {said}" if (note := config.strategy.traits.metrics_note) else said,
+            "metrics-note": f"{note.rstrip('.')}. {basis}" if (note := config.strategy.traits.metrics_note) else basis,
             "nodes": len(names),
             "untested": sorted(names - {*own}),
             "rounds": exchange // self.per_round,
@@ -373,8 +373,8 @@ class RunDirectory(Recorder):
         self.forgetting.rewind(exchange)
         self.traffic = Traffic(ledger_lines(self.path, FORMS[LEDGER]))
         self.failures = self._lines("failures")
-        for one in self.failures:
-            self.characters[one["institution"]] += len(one["reason"])
+        for failure in self.failures:
+            self.characters[failure["institution"]] += len(failure["reason"])
         self.earlier = len(self.failures)
         for row in self._lines("privacy"):  # what was released stays released
             row.pop("round", None)  # older versions wrote none

@@ -138,11 +138,11 @@ def claim(strategy: Movement) -> str:
     """Say what in a run is differentially private, by the declarations of its stages, and what seals or masks hide."""
     privacy, stages = strategy.settings.privacy, strategy.all_stages()
     if privacy is None:
-        said = f"{NOTHING} {EVIDENCE}" if "train-slice" in stages else NOTHING
+        sentence = f"{NOTHING} {EVIDENCE}" if "train-slice" in stages else NOTHING
     else:
-        said = privacy.sentence({stage: REQUESTS[stage].answer for stage in stages})
+        sentence = privacy.sentence({stage: REQUESTS[stage].answer for stage in stages})
     hidden = SEALED_RUN if strategy.settings.sealed else MASKED_RUN if strategy.settings.masked else ""
-    return f"{said} {hidden}".rstrip()
+    return f"{sentence} {hidden}".rstrip()
 
 
 def _noise(plan: PrivacyPlan, strategy: Movement, recorder: Recorder, rounds: int) -> dict[str, list[dict[str, Any]]]:
@@ -206,8 +206,8 @@ def run_job(
     stored = Path(config.runs_dir) / config.run_name / "result.json"
     if stored.exists() and (result := read_result(stored.parent))["rounds"] >= config.rounds:
         if result["rounds"] > config.rounds:
-            said = "the run has done %s rounds, and is not made shorter: this is their result"
-            logging.getLogger("flwr").info(said, result["rounds"])
+            text = "the run has done %s rounds, and is not made shorter: this is their result"
+            logging.getLogger("flwr").info(text, result["rounds"])
         sweep(stored.parent)  # of a page that a killed process was writing
         return result, stored.parent  # a finished run is not run again
     fresh = job.settings.model

@@ -50,8 +50,8 @@ class Listed:
     @property
     def metric(self) -> str:
         """Its main metric, with its name."""
-        found = self.result
-        return f"{found['metric']} {found['final']['global'][found['metric']]:.4f}" if found else ""
+        result = self.result
+        return f"{result['metric']} {result['final']['global'][result['metric']]:.4f}" if result else ""
 
 
 def runs_in(root: Path) -> list[Path]:
@@ -62,10 +62,10 @@ def runs_in(root: Path) -> list[Path]:
     RunError
         If there is none.
     """
-    found = [file.parent for pattern in ("*", "*/*") for file in root.glob(f"{pattern}/config.yaml")]
-    if not found:
+    folders = [file.parent for pattern in ("*", "*/*") for file in root.glob(f"{pattern}/config.yaml")]
+    if not folders:
         raise RunError(f"{root} must be a folder with run directories; it has none: give --runs-dir")
-    return sorted(found, key=lambda folder: (folder / "config.yaml").stat().st_mtime)
+    return sorted(folders, key=lambda folder: (folder / "config.yaml").stat().st_mtime)
 
 
 def same_bits(folders: Sequence[Path]) -> str:
@@ -76,16 +76,16 @@ def same_bits(folders: Sequence[Path]) -> str:
     folders : sequence of Path
         Run directories, at least two.
     """
-    said = []
+    verdicts = []
     for name, file in (("metrics", METRICS), ("final global weights", "models/global.safetensors")):
         if not all(there(folder / file) for folder in folders):
-            said.append(f"{name}: not in every run")
+            verdicts.append(f"{name}: not in every run")
             continue
         for folder in folders:
             check_grown(folder, file)
         digests = {hashlib.sha256(read_bytes(folder / file)).digest() for folder in folders}
-        said.append(f"{name}: {'identical' if len(digests) == 1 else 'different'}")
-    return "; ".join(said)
+        verdicts.append(f"{name}: {'identical' if len(digests) == 1 else 'different'}")
+    return "; ".join(verdicts)
 
 
 def listed(folder: Path) -> Listed:
@@ -98,12 +98,12 @@ def listed(folder: Path) -> Listed:
     """
     if not there(folder / CONFIG):
         raise RunError(f"a run directory has a config.yaml; {folder} has none: `flwr-replay runs list` names the runs")
-    found = looked_below(folder).values()  # a live run replaces files and deletes old checkpoints
-    files = [one for one in found if stat.S_ISREG(one.st_mode)]
-    last = max(one.st_mtime for one in files)
+    statuses = looked_below(folder).values()  # a live run replaces files and deletes old checkpoints
+    files = [status for status in statuses if stat.S_ISREG(status.st_mode)]
+    last = max(status.st_mtime for status in files)
     mark_of(folder)
     result = read_result(folder) if there(folder / RESULT) else None
-    return Listed(folder, result, max(0.0, time.time() - last), sum(one.st_size for one in files))
+    return Listed(folder, result, max(0.0, time.time() - last), sum(status.st_size for status in files))
 
 
 def spare(folders: Sequence[Path]) -> list[tuple[Path, int]]:
@@ -114,7 +114,7 @@ def spare(folders: Sequence[Path]) -> list[tuple[Path, int]]:
     RunError
         If there is no run, or one has not finished.
     """
-    found = []
+    unneeded = []
     for root in folders:
         for folder in [root] if (root / "config.yaml").exists() or not root.is_dir() else runs_in(root):
             if listed(folder).result is None:
@@ -124,8 +124,8 @@ def spare(folders: Sequence[Path]) -> list[tuple[Path, int]]:
             for place in (
                 folder / name for name in SPARE if (folder / name).is_dir() and not (folder / name).is_symlink()
             ):
-                found.append((place, sum(one.st_size for one in looked_below(place).values())))
-    return found
+                unneeded.append((place, sum(status.st_size for status in looked_below(place).values())))
+    return unneeded
 
 
 def clean(folders: Sequence[Path]) -> None:
@@ -182,8 +182,8 @@ def watch(folder: Path, wait: bool = True) -> Iterator[str]:
 
 def _pooled(folder: Path) -> dict[int, dict[str, float]]:
     """Return the metrics over all institutions by exchange."""
-    found: dict[int, dict[str, float]] = {}
+    by_exchange: dict[int, dict[str, float]] = {}
     for row in rows_of(folder, METRICS):
         if row["institution"] == "":
-            found.setdefault(row["exchange"], {})[row["metric"]] = row["value"]
-    return found
+            by_exchange.setdefault(row["exchange"], {})[row["metric"]] = row["value"]
+    return by_exchange

@@ -167,8 +167,8 @@ def _born(folder: Path, texts: Mapping[str, str]) -> bool:
 def _sweep_unborn(root: Path) -> None:
     """Remove the incomplete run directories of killed processes; without locks of folders, those older than a day."""
     with folder_locked(root) as held:  # else one may be met that has no lock of its own yet
-        for folder, found in looked(root.glob(".*.new")).items():
-            if UNBORN.fullmatch(folder.name) and (held or time.time() - found.st_mtime > DAY):
+        for folder, status in looked(root.glob(".*.new")).items():
+            if UNBORN.fullmatch(folder.name) and (held or time.time() - status.st_mtime > DAY):
                 with suppress(RunError), alone(folder):
                     shutil.rmtree(folder, ignore_errors=True)
 

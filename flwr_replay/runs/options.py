@@ -111,10 +111,10 @@ def _read_off(options: Sequence[str]) -> list[str]:
     root = Path(task.data_dir).expanduser().absolute()
     if {"channels", "classes"} <= given.keys() and not root.is_dir():
         return []  # planned where the images are not
-    found = form_of(folder_rows(root, task.site_column), {"size", *given})
-    if "classes" in given and len(found.get("class_names", ())) != task.classes:
-        found.pop("class_names", None)  # reading the labels says which are missing
-    return [f"task.{name}={quoted(value)}" for name, value in found.items()]
+    form = form_of(folder_rows(root, task.site_column), {"size", *given})
+    if "classes" in given and len(form.get("class_names", ())) != task.classes:
+        form.pop("class_names", None)  # reading the labels says which are missing
+    return [f"task.{name}={quoted(value)}" for name, value in form.items()]
 
 
 def _sites(task: TaskConfig) -> int:

@@ -91,8 +91,8 @@ class MLflow:
             self.run = known
             return known
         project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
-        found = self.client.get_experiment_by_name(project)
-        experiment = found.experiment_id if found else self.client.create_experiment(project)
+        known_experiment = self.client.get_experiment_by_name(project)
+        experiment = known_experiment.experiment_id if known_experiment else self.client.create_experiment(project)
         self.run = str(self.client.create_run(experiment, run_name=name).info.run_id)
         params = [Param(key, str(value)[:LONGEST]) for key, value in options.items()]
         for start in range(0, len(params), AT_ONCE):
@@ -191,8 +191,8 @@ class Tracking:
             self._give_up(error)
 
     def _opened(self) -> Tracker:
-        if there(self.file) and (found := json_of(self.folder, TRACKING))["tracker"] == self.config.tracking:
-            self.told = found
+        if there(self.file) and (tracked := json_of(self.folder, TRACKING))["tracker"] == self.config.tracking:
+            self.told = tracked
         for key, value in QUIET.items():
             os.environ.setdefault(key, value)
         self._tracker, config = TRACKERS[self.config.tracking](), self.config
@@ -220,7 +220,7 @@ def _options(config: RunConfig) -> dict[str, Any]:
 def _values(entry: Entry, epsilon: Mapping[str, float]) -> dict[str, float]:
     """Return what is told of an evaluation: `accuracy`, `north/accuracy`, `epsilon` if it is known."""
     _, pooled, own = entry
-    values = {**pooled, **{f"{name}/{metric}": one for name, by in own.items() for metric, one in by.items()}}
+    values = {**pooled, **{f"{name}/{metric}": value for name, by in own.items() for metric, value in by.items()}}
     for named, value in epsilon.items():
         if isfinite(value):
             values["epsilon-not-proven" if named.endswith("no proof)") else "epsilon"] = value
