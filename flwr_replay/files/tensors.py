@@ -75,7 +75,7 @@ def write_tensors(
     metadata : Mapping[str, str] | None
         Texts for the file's metadata.
     to_disk, over
-        As for `flwr_replay.files.write_atomic`.
+        As for `flwr_replay.files.atomic.write_atomic`.
 
     Raises
     ------
