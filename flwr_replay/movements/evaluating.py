@@ -149,8 +149,8 @@ class Evaluations:
     def test(self, run: RunState, exchange: int, arrays: ArrayRecord, split: str) -> Pooled | None:
         """Have every institution test these weights on the examples of a split."""
         tested = [(m, self.method.tested_on(split, m, arrays)) for m in self.testers() if m.ours]
-        asked = [(m, self.method.evaluation_on(split, exchange, w)) for m, w in tested if w is not None]
-        messages = (self.exchanger.message(member, request, run.evaluate_config) for member, request in asked)
+        requests = [(m, self.method.evaluation_on(split, exchange, w)) for m, w in tested if w is not None]
+        messages = (self.exchanger.message(member, request, run.evaluate_config) for member, request in requests)
         replies = self.exchanger(run.grid, exchange, messages, needed=False)
         return self.pooled(exchange, replies, self.recorder.tested if split == "test" else {})
 
@@ -255,8 +255,8 @@ def with_further(tested: Pooled, further: Pooled, prefix: str) -> Pooled:
         return {f"{prefix}{name}": value for name, value in metrics.items()}
 
     (pooled, own), (further_pooled, further_own) = tested, further
-    both = {name: {**own.get(name, {}), **named(further_own.get(name, {}))} for name in {**own, **further_own}}
-    return {**pooled, **named(further_pooled)}, both
+    by_name = {name: {**own.get(name, {}), **named(further_own.get(name, {}))} for name in {**own, **further_own}}
+    return {**pooled, **named(further_pooled)}, by_name
 
 
 def _scalars(reply: Message) -> Metrics:

@@ -142,13 +142,13 @@ class Gossip(Relay):
         free = sum(member.name not in waiting for member in self.trainers(exchange))
         self.exchanged = self.has_edges(exchange, free)
         messages, called = self.configure_train(exchange, arrays, config, grid), self.members.called
-        asked = [message for message in messages if called(message.metadata.dst_node_id) not in waiting]
+        to_send = [message for message in messages if called(message.metadata.dst_node_id) not in waiting]
         released: dict[str, Released] = {}
 
         def take(member: Member, reply: Message) -> None:
             released[member.name] = self.released(member, reply)
 
-        self.exchanger(grid, exchange, asked, needed=bool(asked), take=take)
+        self.exchanger(grid, exchange, to_send, needed=bool(to_send), take=take)
         self.count_missed()
         self.releasing = set(released)
         self.recorder.saw(sum(answer.examples_seen for answer in released.values()))
@@ -215,16 +215,16 @@ class Gossip(Relay):
     def bring(self, grid: Grid, exchange: int, config: ConfigRecord) -> None:
         """Deliver what is waiting; forget what is acknowledged; return what nobody acknowledges for long."""
         present = [(member, self.mailbox.waiting.get(member.name)) for member in self.members]
-        asked = (self.message(m, self.delivery(exchange, waiting), config) for m, waiting in present if waiting)
+        deliveries = (self.message(m, self.delivery(exchange, waiting), config) for m, waiting in present if waiting)
         acknowledged: dict[str, Sequence[int]] = {}
 
         def check(member: Member, reply: Message) -> None:
-            held = Committed.decode(reply.content).parcels
-            if not self.mailbox.can_hold(member.name, held):
-                raise WireError(f"must acknowledge the parcels that it received; got {list(held)[:6]}")
-            acknowledged[member.name] = held
+            numbers = Committed.decode(reply.content).parcels
+            if not self.mailbox.can_hold(member.name, numbers):
+                raise WireError(f"must acknowledge the parcels that it received; got {list(numbers)[:6]}")
+            acknowledged[member.name] = numbers
 
-        self.exchanger(grid, exchange, asked, needed=False, take=check)
+        self.exchanger(grid, exchange, deliveries, needed=False, take=check)
         for name, held in sorted(acknowledged.items()):
             if twice := self.mailbox.acknowledged(name, held):
                 self.recorder.log(f"{name} has mixed {twice} parcels that have also gone back to their senders")

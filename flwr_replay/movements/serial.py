@@ -102,7 +102,7 @@ class Serial(Movement):
         exchanges: list[Exchange] = [(member, request, answer, times[member.name]) for member in visited]
         if self.settings.sealed:
             first = self.members.get(self.cycle(0)[0])
-            exchanges = [(m, asked, reply, number - (m is first)) for m, asked, reply, number in exchanges]
+            exchanges = [(m, request, reply, number - (m is first)) for m, request, reply, number in exchanges]
             exchanges += [(first, self.train_request(0, {}), answer, 1)] if first else []
         return exchanges
 

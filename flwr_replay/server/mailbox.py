@@ -115,7 +115,7 @@ class Mailbox:
         """Return what a checkpoint must hold; the models are in the files that `keep` wrote."""
         return {
             "waiting": {name: asdict(delivery) for name, delivery in self.waiting.items()},
-            "coming_back": {name: [asdict(parcel) for parcel in some] for name, some in self.coming_back.items()},
+            "coming_back": {name: [asdict(parcel) for parcel in parcels] for name, parcels in self.coming_back.items()},
             "committed": dict(self.committed),  # a copy: the checkpoint is written during the next round
             "weights": dict(self.weights),
             "models": sorted(self.models),
@@ -126,6 +126,6 @@ class Mailbox:
     def restored(cls, values: dict[str, Any], folder: Path, run: str) -> Self:
         """Return the mailbox of a checkpoint, from what `state` returned and `keep` wrote."""
         waiting = {name: Delivery.of(saved) for name, saved in values["waiting"].items()}
-        back = {name: [ModelShare(**parcel) for parcel in some] for name, some in values["coming_back"].items()}
+        back = {name: [ModelShare(**parcel) for parcel in parcels] for name, parcels in values["coming_back"].items()}
         models = {n: array_record(read_own(folder / f"{n:06d}.safetensors", run)) for n in values["models"]}
         return cls(waiting, back, values["committed"], values["weights"], models, values["posted"], [{*models}])

@@ -59,12 +59,12 @@ class Asking:
         further = replace(request, arrays=None) if sent else request  # type: ignore[call-arg]
         heard: dict[str, list[Answer]] = {member.name: [] for member in totals}
         complete: dict[str, list[Answer]] = {}
-        lost, asked = Counter[str](), [*totals]
-        while asked:
+        lost, members = Counter[str](), [*totals]
+        while members:
             began, going_on = time.monotonic(), list[Member]()
-            answers = self.answers({m: further if heard[m.name] else request for m in asked}, declared)
+            answers = self.answers({m: further if heard[m.name] else request for m in members}, declared)
             gone = {*self.exchanger.lost}
-            for member in asked:
+            for member in members:
                 name, before = member.name, heard[member.name]
                 lost[name] = 0 if name in answers else lost[name] + 1
                 if name in answers:
@@ -84,14 +84,14 @@ class Asking:
                         complete[name] = before
                 elif self.roll and name in gone and lost[name] < LOST and self.waited_for(member, self.roll):
                     going_on.append(member)
-            asked = going_on
+            members = going_on
         return complete
 
     def answers(self, requests: Mapping[Member, Request], declared: type[Read]) -> dict[str, Read]:
         """Send a request to each institution; return the valid answers by name. Others are recorded as failures."""
         # one that was away may have come back as another node
-        there = [(self.exchanger.members.get(member.name) or member, request) for member, request in requests.items()]
-        messages = [self.exchanger.message(member, request, self.extra) for member, request in there]
+        pairs = [(self.exchanger.members.get(member.name) or member, request) for member, request in requests.items()]
+        messages = [self.exchanger.message(member, request, self.extra) for member, request in pairs]
         by_name: dict[str, Read] = {}
         replies = self.exchanger(self.grid, self.exchange, messages, needed=False)
         for member, reply in self.exchanger.answers(replies):

@@ -281,14 +281,14 @@ class GenerativeReplay(Replay):
             yield [decoder, self.keep_codes()]
             return
         for number, (visit, counts) in enumerate(zip(self.trained, self.counts, strict=True)):
-            both = read_own(self.path("source", visit), self.run)
-            yield [KeepPrior(**self.head, arrays=both, source=number, label_counts=counts)]
+            models = read_own(self.path("source", visit), self.run)
+            yield [KeepPrior(**self.head, arrays=models, source=number, label_counts=counts)]
 
     def give(self, members: list[Member], requests: list[Request]) -> list[Member]:
         """Send requests, one after another, to all; return the institutions that have saved everything."""
         for request in requests if members else []:
-            asked = [self.exchanger.message(member, request, self.extra) for member in members]
-            replies = self.exchanger(self.grid, self.exchange, asked, needed=False)
+            messages = [self.exchanger.message(member, request, self.extra) for member in members]
+            replies = self.exchanger(self.grid, self.exchange, messages, needed=False)
             members = [member for member, _ in self.exchanger.answers(replies)]
         return members
 
@@ -373,11 +373,11 @@ class GenerativeReplay(Replay):
         counts: dict[str, Any] = {"num_examples": 0, "examples_seen": 0, "steps": 0, "steps_left": 0}
         losses = [0.0] * plan.generator.epochs
         generated = Generated(arrays=weights, losses=losses, perplexity=[0.0, 0.0], **counts)
-        given, labels = to_arrays(prior), [0] * prior.classes
+        prior_weights, labels = to_arrays(prior), [0] * prior.classes
         losses = [0.0] * plan.prior.epochs
-        own = TrainedPrior(arrays=nested({"prior": given}), losses=losses, label_counts=labels, **counts)
-        both = nested({"decoder": self.decoder(weights), "prior": given})
-        keep_prior = KeepPrior(run=self.run, arrays=both, source=0, label_counts=labels)
+        own = TrainedPrior(arrays=nested({"prior": prior_weights}), losses=losses, label_counts=labels, **counts)
+        models = nested({"decoder": self.decoder(weights), "prior": prior_weights})
+        keep_prior = KeepPrior(run=self.run, arrays=models, source=0, label_counts=labels)
         decoder, encode = KeepDecoder(run=self.run, arrays=self.decoder(weights)), self.encode_request(weights, 0)
         for member in members:
             exchanges.append((member, self.train_request(weights, 0), generated, 1))

@@ -115,10 +115,10 @@ class Roll:
             return
         request = self.request(exchange)
         newcomers = self.members.newcomers(grid.get_node_ids())
-        asked = [self.exchanger.message(Member(str(node_id), node_id), request) for node_id in newcomers]
-        calls = {message.metadata.dst_node_id: message for message in asked}
+        messages = [self.exchanger.message(Member(str(node_id), node_id), request) for node_id in newcomers]
+        calls = {message.metadata.dst_node_id: message for message in messages}
         silent = partial(self.exchanger.silent, hint=AGAIN if deployed(grid) else "")
-        pairs = ask(grid, asked, self.exchanger.timeout, silent=silent)
+        pairs = ask(grid, messages, self.exchanger.timeout, silent=silent)
         replies = {message.metadata.dst_node_id: reply for message, reply in pairs}
         arrived: list[Member] = []
         faults: dict[int, str] = {}
@@ -151,16 +151,16 @@ class Roll:
         self.unfit |= bool(refused)
         faults |= refused
         taken = {member.name for member in self.members.known}
-        for message in asked:
+        for message in messages:
             node_id = message.metadata.dst_node_id
             claimed = names.get(node_id, "")  # the name in a refusal, which is not proven
             name = claimed if NAME.fullmatch(claimed) and claimed not in taken else str(node_id)
             member = self.members.by_node(node_id) or Member(self.members.called(node_id) or name, node_id)
             reply = replies[node_id]
             asking, answer = list(rows(message.content, RollCall)), self.answer_of(reply)
-            came = reply.content if answer and reply is not None else None
+            content = reply.content if answer and reply is not None else None
             self.recorder.travelled(exchange, member, "down", asking, "roll-call", content=message.content)
-            self.recorder.travelled(exchange, member, "up", answer, "roll-call", content=came)
+            self.recorder.travelled(exchange, member, "up", answer, "roll-call", content=content)
             if node_id in faults:
                 self.recorder.failed(exchange, member.name, faults[node_id])
         self.recorder.flush()

@@ -92,15 +92,15 @@ class Buffers:
             write_tensors(path, images, {OF_RUN: self.exchanger.settings.run})
             self.numbers[member.name] = numbers[member.name]
 
-        asked = (self.exchanger.message(m, self.draw(exchange), extra) for m in lacking)
-        self.exchanger(grid, exchange, asked, needed=False, take=take, at_once=1, missed=self.drew_none.append)
+        messages = (self.exchanger.message(m, self.draw(exchange), extra) for m in lacking)
+        self.exchanger(grid, exchange, messages, needed=False, take=take, at_once=1, missed=self.drew_none.append)
 
     def train(self, grid: Grid, exchange: int, extra: ConfigRecord) -> None:
         """Send message after message until every generator is complete, or its institution fails."""
-        asked = [m for m in self.exchanger.members if m.name not in self.trained or m in self.drew_none]
+        members = [m for m in self.exchanger.members if m.name not in self.trained or m in self.drew_none]
         self.drew_none.clear()
         request = TrainSlice(server_round=exchange, run=self.exchanger.settings.run)
-        totals = {member: self.plan.steps(member.num_examples) for member in asked}
+        totals = {member: self.plan.steps(member.num_examples) for member in members}
         answers = Asking(self.exchanger, None, grid, exchange, extra).train(totals, request, GeneratorSlice)
         for name, (*_, last) in answers.items():
             self.trained.add(name)
