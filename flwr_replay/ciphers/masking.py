@@ -126,9 +126,9 @@ class Masking(Hiding):
                 f"in a masked run an exchange of long ago is not repeated; {newest} is answered, {exchange} is asked: "
                 "refused; begin a new run"
             )
-        if not kept and newest < (known := int(instructions.get("continues", 0))):
+        if not kept and newest < (answered := int(instructions.get("continues", 0))):
             raise RefusedError(
-                f"masks cancel after the same exchanges only; exchange {known} is answered, and this institution's "
+                f"masks cancel after the same exchanges only; exchange {answered} is answered, and this institution's "
                 f"state knows of {newest or 'none'}: restore the newest state directory, or begin a new run"
             )
         if not kept:

@@ -101,11 +101,11 @@ class Seal:
         if len(body) > LARGEST:
             raise RefusedError(f"a sealed parcel has at most {LARGEST:,} bytes; got {len(body):,}: a smaller model")
         head = Head(run, options, kind, self.name, tuple(self.pins), exchange, weight).pack()
-        salt, own = secrets.token_bytes(SALT), secrets.token_bytes(32)
-        sealed = ChaCha20Poly1305(own).encrypt(NONCE, body, head + salt)
+        salt, key = secrets.token_bytes(SALT), secrets.token_bytes(32)
+        sealed = ChaCha20Poly1305(key).encrypt(NONCE, body, head + salt)
         digest = sha256(sealed).digest()
         wrapped = [
-            ChaCha20Poly1305(self._shared(name, salt, sends=True)).encrypt(NONCE, own, _bound(head, salt, name, digest))
+            ChaCha20Poly1305(self._shared(name, salt, sends=True)).encrypt(NONCE, key, _bound(head, salt, name, digest))
             for name in self.pins
         ]
         return pack(SealedParcel(head, salt, wrapped, sealed))
@@ -135,8 +135,8 @@ class Seal:
         try:
             shared = self._shared(head.sender, parcel.salt, sends=False)
             bound = _bound(parcel.head, parcel.salt, self.name, digest)
-            own = ChaCha20Poly1305(shared).decrypt(NONCE, wrapped, bound)
-            body = ChaCha20Poly1305(own).decrypt(NONCE, parcel.body, parcel.head + parcel.salt)
+            key = ChaCha20Poly1305(shared).decrypt(NONCE, wrapped, bound)
+            body = ChaCha20Poly1305(key).decrypt(NONCE, parcel.body, parcel.head + parcel.salt)
         except InvalidTag:
             raise RefusedError(
                 f"a parcel must be as {head.sender} has sealed it for {self.name}; this one does not open: it was "

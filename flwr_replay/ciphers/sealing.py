@@ -182,7 +182,7 @@ class Sealing(Hiding):
             )
         released = self.store.at("released", self.run, request.exchange) or {}
         own = unnested(released).get("theta", {})
-        came, models = list[Arrival](), dict[str, ArrayRecord]()
+        arrivals, models = list[Arrival](), dict[str, ArrayRecord]()
         for i, (array, w, share) in enumerate(zip(record.values(), request.weights, request.shares, strict=True)):
             parcel = self._open(array, ("model",))
             head = parcel.head
@@ -192,12 +192,12 @@ class Sealing(Hiding):
                     f"server says {w:g}: refused"
                 )
             of_own = share if head.sender == self.seal.name else 0.0
-            came.append(Arrival(request.exchange, head.sender, head.exchange, head.kind, parcel.mark, share=of_own))
+            arrivals.append(Arrival(request.exchange, head.sender, head.exchange, head.kind, parcel.mark, share=of_own))
             theirs = _model(parcel, own)
             models[sender_name(i)] = array_record(own) if theirs is None else theirs
             if theirs is None:
                 log(WARNING, "%s sealed no model of the common form: the own model stands in its place", head.sender)
-        notes.mix(request.exchange, request.kept, came)
+        notes.mix(request.exchange, request.kept, arrivals)
         arrays = ArrayRecord()
         arrays.update(nested(models))
         return arrays

@@ -101,10 +101,10 @@ class PrivacyBudget:
         """Charge the account, unless it states less than the institution stated before, or the data have changed."""
         self.state.check_data(request.run, dp=True, pooled=self.plan.pooled)
         account, stated = self.account(request.run), request.stated
-        if (known := account.epsilon()) < (1 - ROUNDING) * stated:
+        if (epsilon := account.epsilon()) < (1 - ROUNDING) * stated:
             raise PrivacyError(
                 f"a privacy account never states less than before; this institution has stated epsilon {stated:.4g}, "
-                f"its account of run {request.run!r} states {known:.4g}, so it is missing or an older copy and lacks "
+                f"its account of run {request.run!r} states {epsilon:.4g}, so it is missing or an older copy and lacks "
                 "later releases: restore the newest copy, or begin a new run"
             )
         account.charge(mechanism, cost, self.plan.config.noise)

@@ -143,14 +143,14 @@ class InstitutionClient(NumPyClient):
             self.institution.policy.check_weights(
                 stage, lambda: digest(arrays), lambda: digest(self.random_like(arrays))
             )
-        asked = request.of(arrays, config)
-        if isinstance(asked, LabelScale) and asked.label_mean is not None and asked.label_scale is not None:
-            self.task = self.task.scaled(asked.label_mean, asked.label_scale)
+        decoded = request.of(arrays, config)
+        if isinstance(decoded, LabelScale) and decoded.label_mean is not None and decoded.label_scale is not None:
+            self.task = self.task.scaled(decoded.label_mean, decoded.label_scale)
         if "split" in request.declared():
-            self.institution.check_split(getattr(asked, "split", ""))
-        if (run := getattr(asked, "run", "")) or self.budget:
+            self.institution.check_split(getattr(decoded, "split", ""))
+        if (run := getattr(decoded, "run", "")) or self.budget:
             self.state.bind(run, self.bound)
-        answer = method(asked)
+        answer = method(decoded)
         if self.budget:
             self.budget.check_steps()
         if type(answer) is not request.answer:

@@ -82,8 +82,8 @@ def guard(message: Message, context: Context, call_next: ClientAppCallable) -> M
             "stage": str(instructions.get("stage", message.metadata.message_type))[:LONGEST],
         }
         about |= {"split": split[:LONGEST]} if (split := str(instructions.get("split", ""))) else {}
-        asked = message.content if message.has_content() else RecordDict()
-        institution.record_release(about, asked, reply.content, fields)
+        records = message.content if message.has_content() else RecordDict()
+        institution.record_release(about, records, reply.content, fields)
     except Exception as error:  # an answer that cannot be recorded does not leave; only this notice does
         return _failure(message, error, institution.name, deployed, secretive=plan is not None)
     return reply
@@ -104,14 +104,14 @@ def _answered(
     hiding = (Sealing if config.sealed else Masking)(institution, config, run) if config.pinned else None
     plan, policy, answer, store = _plan(config), institution.policy, request and request.answer, StateStore(institution)
     with hiding.alone() if hiding and request and request is not RollCall else nullcontext():
-        asked = hiding.opened(message, request) if hiding else message
+        opened = hiding.opened(message, request) if hiding else message
         if answer and issubclass(answer, Evaluation):
             policy.check_evaluations(store.count_test(run))
         dp_fields = plan.dp_fields(answer) if plan and answer else {}
         budget = PrivacyBudget(plan, institution, store, config.seed) if plan else None
         charged_before = budget.charged(run) if budget and dp_fields else ()
         with users_code(FlwrReplayError):
-            reply = call_next(asked, context)
+            reply = call_next(opened, context)
         if institution.digested and "data" in vars(institution):  # they were read
             store.note_data(run)
         leaving = check_answer(reply, answer, policy, config)
@@ -188,8 +188,8 @@ def check_request(
     _check_options_kept(instructions, config)
     announced = instructions.get("stages", [])  # at the roll call: all stages of the run
     answers = (request.answer, *(REQUESTS[str(stage)].answer for stage in announced if stage in REQUESTS))
-    for asked in answers:
-        check_release(asked, policy, config)
+    for answer in answers:
+        check_release(answer, policy, config)
     _check_size(message, policy, answers, _sizes(config, private_model))
     if config.task.mean and request.stage_name in dict(policy.weights):
         raise RefusedError(

@@ -27,8 +27,8 @@ def draw_grid(path: Path, rows: Mapping[str, Tensor]) -> None:
 
     tiles: list[Tensor] = []
     for images in rows.values():
-        shown = images[:SHOWN].float().cpu()
-        for channels in (shown,) if shown.shape[1] in (1, 3) else torch.split(shown, 1, dim=1):
+        pixels = images[:SHOWN].float().cpu()
+        for channels in (pixels,) if pixels.shape[1] in (1, 3) else torch.split(pixels, 1, dim=1):
             blank = torch.ones(SHOWN - len(channels), *channels.shape[1:])
             tiles += torch.cat([channels, blank]).unbind()
     larger = torch.stack(tiles).repeat_interleave(SCALE, 2).repeat_interleave(SCALE, 3)

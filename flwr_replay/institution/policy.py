@@ -218,10 +218,10 @@ class Policy:
         from the run's seed.
         """
         allowed = dict(self.weights).get(stage)
-        if allowed is None or (came := digest()) in allowed or (RANDOM in allowed and came == random()):
+        if allowed is None or (actual := digest()) in allowed or (RANDOM in allowed and actual == random()):
             return
         raise RefusedError(
-            f"policy lets stage {stage} take weights {', '.join(allowed) or 'none'}; got {came}: have the "
+            f"policy lets stage {stage} take weights {', '.join(allowed) or 'none'}; got {actual}: have the "
             "institution look at them and add their digest to its policy file"
         )
 
@@ -284,7 +284,7 @@ def _delta(value: object, what: str) -> float:
 
 
 def _names(value: object, what: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise ConfigError(f"{what} must be a list of names; got {value!r}")
     return tuple(value)
 

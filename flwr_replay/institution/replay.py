@@ -63,18 +63,18 @@ class GenerativeStages:
 
     def train_generator(self, request: TrainGenerator) -> Generated:
         """Update the generator on real images and on replays, for a piece of the training."""  # line 7
-        given, run = opened(request.arrays or {}), request.run
+        weights, run = opened(request.arrays or {}), request.run
         with self.pieces.alone(self.state.of_run(run) / TRAINING):
             data, model = self.pieces.images(self.institution.train, "generator"), self.blank_generator().train()
-            if given and self.replay_plan.replay.name == "vqvae2":  # line 8: D_old ← D
-                load_arrays(model, given)
+            if weights and self.replay_plan.replay.name == "vqvae2":  # line 8: D_old ← D
+                load_arrays(model, weights)
                 decoder = {name: value.cpu().numpy() for name, value in model.decoder_state_dict().items()}
                 self.state.save("decoder-00", run, request.server_round, decoder)
             old = self.sampler(run, request.server_round, request.replayed)
             training = GeneratorTraining(self.replay_plan, model, data, old, self.rng)
             sources = self.sources(run, request.server_round, request.replayed) if old else ()
             around = self.around(*(source.digest for source in sources))
-            train_piece(self.pieces, self.state, training, request, given, around)  # lines 9-18
+            train_piece(self.pieces, self.state, training, request, weights, around)  # lines 9-18
             if training.done.steps_left:
                 return Generated(num_examples=len(data), **self.progress(training, run))
             self.draw("generator", request, model.eval(), old)
@@ -144,9 +144,9 @@ class GenerativeStages:
     def keep_prior(self, request: KeepPrior) -> Kept:
         """Sample codes e from a prior and keep them with the decoder D."""
         parts = unnested(opened(request.arrays), only=("decoder", "prior"))
-        decoder, given = parts["decoder"], parts["prior"]
+        decoder, prior = parts["decoder"], parts["prior"]
         counts = tuple(request.label_counts)
-        packed = drawn(Drawing(digest(given), counts, request.source, given), self.replay_plan, self.institution.device)
+        packed = drawn(Drawing(digest(prior), counts, request.source, prior), self.replay_plan, self.institution.device)
         classes = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
         bins = self.replay_plan.bins(request.label_mean, request.label_scale)
         labels = bins.centres(classes) if self.replay_plan.kind == "regression" else classes

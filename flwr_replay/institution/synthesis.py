@@ -109,8 +109,8 @@ class SynthesisStages:
         drawn = generator.sample(labels, torch_rng(self.identity, "diversity"))
         real, device = spread(data.x, data.y), self.institution.device
         look = LocalFeatures(self.plan.form, seed=0).freeze().to(device)
-        some = torch.randperm(len(data), generator=torch_rng(self.identity, "precision"))[:COMPARED].to(data.x.device)
-        among = precision(look.embed_all(drawn, device), look.embed_all(data.x[some], device))
+        rows = torch.randperm(len(data), generator=torch_rng(self.identity, "precision"))[:COMPARED].to(data.x.device)
+        among = precision(look.embed_all(drawn, device), look.embed_all(data.x[rows], device))
         return replace(done, diversity=spread(drawn, labels) / real if real > 0 else None, precision=among)
 
     def images(self) -> Shard:
@@ -216,8 +216,8 @@ class SynthesisStages:
         """Keep another institution's buffer, with a number, and as many images, of the shape, as the options say."""
         form, labels = self.plan.form, request.labels
         shape = (request.buffer, form.channels, form.size, form.size)
-        known = request.number >= 1 and ((labels >= 0) & (labels < form.classes)).all()
-        if request.images.shape != shape or len(labels) != request.buffer or not known:
+        in_range = request.number >= 1 and ((labels >= 0) & (labels < form.classes)).all()
+        if request.images.shape != shape or len(labels) != request.buffer or not in_range:
             raise WireError(
                 f"a buffer has a number from 1 on, and images {shape} with labels below {form.classes}; got others: "
                 "refused"

@@ -81,9 +81,9 @@ class ReplayTraining(Training):
     def result(self, budget: PrivacyBudget | None, request: ChargedRequest) -> StateDict:
         """Return what is `found`; called once, after the last step, with the budget where this training is under DP."""
 
-    def begin(self, given: StateDict) -> None:
+    def begin(self, weights: StateDict) -> None:
         """Load the weights that a request has brought."""
-        load_arrays(self.model, given)
+        load_arrays(self.model, weights)
 
     def state(self) -> dict[str, StateDict]:
         """Return all that was trained; once it is complete, without what only further steps need."""
@@ -200,9 +200,9 @@ class PriorTraining(ReplayTraining):
         epochs, place = divmod(self.done.steps, self.in_epoch)
         return sum(min(len(self.y), steps * self.batch_size) for steps in [self.in_epoch] * epochs + [place])
 
-    def begin(self, given: StateDict) -> None:
+    def begin(self, weights: StateDict) -> None:
         """Load the prior's, and encode the images by the generator's."""
-        parts = unnested(given, only=("generator", "prior"))
+        parts = unnested(weights, only=("generator", "prior"))
         super().begin(parts["prior"])
         self.codes = self.encode(parts["generator"])
 
@@ -236,12 +236,12 @@ def train_piece(
     state: StateStore,
     training: ReplayTraining,
     request: ChargedRequest,
-    given: StateDict,
+    weights: StateDict,
     around: str,
 ) -> None:
     """Train the next piece, and keep it; call it within `pieces.alone`. A complete training is left as it is.
 
-    `given` are the weights that the request has brought; none: it asks to go on. `around` is a digest of what the
+    `weights` are those that the request has brought; none: it asks to go on. `around` is a digest of what the
     training depends on beside options and weights. Afterwards the training's model has the trained weights.
 
     Raises
@@ -254,17 +254,17 @@ def train_piece(
         If a loss is not finite.
     """
     mechanism, run, done = training.mechanism, request.run, training.done
-    key, brought = f"training-{mechanism}", digest(given) if given else ""
+    key, brought = f"training-{mechanism}", digest(weights) if weights else ""
     budget = pieces.budget if pieces.covers(mechanism) else None
     # With weights, an earlier exchange may have begun it.
-    load, exchange = (state.load, request.server_round + 1) if given else (state.at, request.server_round)
+    load, exchange = (state.load, request.server_round + 1) if weights else (state.at, request.server_round)
     kept = unnested(load(key, run, exchange) or {})
     bound = {name: array.tobytes().decode() for name, array in kept.get("bound", {}).items()}
     if kept and bound["around"] == around and brought in ("", bound["given"]):
         training.load(kept)
         brought, done = bound["given"], training.done
-    elif given:
-        training.begin(given)
+    elif weights:
+        training.begin(weights)
         if budget:
             budget.check_room(mechanism, done.steps_left, request)
         state.forget(key, run)
