@@ -75,13 +75,13 @@ class FedAvgShare(FedAvg):
         self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Share what is not shared yet, then run FedAvg's round."""
-        given = self.givers()
-        giving = [member for member in self.members if member.name not in given]
+        givers = self.givers()
+        giving = [member for member in self.members if member.name not in givers]
         if giving:
-            asked = (self.message(member, self.give(exchange), config) for member in giving)
-            self.exchanger(grid, exchange, asked, needed=not given, take=self.store, at_once=1)
-            given = self.givers()
-        others = {member.name: [name for name in given if name != member.name] for member in self.members}
+            messages = (self.message(member, self.give(exchange), config) for member in giving)
+            self.exchanger(grid, exchange, messages, needed=not givers, take=self.store, at_once=1)
+            givers = self.givers()
+        others = {member.name: [name for name in givers if name != member.name] for member in self.members}
         lacking = [member for member in self.members if others[member.name] != self.received.get(member.name, [])]
 
         def receives() -> Iterator[Message]:
@@ -123,15 +123,15 @@ class FedAvgShare(FedAvg):
 
     def store(self, member: Member, reply: Message) -> None:
         """Keep S_k on the server's disk, if it is a share of the task's examples, in number, shape and dtype."""
-        given, task = Given.decode(reply.content), self.task
-        n, (shape, dtype) = number_shared(member.num_examples, self.config.share), self.image_form(given.images)
-        if not task.accepts(given.labels) or given.labels.shape != task.blank_labels(n, shape).shape:
+        shared, task = Given.decode(reply.content), self.task
+        n, (shape, dtype) = number_shared(member.num_examples, self.config.share), self.image_form(shared.images)
+        if not task.accepts(shared.labels) or shared.labels.shape != task.blank_labels(n, shape).shape:
             raise WireError(f"a share must have {n} labels of {task}; {member.name} sent others")
-        if given.images.shape != (n, *shape):
-            raise WireError(f"a share must have {n} images of {shape}; {member.name} sent {given.images.shape}")
-        if given.images.dtype != dtype:
-            raise WireError(f"all images must have one dtype; {member.name} sent {given.images.dtype}, not {dtype}")
-        arrays = {"images": given.images, "labels": given.labels}
+        if shared.images.shape != (n, *shape):
+            raise WireError(f"a share must have {n} images of {shape}; {member.name} sent {shared.images.shape}")
+        if shared.images.dtype != dtype:
+            raise WireError(f"all images must have one dtype; {member.name} sent {shared.images.dtype}, not {dtype}")
+        arrays = {"images": shared.images, "labels": shared.labels}
         file = self.recorder.folder("shared") / f"{member.name}.safetensors"
         write_tensors(file, arrays, {OF_RUN: self.settings.run})
 
@@ -176,8 +176,8 @@ class FedAvgShare(FedAvg):
                 images = np.broadcast_to(np.zeros((), dtype), (n, *shape))
                 return {"images": images, "labels": self.blank_labels(n)}
 
-            given = Given(**blank(sizes[member.name]), num_examples=0, raw_bytes=0)
-            exchanges.append((member, self.give(0), given, 1))
+            shared = Given(**blank(sizes[member.name]), num_examples=0, raw_bytes=0)
+            exchanges.append((member, self.give(0), shared, 1))
             if rest := sum(sizes.values()) - sizes[member.name]:
                 receive = Receive(run=self.settings.run, **blank(rest))
                 exchanges.append((member, receive, Received(num_examples=0), 1))

@@ -157,8 +157,8 @@ class FedReplay(OneShot):
             self.encoder = self.train_encoder(grid, exchange, arrays, config)
         else:
             random = self.config.encoder == "random"
-            given = arrays if random else read_encoder(Path(self.config.encoder_file), self.encoder_shapes)
-            self.encoder = {name: given[name] for name in self.encoder_shapes}
+            weights = arrays if random else read_encoder(Path(self.config.encoder_file), self.encoder_shapes)
+            self.encoder = {name: weights[name] for name in self.encoder_shapes}
         self.store = LatentStore(self.recorder.folder("latents", fresh=True), self.settings.run)
         self.checkpoint(exchange - 1, arrays)
 
@@ -173,8 +173,8 @@ class FedReplay(OneShot):
             check_reach(self.parts[0], self.settings.input_shape, self.settings.device)
             encoders.append(answer)
 
-        asked, diverged = self.encoder_candidates(), list[str]()
-        for member in asked:
+        candidates, diverged = self.encoder_candidates(), list[str]()
+        for member in candidates:
             self.exchanger(grid, exchange, [self.message(member, request, config)], take=take)
             diverged += self.exchanger.diverged
             for answer in encoders:
@@ -183,7 +183,7 @@ class FedReplay(OneShot):
                 self.recorder.log(f"encoder from {member.name}: {answer.epochs} epochs{loss}")
                 return opened(answer.arrays)
         why = f"no institution could train the encoder; {self.recorder.failures_line()}"
-        raise stopped(why, len(asked), diverged)
+        raise stopped(why, len(candidates), diverged)
 
     def encoder_candidates(self) -> list[Member]:
         """Return the institutions that may train the encoder, in the order in which they are asked."""
@@ -233,11 +233,11 @@ class FedReplay(OneShot):
 
     def keep(self, member: Member, reply: Message) -> None:
         """Store a chunk: e ← e ∪ e_k."""  # Alg. 2, line 7
-        chunk, asked = Latents.decode(reply.content), self.config.latent_dtype
+        chunk, dtype = Latents.decode(reply.content), self.config.latent_dtype
         if chunk.total != chunk.num_examples * self.config.upload_views:
             raise WireError(f"an upload has examples times views rows; {member.name} announces {chunk.total}")
-        if chunk.latents.dtype != asked or (chunk.scales is not None) != (asked == "int8"):
-            raise WireError(f"{member.name}'s latents must be {asked}, as asked for; got {chunk.latents.dtype}")
+        if chunk.latents.dtype != dtype or (chunk.scales is not None) != (dtype == "int8"):
+            raise WireError(f"{member.name}'s latents must be {dtype}, as asked for; got {chunk.latents.dtype}")
         if not self.task.accepts(chunk.labels):
             raise WireError(f"{member.name}'s labels must be the task's, {self.task}: check its data")
         shapes, expected = (chunk.latents.shape[1:], chunk.labels.shape[1:]), self.row_shapes(chunk)

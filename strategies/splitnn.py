@@ -324,11 +324,11 @@ class SplitNN(Serial):
 
     def whole(self, answer: Half, server: StagedModel, before: StateDict) -> StateDict:
         """Return the whole model: the institution's part, finite and in the form that was sent, and the server's."""
-        both = {**opened(answer.arrays), **to_arrays(server)}
-        forms = ({name: (a.shape, a.dtype) for name, a in arrays.items()} for arrays in (both, before))
-        if next(forms) != next(forms) or not all(np.isfinite(array).all() for array in both.values()):
+        whole = {**opened(answer.arrays), **to_arrays(server)}
+        forms = ({name: (a.shape, a.dtype) for name, a in arrays.items()} for arrays in (whole, before))
+        if next(forms) != next(forms) or not all(np.isfinite(array).all() for array in whole.values()):
             raise WireError("the institution's part must come back finite and in the form that it had; it did not")
-        return {name: both[name] for name in before}
+        return {name: whole[name] for name in before}
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -70,10 +70,10 @@ def remove(state: Path, runs: Sequence[str]) -> None:
 
     A run that is not there is an error before anything is removed.
     """
-    known = [of_run.run for of_run in kept(state)]
+    names = [of_run.run for of_run in kept(state)]
     for run in runs:
-        if run not in known:
-            raise RunError(f"--remove must be a run that {state} has; got {run!r}: {nearest(run, known)}")
+        if run not in names:
+            raise RunError(f"--remove must be a run that {state} has; got {run!r}: {nearest(run, names)}")
     for run in runs:
         write_atomic(state / RUNS / run / REMOVED, "")  # first: a run must not go on with half of its files
         sweep(state / RUNS / run)

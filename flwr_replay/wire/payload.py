@@ -84,12 +84,12 @@ class Payload:
         A field's `dp` holds only for the class that declares the field. A subclass may be the answer of a method that
         does not train by DP-SGD. So an inherited field is unprotected unless the subclass declares it again.
         """
-        fields, own = {}, inspect.get_annotations(cls)
+        fields, annotated = {}, inspect.get_annotations(cls)
         for field in dataclasses.fields(cls):
             if "wire" not in field.metadata:
                 raise WireError(f"{cls.__name__}.{field.name} must declare its kind: use model(), per_sample() …")
             declaration = field.metadata["wire"]
-            fields[field.name] = declaration if field.name in own else dataclasses.replace(declaration, dp="")
+            fields[field.name] = declaration if field.name in annotated else dataclasses.replace(declaration, dp="")
         in_arrays = [field for field in fields.values() if RECORD_OF[field.kind] == "arrays"]
         if len(in_arrays) > 1 and any(field.shape == "state dict" for field in in_arrays):
             raise WireError(
@@ -154,11 +154,11 @@ class Payload:
         A WireError if one is undeclared, of another type than declared, not finite, too large, or a negative count.
         """
         scalars = {**config_in(content), **metrics_in(content)}
-        known = cls.by_key()
+        declared = cls.by_key()
         for record, names in (("metrics", metrics_in(content)), ("config", config_in(content))):
             for name in names:  # a user's own ServerApp may add undeclared instructions, but no metrics
-                if (name in known or record == "metrics") and (
-                    name not in known or RECORD_OF[known[name].kind] != record
+                if (name in declared or record == "metrics") and (
+                    name not in declared or RECORD_OF[declared[name].kind] != record
                 ):
                     raise WireError(
                         f"{cls.__name__} does not declare {name!r} in {record}: declare it, or leave it out"
@@ -219,8 +219,8 @@ class Request(Payload):
 
     def __init_subclass__(cls, *, stage: str, answer: type[Payload], message_type: str = "train") -> None:
         cls.stage_name, cls.answer, cls.message_type = stage, answer, message_type
-        if (known := REQUESTS.setdefault(stage, cls)).__module__ != cls.__module__:
-            raise WireError(f"every stage is one request's; {cls.__module__} declares {stage!r} of {known.__module__}")
+        if (first := REQUESTS.setdefault(stage, cls)).__module__ != cls.__module__:
+            raise WireError(f"every stage is one request's; {cls.__module__} declares {stage!r} of {first.__module__}")
         REQUESTS[stage] = cls
 
     def __post_init__(self) -> None:
