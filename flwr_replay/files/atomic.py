@@ -128,8 +128,8 @@ def sweep(folder: Path) -> None:
     for place, _, names in os.walk(folder):
         for path in (Path(place, name) for name in names if LEFT.fullmatch(name)):
             with suppress(OSError), open(path, "rb") as file:  # another process is writing it, or has removed it
-                held, found = lock(file, wait=False), path.stat()
-                if os.path.samestat(found, os.fstat(file.fileno())) and (held or time.time() - found.st_mtime > DAY):
+                held, status = lock(file, wait=False), path.stat()
+                if os.path.samestat(status, os.fstat(file.fileno())) and (held or time.time() - status.st_mtime > DAY):
                     path.unlink()
 
 
@@ -255,20 +255,20 @@ def stamp(path: Path) -> tuple[int, ...]:
     with reading(path):
         try:
             with open(path, "rb", 0) as file:
-                found = os.fstat(file.fileno())
+                status = os.fstat(file.fileno())
         except FileNotFoundError:
             return ()
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def tally(path: Path, before: tuple[int, int] = (0, 0), end: int | None = None) -> tuple[int, int]:
     """Count a file's bytes, up to `end` of them, and compute their CRC-32; continue from the tally `before`."""
-    size, found = before
+    size, crc = before
     with reading(path), open(path, "rb") as file:
         file.seek(size)
         while block := file.read(BLOCK if end is None else min(BLOCK, end - size)):
-            size, found = size + len(block), crc32(block, found)
-    return size, found
+            size, crc = size + len(block), crc32(block, crc)
+    return size, crc
 
 
 def read_bytes(path: Path) -> bytes:

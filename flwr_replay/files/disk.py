@@ -133,11 +133,11 @@ def files_below(folder: Path, at_work: bool = False) -> list[Path]:
 
 def looked(files: Iterable[Path]) -> dict[Path, os.stat_result]:
     """Look at files, without those that a process at work has removed or renamed meanwhile."""
-    found = {}
+    statuses = {}
     for file in files:
         with suppress(FileNotFoundError):
-            found[file] = file.stat()
-    return found
+            statuses[file] = file.stat()
+    return statuses
 
 
 def looked_below(folder: Path) -> dict[Path, os.stat_result]:
@@ -236,10 +236,10 @@ def claimed(path: Path, mode: int) -> IO[bytes]:
     while True:
         file = open(path, "wb", opener=opener(mode))  # noqa: SIM115 - its lock ends with it
         lock(file, wait=True)
-        found = os.fstat(file.fileno())
+        status = os.fstat(file.fileno())
         with suppress(FileNotFoundError):
-            if os.path.samestat(found, path.stat()):
-                if os.name == "posix" and found.st_mode & 0o777 & ~mode:
+            if os.path.samestat(status, path.stat()):
+                if os.name == "posix" and status.st_mode & 0o777 & ~mode:
                     os.fchmod(file.fileno(), mode)
                 return file
         file.close()  # `sweep` removed it before it was locked

@@ -96,17 +96,17 @@ def sound_lines(path: Path, form: Form) -> tuple[list[dict[str, Any]], str]:
     """
     if not there(path):
         return [], f"{path.name} is missing"
-    found = [parsed(line) for line in read_bytes(path).split(b"\n") if line]
-    sound = [line for line in found if fits(line, form)]
-    lost = len(found) - len(sound)
+    lines = [parsed(line) for line in read_bytes(path).split(b"\n") if line]
+    sound = [line for line in lines if fits(line, form)]
+    lost = len(lines) - len(sound)
     many = "lines" if lost > 1 else "line"
-    return sound, f"{path.name} is damaged: {lost:,} {many} of {len(found):,} cannot be read" if lost else ""
+    return sound, f"{path.name} is damaged: {lost:,} {many} of {len(lines):,} cannot be read" if lost else ""
 
 
 def parts(path: Path) -> list[Path]:
     """Return the parts of a file that is divided: the closed ones, the oldest first, then the file itself."""
     form = re.compile(rf"{re.escape(path.stem)}-([0-9]{{4,}}){re.escape(path.suffix)}")
-    closed = [(int(found[1]), file) for file in entries(path.parent) if (found := form.fullmatch(file.name))]
+    closed = [(int(match[1]), file) for file in entries(path.parent) if (match := form.fullmatch(file.name))]
     return [*(file for _, file in sorted(closed)), path]
 
 
@@ -241,16 +241,16 @@ class Lines:
 
     def _size(self) -> int | None:
         """Return the bytes of the open file; None if the path is another file's by now, or nobody's."""
-        found = os.fstat(self._file.fileno())
+        status = os.fstat(self._file.fileno())
         try:
-            return found.st_size if os.path.samestat(found, self.path.stat()) else None
+            return status.st_size if os.path.samestat(status, self.path.stat()) else None
         except FileNotFoundError:
             return None
 
     def _closed(self) -> bool:
         """Say whether the open file is a closed part by now."""
-        found = os.fstat(self._file.fileno())
-        return any(os.path.samestat(found, one) for one in looked(parts(self.path)[:-1]).values())
+        status = os.fstat(self._file.fileno())
+        return any(os.path.samestat(status, part) for part in looked(parts(self.path)[:-1]).values())
 
     def _divide(self) -> None:
         """Close the file to the next part."""

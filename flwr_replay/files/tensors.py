@@ -92,10 +92,10 @@ def write_tensors(
     header += b" " * ((len(_digits(0)) - len(header)) % 8)
     before = (len(header) + len(_digits(0))).to_bytes(8, "little") + HEAD
     parts: list[bytes | memoryview] = [header.removeprefix(HEAD), *(array.data for _, array in laid)]
-    found = crc32(before)
+    checksum = crc32(before)
     for part in parts:
-        found = crc32(part, found)
-    write_atomic(path, [before, _digits(found), *parts], to_disk, over=over)
+        checksum = crc32(part, checksum)
+    write_atomic(path, [before, _digits(checksum), *parts], to_disk, over=over)
 
 
 def read_tensors(path: Path) -> StateDict:
@@ -135,8 +135,8 @@ def read_own(path: Path, run: str) -> StateDict:
         Also if it is another run's.
     """
     arrays, texts = read_with_texts(path)
-    if (found := texts.get(OF_RUN, run)) != run:
-        raise DamagedError(f"{path} must be of the run {run}; it names {found}: put the run's own file back")
+    if (owner := texts.get(OF_RUN, run)) != run:
+        raise DamagedError(f"{path} must be of the run {run}; it names {owner}: put the run's own file back")
     return arrays
 
 
@@ -185,24 +185,24 @@ def unnested(arrays: Mapping[str, T], *, mark: str = ".", only: Sequence[str] | 
     """
     parts: dict[str, dict[str, T]] = defaultdict(dict)
     for name, array in arrays.items():
-        part, found, rest = name.partition(mark)
-        if only is not None and not (found and part in only):
+        part, separator, rest = name.partition(mark)
+        if only is not None and not (separator and part in only):
             allowed = " or ".join(f"{part}{mark}…" for part in only)
             raise WireError(
                 f"arrays must be named {allowed}; got {name!r}" if only else f"no arrays belong here; got {name!r}"
             )
-        if found:
+        if separator:
             parts[part][rest] = array
     return parts
 
 
 def digest(arrays: Mapping[str, NDArray[Any]]) -> str:
     """Return the SHA-256 of names, dtypes, shapes and numbers: `sha256:` and 64 hexadecimal digits."""
-    found = sha256()
+    sha = sha256()
     for name, array in sorted(arrays.items()):
-        found.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
-        found.update(np.ascontiguousarray(array).data)
-    return f"sha256:{found.hexdigest()}"
+        sha.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        sha.update(np.ascontiguousarray(array).data)
+    return f"sha256:{sha.hexdigest()}"
 
 
 def _digits(checksum: int) -> bytes:
