@@ -64,32 +64,32 @@ def described() -> dict[str, Described]:
     config = conf_dir() / "config.yaml"
     values, texts = read(config), comments(config)
     own = {name: value for name, value in values.items() if name in get_type_hints(RunConfig) and name not in SECTIONS}
-    found = {"run": Described("The run", _plain("", RunConfig, own, texts))}
+    groups = {"run": Described("The run", _plain("", RunConfig, own, texts))}
     for name, cls in SECTIONS.items():
         if name in values:
-            found[name] = Described(TITLES[name], _plain(f"{name}.", cls, values[name], texts))
+            groups[name] = Described(TITLES[name], _plain(f"{name}.", cls, values[name], texts))
         else:
-            found[name] = _group(name, cls, getattr(compose([]), name).name)
+            groups[name] = _group(name, cls, getattr(compose([]), name).name)
     ideas = {name: idea[:1].upper() + idea[1:] for name, (idea, _) in describe_strategies().items()}
-    found["strategy"] = Described("Methods", choices=ideas, chosen=compose([]).strategy.name)
-    return found | {f"strategy={name}": _method(name, idea) for name, idea in ideas.items()}
+    groups["strategy"] = Described("Methods", choices=ideas, chosen=compose([]).strategy.name)
+    return groups | {f"strategy={name}": _method(name, idea) for name, idea in ideas.items()}
 
 
 def comments(path: Path) -> dict[str, str]:
     """Return what stands behind each option of a YAML file, by `section.option`; '' is what stands above all."""
-    found, section, last = {"": ""}, "", ""
+    texts, section, last = {"": ""}, "", ""
     for line in path.read_text(encoding="utf-8").splitlines():
         if matched := COMMENT.match(line):
             indent, name, value, text = matched.groups()
             section = section if indent else ""
             last = f"{section}.{name}" if section else name
             section = name if not indent and not value.strip() else section
-            found[last] = text or ""
+            texts[last] = text or ""
         elif line.strip().startswith("# @"):
             continue
         elif line.strip().startswith("#"):  # goes on above, or behind the option
-            found[last] = f"{found[last]} {line.strip().removeprefix('# ')}".strip()
-    return found
+            texts[last] = f"{texts[last]} {line.strip().removeprefix('# ')}".strip()
+    return texts
 
 
 def field_comments(cls: type) -> dict[str, str]:
@@ -134,18 +134,18 @@ def _group(name: str, cls: type, chosen: str) -> Described:
     paths = {choice: conf_path(name, choice) for choice in choices(name)}
     values, texts = {c: read(path) for c, path in paths.items()}, {c: comments(path) for c, path in paths.items()}
     classes = [load_generator(choice) if name in OF_CHOICES else cls for choice in paths]
-    hints = {option: hint for one in classes for option, hint in get_type_hints(one).items()}
-    plain = {option: text for one in classes for option, text in field_comments(one).items()}
-    options_of = dict.fromkeys(field.name for one in classes for field in fields(one) if field.name != "name")
+    hints = {option: hint for kind in classes for option, hint in get_type_hints(kind).items()}
+    plain = {option: text for kind in classes for option, text in field_comments(kind).items()}
+    options_of = dict.fromkeys(field.name for kind in classes for field in fields(kind) if field.name != "name")
 
     def rows() -> Iterator[Option]:
         for option in options_of:
             having = {c: options[option] for c, options in values.items() if option in options}
             if having:
-                said = {texts[c][option] for c in having}
+                comments = {texts[c][option] for c in having}
                 lacking = [c for c in paths if c not in having]
                 only = f"not {', '.join(lacking)}" if len(lacking) < len(having) else f"{', '.join(having)} only"
-                text = (said.pop() if len(said) == 1 else "") or plain.get(option, "")
+                text = (comments.pop() if len(comments) == 1 else "") or plain.get(option, "")
                 yield Option(
                     key(f"{name}.{option}"),
                     typed(hints[option]),

@@ -96,25 +96,25 @@ def exchanged(job: Job, present: Sequence[Present]) -> tuple[Movement, list[Expe
     """Return a run's strategy, and what it would exchange with institutions of which only their roll call is known."""
     config, strategy = job.config, job.strategy(new_run_id(job.config), Silent())
     plan = strategy.settings.privacy
-    for k, one in enumerate(present):
-        sums = one.label_sum, one.label_squares
-        strategy.members.add(Member(one.name, k, one.num_examples, one.raw_bytes, *sums))
+    for k, institution in enumerate(present):
+        sums = institution.label_sum, institution.label_squares
+        strategy.members.add(Member(institution.name, k, institution.num_examples, institution.raw_bytes, *sums))
     strategy.exchanger.scale_labels(strategy.members.label_scale())
     strategy.begin_run()
     arrays = to_arrays(backbone(config.model, config.task)(0))
-    by_name = {one.name: one for one in present}  # the members are in the order of their names
+    by_name = {institution.name: institution for institution in present}  # the members are in the order of their names
     exchanges: list[Exchange] = [(m, strategy.roll.request(), by_name[m.name], 1) for m in strategy.members]
     exchanges += strategy.replay.forecast(list(strategy.members)) if strategy.replay else []
     exchanges += strategy.forecast(arrays, config.rounds)
     exchanges += strategy.forecast_evaluation(arrays, config.rounds)
-    whole, shares = sum(one.num_examples for one in strategy.members), shares_of(strategy, config.rounds)
-    found = []
+    whole, shares = sum(member.num_examples for member in strategy.members), shares_of(strategy, config.rounds)
+    expected = []
     for member, request, answer, times in exchanges:
         if plan:
             examples = whole if plan.pooled else member.num_examples
             answer = plan.answered(answer, examples, shares[member.name])
-        found.append(Expected(member, strategy.addressed(member, request), answer, times))
-    return strategy, found
+        expected.append(Expected(member, strategy.addressed(member, request), answer, times))
+    return strategy, expected
 
 
 def shares_of(strategy: Movement, rounds: int) -> Mapping[str, float]:
@@ -137,10 +137,10 @@ def _counted(strategy: Movement, exchanges: Sequence[Expected]) -> list[Line]:
     for member, request, answer, times in exchanges:
         for direction, payload in (("down", request), ("up", answer)):
             content = payload.encode()
-            found = list(rows(content, type(payload)))
+            fields = list(rows(content, type(payload)))
             if plan and direction == "up":
-                found = plan.protected(found, type(payload), metrics_in(content))
-            for row in found:
+                fields = plan.protected(fields, type(payload), metrics_in(content))
+            for row in fields:
                 key = (member.name, direction, request.stage_name, row.field, row.kind, row.protection)
                 messages, size = lines.get(key, (0, 0))
                 lines[key] = (messages + times, size + row.bytes * times)
@@ -166,8 +166,8 @@ def forecast_page(simulation: Simulation) -> str:
         key = (line.direction, line.stage, line.field, line.kind, line.protection)
         messages, size = merged.get(key, (0, 0))
         merged[key] = (messages + line.messages, size + line.bytes)
-    for way, said in {"up": "Sent up, by all institutions", "down": "Sent down, to all institutions"}.items():
-        text += ["", said, f"  {'field':21}{'kind':15}{'messages':>8}{'bytes':>16}  protection"]
+    for way, heading in {"up": "Sent up, by all institutions", "down": "Sent down, to all institutions"}.items():
+        text += ["", heading, f"  {'field':21}{'kind':15}{'messages':>8}{'bytes':>16}  protection"]
         for stage, of_stage in groupby((key for key in merged if key[0] == way), key=itemgetter(1)):
             text.append(stage)
             for key in of_stage:
@@ -203,7 +203,7 @@ def forecast_page(simulation: Simulation) -> str:
     shared = sum(size for _, kind, size in leaves if kind == "per-sample-raw")
     noisy = {key[2]: key[4] for key in merged if key[0] == "up"}.get("labels", "none") != "none"
     labels = "a label for every row, changed at random" if noisy else "all labels, as they are"
-    leaving = [labels] if ("labels", "per-sample") in {one[:2] for one in leaves} else []
+    leaving = [labels] if ("labels", "per-sample") in {leaf[:2] for leaf in leaves} else []
     leaving += [f"{shown_bytes(shared)} of examples, to every other institution"] if shared else []
     stay = " Of these, the institutions send: " + ", ".join(leaving) if leaving else " They never leave an institution"
     text += ["", f"The raw training data of all institutions are {shown_bytes(raw)}.{stay}."]
@@ -235,14 +235,14 @@ def _row(field: str, kind: str, messages: str, size: int, protection: str) -> li
 
 def describe_strategies() -> dict[str, tuple[str, str]]:
     """Return each method's idea and what it sends, as its file states them; of a broken package, what is wrong."""
-    found = {}
+    ideas = {}
     for name in choices("strategy"):
         try:
             allow(parts_of(name))
-            found[name] = idea_of(name)
+            ideas[name] = idea_of(name)
         except ConfigError as error:
-            found[name] = (str(error), "")
-    return found
+            ideas[name] = (str(error), "")
+    return ideas
 
 
 def document_of(name: str) -> str:

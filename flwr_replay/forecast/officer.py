@@ -58,10 +58,10 @@ def study_options(study: Path) -> list[str]:
         raise ConfigError(f"--study must be a folder with the study's pyproject.toml; got {study}")
     try:
         own = tomllib.loads(file.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
-        found = overrides_in(own)
+        options = overrides_in(own)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file} must have a table [tool.flwr.app.config]; got {error!r}") from None
-    return [option for option in found if key_of(option) not in OF_THE_RUN]
+    return [option for option in options if key_of(option) not in OF_THE_RUN]
 
 
 def planned(options: Sequence[str], clinics: Sequence[str]) -> tuple[Simulation, tuple[str, ...]]:
@@ -122,18 +122,18 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
         strategy, exchanges = expected(simulation)
     plan = strategy.settings.privacy
     fields: dict[tuple[str, ...], dict[str, Any]] = {}
-    own = [one for one in exchanges if one.member.name in names]
-    for one, too_many in _counted(own, policy):
-        for row, verdict, reason in _judged(one, policy, config, too_many):
-            key = (one.member.name, one.request.stage_name, row.field, row.protection, verdict, reason)
+    own = [sent for sent in exchanges if sent.member.name in names]
+    for answered, too_many in _counted(own, policy):
+        for row, verdict, reason in _judged(answered, policy, config, too_many):
+            key = (answered.member.name, answered.request.stage_name, row.field, row.protection, verdict, reason)
             line = fields.setdefault(
                 key,
                 {
-                    "institution": one.member.name,
-                    "stage": one.request.stage_name,
+                    "institution": answered.member.name,
+                    "stage": answered.request.stage_name,
                     "field": row.field,
                     "kind": row.kind,
-                    "meaning": _meaning(type(one.answer).by_key()[row.field]),
+                    "meaning": _meaning(type(answered.answer).by_key()[row.field]),
                     "messages": 0,
                     "bytes": 0,
                     "protection": row.protection,
@@ -142,9 +142,9 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
                     "reason": reason,
                 },
             )
-            line["messages"] += one.times
-            line["bytes"] += row.bytes * one.times
-    stages = [*strategy.all_stages(), *(one.request.stage_name for one in own)]
+            line["messages"] += answered.times
+            line["bytes"] += row.bytes * answered.times
+    stages = [*strategy.all_stages(), *(sent.request.stage_name for sent in own)]
     train = {
         name: simulation.part.examples(loaded(config.task), simulation.part.names.index(name)).train for name in names
     }
@@ -152,8 +152,8 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
     agreed = replace(config, privacy=replace(config.privacy, delta=delta))
     rules = [*refusals(policy, agreed, stages), _tests(policy, own)]
     lines = list(fields.values())
-    refused = [one for one in [*rules, *lines] if one["verdict"] == REFUSED]
-    down = {name: sum(_size(one.request) * one.times for one in own if one.member.name == name) for name in names}
+    refused = [entry for entry in [*rules, *lines] if entry["verdict"] == REFUSED]
+    down = {name: sum(_size(sent.request) * sent.times for sent in own if sent.member.name == name) for name in names}
     return {
         "strategy": config.strategy.name,
         "task": config.task.name,
@@ -184,11 +184,11 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
 def refusals(policy: Policy, config: RunConfig, stages: Sequence[str]) -> list[dict[str, str]]:
     """Return the verdict of every rule of a policy on a run as a whole, and on what each requested stage sends."""
     load_client(config.strategy.name)  # its import declares the method's payloads
-    found = [_verdict(key, check) for key, check in run_rules(policy, config).items()]
+    verdicts = [_verdict(key, check) for key, check in run_rules(policy, config).items()]
     for stage in dict.fromkeys(("roll-call", *stages, "evaluate")):
         answer = REQUESTS[stage].answer
-        found.append(_verdict(f"what stage {stage} sends", partial(check_release, answer, policy, config)))
-    return found
+        verdicts.append(_verdict(f"what stage {stage} sends", partial(check_release, answer, policy, config)))
+    return verdicts
 
 
 def _verdict(rule: str, check: Callable[[], None]) -> dict[str, str]:
@@ -202,8 +202,8 @@ def _verdict(rule: str, check: Callable[[], None]) -> dict[str, str]:
 def _tests(policy: Policy, own: Sequence[Expected]) -> dict[str, str]:
     """Return the verdict on how many tests an institution is asked for."""
     made: Counter[str] = Counter()
-    for one in own:
-        made[one.member.name] += one.times * isinstance(one.answer, Evaluation)
+    for sent in own:
+        made[sent.member.name] += sent.times * isinstance(sent.answer, Evaluation)
     last = max(1, *made.values()) - 1
     return _verdict("max-evaluations", partial(policy.check_evaluations, last))
 
@@ -211,28 +211,28 @@ def _tests(policy: Policy, own: Sequence[Expected]) -> dict[str, str]:
 def _counted(own: Sequence[Expected], policy: Policy) -> Iterator[tuple[Expected, str]]:
     """Yield messages with nothing, and tests beyond the number that the policy allows with the reason."""
     made: Counter[str] = Counter()
-    for one in own:
-        within = one.times
-        if isinstance(one.answer, Evaluation):
-            within = min(one.times, max(0, policy.max_evaluations - made[one.member.name]))
-            made[one.member.name] += one.times
+    for sent in own:
+        within = sent.times
+        if isinstance(sent.answer, Evaluation):
+            within = min(sent.times, max(0, policy.max_evaluations - made[sent.member.name]))
+            made[sent.member.name] += sent.times
         if within:
-            yield one._replace(times=within), ""
-        if more := one.times - within:
+            yield sent._replace(times=within), ""
+        if more := sent.times - within:
             refused = _verdict("", partial(policy.check_evaluations, policy.max_evaluations))
-            yield one._replace(times=more), refused["reason"]
+            yield sent._replace(times=more), refused["reason"]
 
 
-def _judged(one: Expected, policy: Policy, config: RunConfig, too_many: str) -> Iterator[tuple[LedgerRow, str, str]]:
+def _judged(sent: Expected, policy: Policy, config: RunConfig, too_many: str) -> Iterator[tuple[LedgerRow, str, str]]:
     """Yield a row for every field of an answer, with its verdict and the reason, as the guard would decide."""
-    kind, plan = type(one.answer), PrivacyPlan.of(config)
-    message = Message(one.request.encode(), 1, one.request.message_type)
-    reply = Message(one.answer.encode(), reply_to=message)
+    kind, plan = type(sent.answer), PrivacyPlan.of(config)
+    message = Message(sent.request.encode(), 1, sent.request.message_type)
+    reply = Message(sent.answer.encode(), reply_to=message)
     whole = list(rows(reply.content, kind))
     whole = plan.protected(whole, kind, metrics_in(reply.content)) if plan else whole
     reason, leaving = too_many, []  # type: str, list[LedgerRow]
     try:
-        check_request(message, type(one.request), policy, config)
+        check_request(message, type(sent.request), policy, config)
         leaving = check_answer(reply, kind, policy, config)
     except FlwrReplayError as error:
         reason = str(error)
