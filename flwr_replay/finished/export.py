@@ -80,9 +80,9 @@ def export(model: TrainedModel, form: str, out: Path, text: str) -> tuple[Path, 
             if form == "torch":
                 torch.export.save(program, whole)
             else:
-                found = torch.onnx.export(program, (), dynamo=True, verbose=False)
-                assert found is not None  # with dynamo it returns a program
-                whole.write(found.model_proto.SerializeToString())
+                exported = torch.onnx.export(program, (), dynamo=True, verbose=False)
+                assert exported is not None  # with dynamo it returns a program
+                whole.write(exported.model_proto.SerializeToString())
     except ImportError as error:
         raise ConfigError(f"--format onnx needs {error.name}: {installing('onnx')}") from None
     write_atomic(file, whole.getvalue())
@@ -116,16 +116,16 @@ def card(folder: Path, model: TrainedModel, institution: str, best: bool = False
         [
             f"# {result['strategy']} on {result['task']}: {whose}",
             "",
-            f"- Network: {sum(one.numel() for one in model.parameters()):,} parameters.",
+            f"- Network: {sum(parameter.numel() for parameter in model.parameters()):,} parameters.",
             f"- Input: {_inputs(model)}. Output: {_outputs(model, unit)}.",
             f"- Trained by {result['strategy']} at {_trained_at(result)} institutions, {result['rounds']} rounds, seed "
             f"{result['seed']}; replay: {result['replay']}.",
             f"- On {tested}: {', '.join(shown)}{epsilon_suffix(result)}.",
             f"- Privacy of the run: {result['privacy-claim']}",
             *(
-                f"  - {name}: {one['mechanism']}; {shown_noise(result.get('noise', {}).get(name, []))}".rstrip("; ")
-                for name, one in result["privacy"].items()
-                if one
+                f"  - {name}: {account['mechanism']}; {shown_noise(result.get('noise', {}).get(name, []))}".rstrip("; ")
+                for name, account in result["privacy"].items()
+                if account
             ),
             *([PRIVATE] if institution and not (folder / "models" / f"{institution}.safetensors").exists() else []),
             f"- Made with {', '.join(f'{name} {version}' for name, version in result['versions'].items())}.",

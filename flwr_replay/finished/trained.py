@@ -222,7 +222,7 @@ def _network(config: RunConfig, arrays: StateDict) -> nn.Module:
     shapes = {name: tuple(array.shape) for name, array in arrays.items()}
     for model in models:
         network = build(model, config.task, 0)
-        if {name: tuple(one.shape) for name, one in network.state_dict().items()} == shapes:
+        if {name: tuple(array.shape) for name, array in network.state_dict().items()} == shapes:
             load_arrays(network, arrays)
             return network.eval()
     raise RunError(f"the weights fit none of the run's networks, {', '.join(model.name for model in models)}")
@@ -231,8 +231,8 @@ def _network(config: RunConfig, arrays: StateDict) -> nn.Module:
 def _label_scale(folder: Path, config: RunConfig) -> tuple[float, float] | None:
     if not isinstance(make_task(config.task), Regression):
         return None
-    found = Checkpoints(folder, ()).read(lambda text: None)
-    scale = found[1]["label-scale"] if found else None
+    checkpoint = Checkpoints(folder, ()).read(lambda text: None)
+    scale = checkpoint[1]["label-scale"] if checkpoint else None
     if scale is None:
         raise RunError(f"{folder / 'checkpoints'} must hold the mean and scale of the labels; they are missing")
     return float(scale[0]), float(scale[1])
