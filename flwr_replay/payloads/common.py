@@ -253,8 +253,8 @@ class Evaluation(Payload):
     @classmethod
     def empty(cls, task: Any) -> Evaluation:
         """Return the evaluation of nothing for a task, see `flwr_replay.learning.tasks.Task`."""
-        found: Evaluation = task.empty()
-        return found
+        nothing: Evaluation = task.empty()
+        return nothing
 
     @classmethod
     def metrics(cls, task: Any) -> tuple[str, ...]:

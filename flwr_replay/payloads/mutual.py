@@ -118,8 +118,8 @@ class PairEvaluation(Evaluation):
     def pool(cls, task: Any, evaluations: Sequence[Any]) -> dict[str, float]:
         """Compute the private models' metrics, and those of the proxies with the prefix proxy-."""
         proxies = [
-            Evaluation(num_examples=one.num_examples, **{name: getattr(one, f"proxy_{name}") for name in HALVES})
-            for one in evaluations
+            Evaluation(num_examples=both.num_examples, **{name: getattr(both, f"proxy_{name}") for name in HALVES})
+            for both in evaluations
         ]
         return {**task.pool(evaluations), **{f"proxy-{name}": value for name, value in task.pool(proxies).items()}}
 
