@@ -187,9 +187,9 @@ def _rdp(steps: tuple[tuple[tuple[float, float], int], ...], delta: float, order
         _, low, high, below = heappop(left)
         middle = (low + high) // 2
         rdp = sum(count * _rdp_of_step(rate, sigma, float(orders_A[middle])) for (rate, sigma), count in steps)
-        if found := isfinite(rdp):
+        if finite := isfinite(rdp):
             best = min(best, float(rdp + first_A[middle] - second_A[middle]))
-        for part in (*between(low, middle, below), *between(middle + 1, high, rdp if found else below)):
+        for part in (*between(low, middle, below), *between(middle + 1, high, rdp if finite else below)):
             heappush(left, part)
     return max(0.0, best)
 

@@ -53,12 +53,12 @@ class Guesses:
         )
 
 
-def by_steinke(found: Guesses, delta: float, significance: float = SIGNIFICANCE) -> float:
+def by_steinke(guesses: Guesses, delta: float, significance: float = SIGNIFICANCE) -> float:
     """Return the largest epsilon that the guesses refute at delta, at least 0; see above.
 
     Parameters
     ----------
-    found : Guesses
+    guesses : Guesses
         Of one run.
     delta : float
         In [0, 1). The test loses its power as 2mδ nears the significance.
@@ -70,14 +70,14 @@ def by_steinke(found: Guesses, delta: float, significance: float = SIGNIFICANCE)
     >>> round(by_steinke(Guesses(500, 500, 366), delta=1e-5, significance=0.05), 4)
     0.8349
     """
-    right_C = np.arange(1, found.right + 1)
+    right_C = np.arange(1, guesses.right + 1)
 
     def p_value(epsilon: float) -> float:
         q = expit(epsilon)
-        tail = float(binom.sf(found.right - 1, found.guesses, q))  # P[Bin ≥ c]
-        below_C = binom.sf(found.right - right_C - 1, found.guesses, q) - tail  # P[c > Bin ≥ c − i], i = 1 … c
+        tail = float(binom.sf(guesses.right - 1, guesses.guesses, q))  # P[Bin ≥ c]
+        below_C = binom.sf(guesses.right - right_C - 1, guesses.guesses, q) - tail  # P[c > Bin ≥ c − i], i = 1 … c
         alpha = float(np.max(below_C / right_C, initial=0.0))
-        return tail + 2 * found.canaries * delta * alpha
+        return tail + 2 * guesses.canaries * delta * alpha
 
     low, high = 0.0, LARGEST
     if p_value(low) > significance:
@@ -120,5 +120,5 @@ def lower_bound(tried: Sequence[Guesses], delta: float, significance: float = SI
         If nothing was guessed.
     """
     require(bool(tried), "a bound comes from at least one number of guesses; got none")
-    found = [(by_steinke(one, delta, significance / len(tried)), one) for one in tried]
-    return max(found, key=lambda pair: pair[0])
+    bounds = [(by_steinke(guesses, delta, significance / len(tried)), guesses) for guesses in tried]
+    return max(bounds, key=lambda pair: pair[0])

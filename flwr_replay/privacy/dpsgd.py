@@ -47,14 +47,14 @@ def refuse_mixing(module: nn.Module) -> None:
     with importing_opacus():
         from opacus.validators import ModuleValidator
 
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         require(
-            parameter.requires_grad is False or id(parameter) not in found,
+            parameter.requires_grad is False or id(parameter) not in names,
             "under differential privacy no two layers may share weights, whose gradients would be clipped one by one; "
-            f"{name} is {found.get(id(parameter))}: give each layer its own",
+            f"{name} is {names.get(id(parameter))}: give each layer its own",
         )
-        found[id(parameter)] = name
+        names[id(parameter)] = name
     for name, layer in module.named_modules():
         require(
             not isinstance(layer, nn.modules.conv._ConvNd) or layer.padding_mode == "zeros",
@@ -190,9 +190,9 @@ def _scales(clip: float, examples: int, dtype: torch.dtype, norms_B: Tensor) -> 
     return factors_B.where(factors_B >= torch.finfo(dtype).tiny, 0).to(dtype), norms_B.isfinite()
 
 
-def add_clipped(sums: list[Tensor], found: list[Tensor | None], clip: float, examples: int) -> None:
+def add_clipped(sums: list[Tensor], gradients: list[Tensor | None], clip: float, examples: int) -> None:
     """Add the clipped gradients of some examples, each (B, ...); None where the loss does not depend on a parameter."""
-    kept = [(summed, gradient) for summed, gradient in zip(sums, found, strict=True) if gradient is not None]
+    kept = [(summed, gradient) for summed, gradient in zip(sums, gradients, strict=True) if gradient is not None]
     parts = [norms_of(gradient) for _, gradient in kept]
     scale_B, finite_B = _scales(clip, examples, sums[0].dtype, torch.linalg.vector_norm(torch.stack(parts), dim=0))
     for summed, gradient in kept:

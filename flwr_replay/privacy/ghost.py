@@ -57,9 +57,9 @@ class Ghost:
     @staticmethod
     def serves(module: nn.Module) -> bool:
         """Say whether all trained parameters are those of linear layers and plain convolutions, each called once."""
-        found = [parameter for layer in layers_of(module) for parameter in layer.parameters(recurse=False)]
+        parameters = [parameter for layer in layers_of(module) for parameter in layer.parameters(recurse=False)]
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        return isinstance(module, StagedModel) and len(trained) == len({*map(id, trained)} & {*map(id, found)})
+        return isinstance(module, StagedModel) and len(trained) == len({*map(id, trained)} & {*map(id, parameters)})
 
     def add(
         self, sums: dict[int, Tensor], losses: Callable[..., Tensor], part: tuple[Tensor, ...], scales: Scales
@@ -85,19 +85,19 @@ class Ghost:
         with self._watched() as seen:
             loss = losses(*part).sum()
         called = [(layer, seen[layer]) for layer in self.layers if layer in seen]
-        gradients = torch.autograd.grad(loss, [one.outputs for _, one in called], allow_unused=True)
+        gradients = torch.autograd.grad(loss, [call.outputs for _, call in called], allow_unused=True)
         used = [(*pair, g) for pair, g in zip(called, gradients, strict=True) if g is not None]
         parts: list[Tensor] = []
-        for layer, one, g in used:
-            one.a_BpT, one.g_BqT = matrices(layer, one.inputs, g)
-            parts.append(norms(one, layer.weight.requires_grad, trains_bias(layer)))
+        for layer, call, g in used:
+            call.a_BpT, call.g_BqT = matrices(layer, call.inputs, g)
+            parts.append(norms(call, layer.weight.requires_grad, trains_bias(layer)))
         factors_B, counts_B = scales(torch.linalg.vector_norm(torch.stack(parts), dim=0))
         rows = slice(None) if counts_B.all() else counts_B
-        for layer, one, _ in used:
+        for layer, call, _ in used:
             if layer.weight.requires_grad:
-                sums[id(layer.weight)] += summed(one, factors_B, rows).reshape(layer.weight.shape)
+                sums[id(layer.weight)] += summed(call, factors_B, rows).reshape(layer.weight.shape)
             if trains_bias(layer):
-                sums[id(layer.bias)] += factors_B[rows] @ one.g_Bq[rows]
+                sums[id(layer.bias)] += factors_B[rows] @ call.g_Bq[rows]
         return loss.detach()
 
     @contextmanager
@@ -154,33 +154,33 @@ def matrices(layer: nn.Linear | nn.Conv2d, inputs: Tensor, gradients: Tensor) ->
     return a_BpT, gradients.flatten(2)
 
 
-def norms(one: LayerSeen, weight: bool, bias: bool) -> Tensor:
+def norms(seen: LayerSeen, weight: bool, bias: bool) -> Tensor:
     """Return each example's gradient norm at a layer, (B,), float64: products of squares leave float32's range."""
-    one.g_Bq = one.g_BqT.squeeze(2) if one.g_BqT.shape[2] == 1 else one.g_BqT.sum(2)
-    of_bias_B = norms_of(one.g_Bq)
-    found = [of_bias_B] if bias else []
-    if weight and one.a_BpT.shape[2] == 1:
-        found.append(norms_of(one.a_BpT) * of_bias_B)
+    seen.g_Bq = seen.g_BqT.squeeze(2) if seen.g_BqT.shape[2] == 1 else seen.g_BqT.sum(2)
+    of_bias_B = norms_of(seen.g_Bq)
+    parts = [of_bias_B] if bias else []
+    if weight and seen.a_BpT.shape[2] == 1:
+        parts.append(norms_of(seen.a_BpT) * of_bias_B)
     elif weight:
-        one.single_Bqp = one.g_BqT @ one.a_BpT.transpose(1, 2)
-        found.append(norms_of(one.single_Bqp))
-    whole: Tensor = torch.linalg.vector_norm(torch.stack(found), dim=0)
+        seen.single_Bqp = seen.g_BqT @ seen.a_BpT.transpose(1, 2)
+        parts.append(norms_of(seen.single_Bqp))
+    whole: Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0)
     return whole
 
 
 def norms_of(rows: Tensor) -> Tensor:
     """Return the L2 norm of each row's numbers, (B,), float64."""
-    found: Tensor = torch.linalg.vector_norm(rows.flatten(1), dim=1, dtype=torch.float64)
-    return found
+    norms_B: Tensor = torch.linalg.vector_norm(rows.flatten(1), dim=1, dtype=torch.float64)
+    return norms_B
 
 
-def summed(one: LayerSeen, factors_B: Tensor, rows: Rows) -> Tensor:
+def summed(seen: LayerSeen, factors_B: Tensor, rows: Rows) -> Tensor:
     """Return the sum of the examples' gradients times their factors, (q, p)."""
-    if one.single_Bqp is not None:
-        total: Tensor = torch.tensordot(factors_B[rows], one.single_Bqp[rows], dims=1)
+    if seen.single_Bqp is not None:
+        total: Tensor = torch.tensordot(factors_B[rows], seen.single_Bqp[rows], dims=1)
         return total
-    weighted_BqT = one.g_BqT[rows] * factors_B[rows, None, None]
+    weighted_BqT = seen.g_BqT[rows] * factors_B[rows, None, None]
     # Smaller numbers are rounded by more than their last bit, up to twice their size. The input may be so large that
     # their product matters. Without them the product is smaller, never larger.
     weighted_BqT = F.hardshrink(weighted_BqT, torch.finfo(weighted_BqT.dtype).tiny)
-    return weighted_BqT.transpose(0, 1).flatten(1) @ one.a_BpT[rows].transpose(1, 2).flatten(0, 1)
+    return weighted_BqT.transpose(0, 1).flatten(1) @ seen.a_BpT[rows].transpose(1, 2).flatten(0, 1)

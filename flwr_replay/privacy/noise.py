@@ -27,10 +27,10 @@ def noise_of(plan: PrivacyPlan, examples: int, share: float = 1.0) -> list[dict[
         release = plan.local.cost(config.delta_for(examples))
         local = {"mechanism": LATENTS, "sigma": release.sigma, "clip": config.latent_clip}
         return [{**local, "label-epsilon": config.label_epsilon}]
-    found: list[dict[str, Any]] = []
-    for passes in (one.in_share(share) for one in plan.passes):
+    noise: list[dict[str, Any]] = []
+    for passes in (passes.in_share(share) for passes in plan.passes):
         cost = plan.cost(passes.mechanism, examples, passes.epochs)
-        found.append(
+        noise.append(
             {
                 "mechanism": passes.mechanism,
                 "sigma": cost.sigma,
@@ -41,10 +41,10 @@ def noise_of(plan: PrivacyPlan, examples: int, share: float = 1.0) -> list[dict[
                 "steps": passes.steps or cost.steps,
             }
         )
-    return found + ([{"mechanism": COUNTS, "sigma": config.count_sigma}] if plan.counted else [])
+    return noise + ([{"mechanism": COUNTS, "sigma": config.count_sigma}] if plan.counted else [])
 
 
-def shown_noise(found: Sequence[Mapping[str, Any]]) -> str:
+def shown_noise(noise: Sequence[Mapping[str, Any]]) -> str:
     """Write the noise of all mechanisms in a line.
 
     >>> one = {"mechanism": "proxy", "sigma": 0.7, "clip": 1.0, "sampling-rate": 0.1, "batch": 32, "examples": 320}
@@ -52,13 +52,13 @@ def shown_noise(found: Sequence[Mapping[str, Any]]) -> str:
     'proxy: sigma 0.7, clip C 1, sampling rate 0.1 (32 of 320), up to 30 steps'
     """
     lines = []
-    for one in found:
-        line = f"{one['mechanism']}: sigma {one['sigma']:.3g}"
-        line += f", clip C {one['clip']:g}" if "clip" in one else ""
-        if "sampling-rate" in one:
-            line += f", sampling rate {one['sampling-rate']:.3g} ({one['batch']:,} of {one['examples']:,})"
-            line += f", up to {one['steps']:,} steps"
-        if "label-epsilon" in one:
-            line += f", noise 2 C sigma; labels: randomised response, epsilon {one['label-epsilon']:g}"
+    for entry in noise:
+        line = f"{entry['mechanism']}: sigma {entry['sigma']:.3g}"
+        line += f", clip C {entry['clip']:g}" if "clip" in entry else ""
+        if "sampling-rate" in entry:
+            line += f", sampling rate {entry['sampling-rate']:.3g} ({entry['batch']:,} of {entry['examples']:,})"
+            line += f", up to {entry['steps']:,} steps"
+        if "label-epsilon" in entry:
+            line += f", noise 2 C sigma; labels: randomised response, epsilon {entry['label-epsilon']:g}"
         lines.append(line)
     return "; ".join(lines)

@@ -160,7 +160,7 @@ class PrivacyPlan:
             Of the rounds in which it trains a classifier.
         """
         delta = self.config.delta_for(examples)
-        costs = [one.in_share(share).cost(examples, _sigma(self, examples)) for one in self.passes]
+        costs = [passes.in_share(share).cost(examples, _sigma(self, examples)) for passes in self.passes]
         costs += [self.local.cost(delta)] if self.local else []
         return min(self.config.limit, epsilon([*costs, *self.fixed()], delta)), delta
 
@@ -292,7 +292,7 @@ class PrivacyPlan:
         return field.withheld and (self.config.end_to_end or beside_dp)
 
     def protected(
-        self, found: Iterable[LedgerRow], declared: type[Payload] | None, metrics: Mapping[str, Any]
+        self, fields: Iterable[LedgerRow], declared: type[Payload] | None, metrics: Mapping[str, Any]
     ) -> list[LedgerRow]:
         """Return an answer's rows with their protection; `metrics` holds the epsilon that it states, if any."""
         known = declared.by_key() if declared else {}
@@ -302,7 +302,7 @@ class PrivacyPlan:
             row._replace(protection=also(row.protection, self.protection(known[row.field], *stated)))
             if row.field in known
             else row
-            for row in found
+            for row in fields
         ]
 
     def sentence(self, stages: Mapping[str, type[Payload]]) -> str:
