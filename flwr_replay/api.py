@@ -235,18 +235,18 @@ def plot(runs: Sequence[Run], metric: str = "") -> Figure:
     from flwr_replay.report.plots import by_round
 
     asked, lines = metric or runs[0].result["metric"], {}
-    named = [judged(asked, {*one.metrics["metric"]}) for one in runs]  # of validation or of test examples
+    named = [judged(asked, {*run.metrics["metric"]}) for run in runs]  # of validation or of test examples
     alike = len({*named}) == 1
-    for one, name in zip(runs, named, strict=True):
-        rows = one.metrics[one.metrics["metric"] == name]
+    for run, name in zip(runs, named, strict=True):
+        rows = run.metrics[run.metrics["metric"] == name]
         if rows.empty:
-            known = ", ".join(one.metrics["metric"].unique())
+            known = ", ".join(run.metrics["metric"].unique())
             raise ConfigError(f"metric must be one of {known}; got {asked!r}")
         for institution, line in rows.groupby("institution"):
             if len(runs) == 1:
                 lines[institution or "all institutions"] = list(zip(line["round"], line["value"], strict=True))
             elif not institution:
-                label = _label(one, runs) + f" ({name})" * (not alike)
+                label = _label(run, runs) + f" ({name})" * (not alike)
                 lines[label] = list(zip(line["round"], line["value"], strict=True))
     return by_round(lines, named[0] if alike else asked)
 
@@ -300,7 +300,7 @@ def start(
     """Run a command line's options; return the content of `result.json` and the run directory."""
     from flwr_replay.runs.options import resolve
 
-    shares = [one for one in options if one.replace("-", "_").startswith(("client_cpus=", "client_gpus="))]
+    shares = [option for option in options if option.replace("-", "_").startswith(("client_cpus=", "client_gpus="))]
     if shares and where.engine != "ray":
         raise ConfigError(
             f"client-cpus and client-gpus belong to --engine ray; got {', '.join(shares)}: leave them out"
@@ -327,7 +327,7 @@ def start(
 
 def _label(run: Run, runs: Sequence[Run]) -> str:
     """Return the name of a run's directory; with its folder's, if another has the same name."""
-    same = [one for one in runs if one.folder.name == run.folder.name]
+    same = [other for other in runs if other.folder.name == run.folder.name]
     return run.folder.name if len(same) == 1 else f"{run.folder.parent.name}/{run.folder.name}"
 
 

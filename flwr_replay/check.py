@@ -174,7 +174,7 @@ def check_attack(choice: str) -> None:
     model, known = backbone(config.model, config.task)(0).eval(), Auxiliary("of the check", images[::2], labels[::2])
     got = {"images": images.numpy(), "labels": labels.numpy(), **(weights := to_arrays(model))}
     before, seen = digest(got), [Seen([weights], [weights], deepcopy(model), known) for _ in range(2)]
-    first, again = (own_scores(choice, one, images, labels, 0) for one in seen)
+    first, again = (own_scores(choice, peer, images, labels, 0) for peer in seen)
     assert digest(got) == before, "an attack must leave messages and images as they are"
     assert bool(first.isfinite().all()), "each score must be finite"
     assert torch.equal(first, again), "one seed must give the same scores: draw from generators of the seed"
@@ -231,9 +231,9 @@ def _models(folder: Path) -> list[Path]:
     return sorted((folder / "models").glob("*.safetensors"))
 
 
-def _same(one: StateDict, other: StateDict, what: str) -> None:
-    assert one.keys() == other.keys(), f"{what} must have the same weights by name"
-    for key, array in one.items():
+def _same(first: StateDict, other: StateDict, what: str) -> None:
+    assert first.keys() == other.keys(), f"{what} must have the same weights by name"
+    for key, array in first.items():
         assert array.tobytes() == other[key].tobytes(), f"{what} must end with the same bits; {key} differs"
 
 
@@ -245,8 +245,8 @@ def _check_bytes(folder: Path, grid: WatchedGrid, result: dict[str, Any]) -> Non
 
 def _check_recorded(folder: Path, grid: WatchedGrid) -> None:
     named = {line["message"] for line in ledger_lines(folder) if "message" in line}
-    found = [read_message(folder / FOLDER / name) for name in named]
-    sent = Counter(_content(one.arrays, one.scalars) for one in found)
+    recorded = [read_message(folder / FOLDER / name) for name in named]
+    sent = Counter(_content(message.arrays, message.scalars) for message in recorded)
     assert sent == grid.messages, (
         f"recorded messages must be those sent; {sum((sent - grid.messages).values())} are others, "
         f"{sum((grid.messages - sent).values())} are missing"
@@ -261,11 +261,11 @@ def _check_forecast(overrides: list[str], folder: Path) -> None:
     expected: Counter[tuple[str, ...]] = Counter()
     for line in forecast(Simulation.of(compose(overrides))):
         expected[line.institution, line.direction, line.stage, line.field, line.kind] += line.bytes
-    found: Counter[tuple[str, ...]] = Counter()
+    recorded: Counter[tuple[str, ...]] = Counter()
     for entry in ledger_lines(folder):
         key = (entry["institution"], entry["direction"], entry["stage"], entry["field"], entry["kind"])
-        found[key] += entry["bytes"]
-    differing = {key: (expected[key], found[key]) for key in expected | found if expected[key] != found[key]}
+        recorded[key] += entry["bytes"]
+    differing = {key: (expected[key], recorded[key]) for key in expected | recorded if expected[key] != recorded[key]}
     assert not differing, f"the forecast must equal the ledger; they differ in {differing}"
 
 
@@ -348,8 +348,8 @@ def _check_dtypes(job: list[str], final: StateDict) -> None:
     fresh = to_arrays(backbone(config.model, config.task)(0))
     for model, arrays in unnested(final).items():
         for key, array in fresh.items():
-            found = arrays[key].dtype
-            assert found == array.dtype, f"dtypes must be kept; {key} of {model} is {found}, was {array.dtype}"
+            dtype = arrays[key].dtype
+            assert dtype == array.dtype, f"dtypes must be kept; {key} of {model} is {dtype}, was {array.dtype}"
 
 
 def _check_resumption(job: list[str], folder: Path, whole: StateDict, result: dict[str, Any]) -> None:
@@ -362,8 +362,8 @@ def _check_resumption(job: list[str], folder: Path, whole: StateDict, result: di
         _same(whole, again, "two runs with the same seed")
         assert result["final"] == repeated["final"], "two runs with the same seed must have the same metrics"
     _same(whole, resumed, "a resumed run and an uninterrupted one")
-    one, other = ([file.read_bytes() for file in _models(folder / name)] for name in ("whole", "broken"))
-    assert one == other, "a resumed run's models/ must have the same bytes, with the weights in the same order"
+    first, other = ([file.read_bytes() for file in _models(folder / name)] for name in ("whole", "broken"))
+    assert first == other, "a resumed run's models/ must have the same bytes, with the weights in the same order"
     for key in ("final", "examples-seen"):  # not the bytes, since the roll is called again
         assert ended[key] == result[key], f"a resumed run must report the same {key}; {ended[key]}, was {result[key]}"
 

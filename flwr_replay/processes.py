@@ -63,12 +63,12 @@ def family() -> Iterator[str]:
 
 def members(mark: str) -> list[psutil.Process]:
     """Return the living processes of a family, with all their children."""
-    found: dict[int, psutil.Process] = {}
+    by_pid: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.environ().get(MARK) == mark:
-                found |= {one.pid: one for one in (process, *process.children(recursive=True))}
-    return [one for one in found.values() if _lives(one)]
+                by_pid |= {member.pid: member for member in (process, *process.children(recursive=True))}
+    return [member for member in by_pid.values() if _lives(member)]
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -79,12 +79,12 @@ def _lives(process: psutil.Process) -> bool:
 
 def using(folder: Path) -> list[int]:
     """Return the processes of this user that have a folder's lock open."""
-    found, file = [], str((folder / ".lock").resolve())
+    pids, file = [], str((folder / ".lock").resolve())
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if file in {one.path for one in process.open_files()}:
-                found.append(process.pid)
-    return found
+            if file in {opened.path for opened in process.open_files()}:
+                pids.append(process.pid)
+    return pids
 
 
 def end(mark: str) -> None:
@@ -106,13 +106,13 @@ def left_clientapps(parent: int, before: float) -> list[psutil.Process]:
     Flower leaves one if a ServerApp is killed while it sends: it waits for the rest of the message, for 83 minutes.
     None is returned where a system hides the processes of others.
     """
-    found: list[psutil.Process] = []
+    idle: list[psutil.Process] = []
     with suppress(psutil.Error, OSError):
-        for one in psutil.Process(parent).children(recursive=True):
+        for process in psutil.Process(parent).children(recursive=True):
             with suppress(psutil.Error, OSError):
-                waits = one.create_time() < before and sum(one.cpu_times()[:2]) < IDLE
-                found += [one] if waits and _runs(one, "flwr-clientapp") else []
-    return found
+                waits = process.create_time() < before and sum(process.cpu_times()[:2]) < IDLE
+                idle += [process] if waits and _runs(process, "flwr-clientapp") else []
+    return idle
 
 
 def end_those_left() -> None:
@@ -124,8 +124,8 @@ def end_those_left() -> None:
     """
     with suppress(psutil.Error, OSError):  # an answer must not fail by this
         if _runs(psutil.Process(os.getppid()), "flower-superexec"):
-            for one in left_clientapps(os.getppid(), psutil.Process().create_time() - LEFT):
-                one.terminate()
+            for process in left_clientapps(os.getppid(), psutil.Process().create_time() - LEFT):
+                process.terminate()
 
 
 def _runs(process: psutil.Process, command: str) -> bool:

@@ -111,7 +111,7 @@ def _received(client: NumPyClient, message: Message) -> tuple[NamedArrays, dict[
 
 def _metrics(num_examples: int, metrics: dict[str, Any]) -> MetricRecord:
     """Return what a record of metrics can hold, NumPy's numbers as Python's; the rest stays, and the log says so."""
-    found: dict[str, Any] = {"num-examples": int(num_examples)}
+    values: dict[str, Any] = {"num-examples": int(num_examples)}
     for name, value in metrics.items():
         plain = value.tolist() if hasattr(value, "tolist") else value
         numbers = list(plain) if isinstance(plain, list | tuple) else [plain]
@@ -121,5 +121,5 @@ def _metrics(num_examples: int, metrics: dict[str, Any]) -> MetricRecord:
             log = logging.getLogger("flwr")
             log.warning("a metric is a number or a list of them; %.80r is a %s: left out", name, type(value).__name__)
             continue
-        found[name] = list(map(kind, numbers)) if isinstance(plain, list | tuple) else kind(plain)
-    return MetricRecord(found)
+        values[name] = list(map(kind, numbers)) if isinstance(plain, list | tuple) else kind(plain)
+    return MetricRecord(values)

@@ -56,8 +56,8 @@ def main(grid: Grid, context: Context) -> None:
         fault = RunError(ENDED) if token_refused(error) else error
         if not isinstance(fault, FlwrReplayError | OSError):
             raise
-        said = fault if isinstance(fault, FlwrReplayError) else RunError(str(fault))
-        raise said from None
+        error = fault if isinstance(fault, FlwrReplayError) else RunError(str(fault))
+        raise error from None
     with spared(folder / PAGE):
         write_run_page(folder)
     print(wrapped(summary(result, folder), SHOWN))
