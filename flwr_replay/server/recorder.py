@@ -143,8 +143,9 @@ class Recorder:
         """Return the failures of the last exchange that had any, in one line, each reason once."""
         by_reason: dict[str, list[str]] = {}
         failures = self.failures[self.earlier :]
-        for failure in (failure for failure in failures if failure["round"] == failures[-1]["round"]):
-            by_reason.setdefault(failure["reason"], []).append(failure["institution"])
+        for failure in failures:
+            if failure["round"] == failures[-1]["round"]:
+                by_reason.setdefault(failure["reason"], []).append(failure["institution"])
         return (
             "; ".join(f"{', '.join(dict.fromkeys(names))}: {reason}" for reason, names in by_reason.items())
             or "none gave a reason"

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from flwr_replay.errors import RunError, WireError
 from flwr_replay.files.atomic import private_folder
-from flwr_replay.files.disk import entries, folder_locked
+from flwr_replay.files.disk import entries, folder_locked, looked
 from flwr_replay.files.tensors import CODES, METADATA, StateDict, read_with_texts, write_tensors
 from flwr_replay.wire.records import decoded
 
@@ -87,7 +87,7 @@ class Recording:
                 return ""
             name = f"{self._last + 1:08d}-{secrets.token_hex(4)}.safetensors"
             write_tensors(path := self.folder / name, arrays, texts, to_disk=False)
-            self._last, self.messages, self.bytes = self._last + 1, self.messages + 1, self.bytes + _size(path)
+            self._last, self.messages, self.bytes = self._last + 1, self.messages + 1, self.bytes + path.stat().st_size
             with suppress(OSError):  # the system's own time may be as coarse as 4 ms, in which another may write, too
                 os.utime(self.folder, ns=(time.time_ns(),) * 2)
             self._counted = self.folder.stat().st_mtime_ns
@@ -96,8 +96,8 @@ class Recording:
     def _count(self) -> None:
         """Count the files, unless nobody else has added or removed any since they were counted."""
         if (changed := self.folder.stat().st_mtime_ns) != self._counted:
-            files = entries(self.folder, f"{'[0-9]' * 8}-*.safetensors")
-            self.messages, self.bytes = len(files), sum(map(_size, files))
+            files = looked(entries(self.folder, f"{'[0-9]' * 8}-*.safetensors"))
+            self.messages, self.bytes = len(files), sum(status.st_size for status in files.values())
             self._last = max((self._last, *(int(file.name.partition("-")[0]) for file in files)))
             self._counted = changed
 
@@ -140,14 +140,6 @@ def _writable(name: str) -> str:
     except UnicodeEncodeError:
         return repr(name)
     return repr(name) if name == METADATA else name
-
-
-def _size(file: Path) -> int:
-    """Return a file's bytes; none of one that was removed meanwhile."""
-    try:
-        return file.stat().st_size
-    except FileNotFoundError:
-        return 0
 
 
 def _numbers(array: Array) -> NDArray[Any]:
