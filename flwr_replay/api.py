@@ -334,5 +334,5 @@ def _label(run: Run, runs: Sequence[Run]) -> str:
 def _words(options: Mapping[str, Any] | None, named: Mapping[str, Any]) -> list[str]:
     if options is not None and not isinstance(options, Mapping):
         raise ConfigError(f"options must be a mapping, such as {{'rounds': 3}}; got {options!r}")
-    given = {**(options or {}), **named}
-    return [f"{key}={value if key in GROUPS else quoted(value)}" for key, value in given.items()]
+    all_options = {**(options or {}), **named}
+    return [f"{key}={value if key in GROUPS else quoted(value)}" for key, value in all_options.items()]

@@ -87,10 +87,10 @@ class WatchedGrid(InlineGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages, and count requests and replies."""
-        asked = list(messages)
-        ids = list(super().push_messages(asked))
+        requests = list(messages)
+        ids = list(super().push_messages(requests))
         replies = [self._replies[message_id] for message_id in ids]
-        for message in [*asked, *(reply for reply in replies if reply.has_content())]:
+        for message in [*requests, *(reply for reply in replies if reply.has_content())]:
             content = message.content
             self.sent += sum(record.count_bytes() for record in content.values())
             scalars = {**config_in(content), **metrics_in(content)}
@@ -147,9 +147,9 @@ def check_partition(choice: str, overrides: Sequence[str] = ()) -> None:
     allow(config.own_parts)  # whoever checks it has named it
     labels = np.repeat(np.arange(10), 60)
     for nodes in (2, 5):
-        given = labels.copy()
-        first, again = (DEALERS[config.partition.name](given, config.partition, nodes, 0, ()) for _ in range(2))
-        assert np.array_equal(given, labels), "a partition must leave the labels as they are"
+        dealt_labels = labels.copy()
+        first, again = (DEALERS[config.partition.name](dealt_labels, config.partition, nodes, 0, ()) for _ in range(2))
+        assert np.array_equal(dealt_labels, labels), "a partition must leave the labels as they are"
         same = all(np.array_equal(a, b) for a, b in zip(first.parts, again.parts, strict=True))
         assert same, "one seed must deal alike: draw from np.random.default_rng(seed)"
         assert all(len(part) for part in first.parts), f"each of {nodes} institutions must get examples"
@@ -172,10 +172,10 @@ def check_attack(choice: str) -> None:
     config = compose(["task=digits", "model=cnn", "model.width=4"])
     images, labels = torch.rand(40, 1, 8, 8, generator=torch_rng(0, "images")), torch.arange(40) % 10
     model, known = backbone(config.model, config.task)(0).eval(), Auxiliary("of the check", images[::2], labels[::2])
-    got = {"images": images.numpy(), "labels": labels.numpy(), **(weights := to_arrays(model))}
-    before, seen = digest(got), [Seen([weights], [weights], deepcopy(model), known) for _ in range(2)]
+    answer = {"images": images.numpy(), "labels": labels.numpy(), **(weights := to_arrays(model))}
+    before, seen = digest(answer), [Seen([weights], [weights], deepcopy(model), known) for _ in range(2)]
     first, again = (own_scores(choice, peer, images, labels, 0) for peer in seen)
-    assert digest(got) == before, "an attack must leave messages and images as they are"
+    assert digest(answer) == before, "an attack must leave messages and images as they are"
     assert bool(first.isfinite().all()), "each score must be finite"
     assert torch.equal(first, again), "one seed must give the same scores: draw from generators of the seed"
 
@@ -320,8 +320,8 @@ def _check_charges(job: list[str], folder: Path) -> None:
         return
     shares = shares_of(expected(simulation)[0], simulation.job.config.rounds)
     charged: Counter[str] = Counter()
-    for name, own in zip(part.names, part.train, strict=True):
-        examples = sum(map(len, part.train)) if plan.pooled else len(own)
+    for name, indices in zip(part.names, part.train, strict=True):
+        examples = sum(map(len, part.train)) if plan.pooled else len(indices)
         account = home() / "state" / "simulation" / name / RUNS / read_run_id(folder) / CHARGES
         steps: Counter[str] = Counter()
         for charge in read_lines(account):

@@ -50,9 +50,9 @@ def examine_clinic(folder: Path) -> tuple[bool, str]:
 
     Returns whether all will work, and a line for each finding.
     """
-    own = _read(folder)
+    env = _read(folder)
     checks = (_versions, _names, _clientapps, _policy, _data, _state, _key, _seal, _certificate, _connection)
-    return examined({check.__name__[1:]: partial(check, folder, own) for check in checks})
+    return examined({check.__name__[1:]: partial(check, folder, env) for check in checks})
 
 
 def _read(folder: Path) -> dict[str, str]:
@@ -68,15 +68,15 @@ def _read(folder: Path) -> dict[str, str]:
     set_lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     if set("$`;&|<>(") & set("".join(set_lines)):  # start.sh reads it as a shell
         raise ConfigError(f"{file} must have plain values, without $ ` ; & | < > (: it is read by a shell")
-    own = {key: value for key, _, value in (word.partition("=") for word in words)}
-    if missing := [key for key in KEYS if not own.get(key)]:
+    env = {key: value for key, _, value in (word.partition("=") for word in words)}
+    if missing := [key for key in KEYS if not env.get(key)]:
         raise ConfigError(f"{file} must have lines {', '.join(KEYS)}, without spaces around =; {missing[0]} is missing")
-    return own
+    return env
 
 
-def _versions(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+def _versions(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
     here = versions()
-    for name, _, there in (word.partition("=") for word in own["VERSIONS"].split()):
+    for name, _, there in (word.partition("=") for word in env["VERSIONS"].split()):
         if here.get(name) != there:
             get = (
                 "install it from where the coordinator says"
@@ -87,19 +87,19 @@ def _versions(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
         yield f"{name} {there}, as at the coordinator"
 
 
-def _names(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
-    if not NAME.fullmatch(own["NAME"]):
-        raise ConfigError(f"NAME in clinic.env must be the institution's name; got {own['NAME']!r}")
-    for key, value in (("the folder", str(folder)), ("DATA", _node(folder, own)["data"])):
+def _names(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
+    if not NAME.fullmatch(env["NAME"]):
+        raise ConfigError(f"NAME in clinic.env must be the institution's name; got {env['NAME']!r}")
+    for key, value in (("the folder", str(folder)), ("DATA", _node(folder, env)["data"])):
         if '"' in value or "\\" in value:  # start.sh puts them between double quotes
             raise ConfigError(f"{key} must have no double quotes and backslashes in its path; got {value}: rename it")
-    port = own["PORT"]
+    port = env["PORT"]
     if not (port.isascii() and port.isdecimal()) or not 1 <= int(port) <= 65535:
         raise ConfigError(f"PORT in clinic.env must be from 1 to 65535; got {port!r}")
     if not answers(f"127.0.0.1:{port}"):
-        yield f"this is {own['NAME']}; local port {port} is free"
+        yield f"this is {env['NAME']}; local port {port} is free"
     elif process := _supernode(folder):
-        yield f"this is {own['NAME']}; its SuperNode runs, as process {process}"
+        yield f"this is {env['NAME']}; its SuperNode runs, as process {process}"
     else:
         raise RunError(f"port {port} is in use here by another program: change PORT in clinic.env")
 
@@ -113,7 +113,7 @@ def _supernode(folder: Path) -> int:
         return 0
 
 
-def _clientapps(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+def _clientapps(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
     """Look for ClientApps that Flower leaves: a message came, and its run ended before its content did."""
     node = _supernode(folder)
     waiting = [process.pid for process in left_clientapps(node, time.time() - AGE)] if node else []
@@ -127,17 +127,17 @@ def _clientapps(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
     yield from ()
 
 
-def _policy(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+def _policy(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
     config = compose(study_options(folder / "study"))
     policy = read_policy(folder / "policy.yaml")
     refused = [rule for rule in refusals(policy, config, Job.of(config).strategy("").all_stages()) if rule["reason"]]
     if refused:
         raise ConfigError(f"policy.yaml refuses this study; {refused[0]['reason']}")
-    yield f"policy.yaml is valid and lets {own['NAME']} take part; the dry run in README.md shows every field"
+    yield f"policy.yaml is valid and lets {env['NAME']} take part; the dry run in README.md shows every field"
 
 
-def _data(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
-    owned = _node(folder, own)
+def _data(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
+    owned = _node(folder, env)
     config = {"overrides": shlex.join(study_options(folder / "study"))}
     log = logging.getLogger("flwr")
     log.disabled = True  # else what a node logs stands above the findings
@@ -153,12 +153,12 @@ def _data(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
     yield f"data: {len(train):,} examples to train on{validating} and {len(test):,} to test on ({kind})"
 
 
-def _state(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+def _state(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
     existed = (folder / "state").exists()
     make_folder(folder / "state", "the folder state")
     if not existed:
         (folder / "state").rmdir()
-    own_state = folder / "state" / own["NAME"]
+    own_state = folder / "state" / env["NAME"]
     free = free_space(folder, f"`flwr-replay deploy state {own_state}` says what a run that is over has left")
     parts, size, recorded = ledger_bytes(own_state)
     yield (
@@ -167,7 +167,7 @@ def _state(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
     )
 
 
-def _key(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+def _key(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
     file = folder / "key"
     if not file.is_file():
         raise RunError(f"{file} is missing: run ./make-key.sh")
@@ -181,24 +181,24 @@ def _key(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise RunError(f"{file} must be an ECDSA key, as ./make-key.sh makes it; got {type(key).__name__}")
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    sent = folder / f"{own['NAME']}.pub"
+    sent = folder / f"{env['NAME']}.pub"
     if not sent.is_file() or read_bytes(sent).split()[:2] != public.split()[:2]:
         raise RunError(f"{sent} must be the public half of key: ssh-keygen -y -f key > {sent.name}, and send it again")
     yield f"key: its owner's only; {sent.name} is its public half"
 
 
-def _seal(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+def _seal(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
     if not compose(study_options(folder / "study")).pinned:
         return
-    make = f"flwr-replay deploy seal-key {own['NAME']}, in this folder"
-    for needed, made in (("seal.key", make), (PEERS_FILE, "put every clinic's line into it")):
+    make = f"flwr-replay deploy seal-key {env['NAME']}, in this folder"
+    for needed, advice in (("seal.key", make), (PEERS_FILE, "put every clinic's line into it")):
         if not (folder / needed).is_file():
-            raise RunError(f"the study needs keys, and {folder / needed} is missing: {made}")
-    seal = Seal(own["NAME"], make_key(folder / "seal.key")[0], read_pins(folder / PEERS_FILE))
+            raise RunError(f"the study needs keys, and {folder / needed} is missing: {advice}")
+    seal = Seal(env["NAME"], make_key(folder / "seal.key")[0], read_pins(folder / PEERS_FILE))
     yield f"seal: {len(seal.pins)} pinned keys ({', '.join(seal.pins)}); compare with the clinics: {seal.digest}"
 
 
-def _certificate(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+def _certificate(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
     authority = certificate(folder / CA, "ask the coordinator for it again")
     if not is_authority(authority):
         raise RunError(
@@ -208,15 +208,15 @@ def _certificate(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
     yield f"{CA}: {validity(authority, 'ask for a new one')}; SHA-256 {digest}"
 
 
-def _connection(folder: Path, own: Mapping[str, str]) -> Iterator[str]:
+def _connection(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
     silent = "has the coordinator started it, does the firewall let you?"
-    yield connection(own["ADDRESS"], folder / CA, silent, "ask the coordinator")
+    yield connection(env["ADDRESS"], folder / CA, silent, "ask the coordinator")
 
 
-def _node(folder: Path, own: Mapping[str, str]) -> dict[str, str]:
+def _node(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
     """Return what start.sh gives the SuperNode as its node config."""
-    data = (folder / own["DATA"]).resolve()  # an absolute DATA stays as it is
-    owned = {"name": own["NAME"], "data": str(data), "state": str(folder / "state")}
+    data = (folder / env["DATA"]).resolve()  # an absolute DATA stays as it is
+    owned = {"name": env["NAME"], "data": str(data), "state": str(folder / "state")}
     owned["policy"] = str(folder / "policy.yaml")
     if (folder / PEERS_FILE).is_file():
         owned |= {"seal-key": str(folder / "seal.key"), "seal-peers": str(folder / PEERS_FILE)}

@@ -21,14 +21,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 
-from flwr_replay.deploy.examining import (
-    certificate,
-    connection,
-    examined,
-    free_space,
-    is_authority,
-    validity,
-)
+from flwr_replay.deploy.examining import certificate, connection, examined, free_space, is_authority, validity
 from flwr_replay.engines.certificates import CA, SERVER, SERVER_KEY
 from flwr_replay.engines.superlink import answers, flower
 from flwr_replay.errors import ConfigError, RunError
@@ -225,10 +218,10 @@ def _asked(folder: Path, address: str, *words: str) -> dict[str, Any]:
     environment = {**os.environ, "FLWR_HOME": str(folder / "flower"), "FLWR_DISABLE_UPDATE_CHECK": "1"}
     command = [flower("flwr"), *words, "--format", "json"]
     try:
-        done = subprocess.run(
+        ended = subprocess.run(
             command, env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=SECONDS
         )
-        answer: dict[str, Any] = json.loads(done.stdout)
+        answer: dict[str, Any] = json.loads(ended.stdout)
     except (subprocess.TimeoutExpired, ValueError):
         raise RunError(silent) from None
     if not answer.get("success"):

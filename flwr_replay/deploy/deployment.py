@@ -79,8 +79,8 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
         key = key_of(option)
         require(key not in OWN, f"deploy init sets {key.replace('_', '-')} itself: leave it out")
     task = [] if "task" in map(key_of, options) else ["task=folder"]
-    given = [*task, *options, "partition=natural"]
-    config = compose_own([*given, f"nodes={len(clinics)}"], options)
+    study = [*task, *options, "partition=natural"]
+    config = compose_own([*study, f"nodes={len(clinics)}"], options)
     if config.own_parts:
         raise ConfigError(
             f"`deploy init` writes no start scripts for code of your own, {config.own_parts[0]}: a clinic must install "
@@ -91,8 +91,8 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
     if place.exists():
         raise RunError(f"a deployment's folder must be new; {place} exists: choose another --out, or delete it")
     with new_folder(place) as new:
-        known = versions()
-        pairs = [option.partition("=") for option in given]
+        installed = versions()
+        pairs = [option.partition("=") for option in study]
         named = {key.replace("_", "-"): value for key, _, value in pairs if key != "rounds"}
         lines = "\n".join(f"{toml_text(key)} = {toml_text(value)}" for key, value in named.items())
         words: dict[str, object] = {
@@ -106,8 +106,8 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
             "port": port,
             "listen": host.strip("[]") if host in LOOPBACK else "::" if host.startswith("[") else "0.0.0.0",
             "task": config.task.name,
-            "versions": f"flwr-replay={known['flwr-replay']} flwr={known['flwr']}",
-            "replay_version": known["flwr-replay"],
+            "versions": f"flwr-replay={installed['flwr-replay']} flwr={installed['flwr']}",
+            "replay_version": installed["flwr-replay"],
             "days": DAYS,
             "leaves": next((LEAVES[kind] for kind in LEAVES if kind in policy["kinds"].split(", ")), STAYS),
             "private": _private(config.privacy),
@@ -118,15 +118,15 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
         private_folder(home / "keys")
         _write("coordinator", home, words)
         for k, name in enumerate(clinics):
-            own = private_folder(new / name)
-            write_atomic(own / CA, read_bytes(home / "certificates" / CA))
+            clinic = private_folder(new / name)
+            write_atomic(clinic / CA, read_bytes(home / "certificates" / CA))
             hidden = SEALED_STUDY if config.sealed else MASKED_STUDY
             of_clinic = {**words, "hidden": hidden, "name": name, "local_port": LOCAL_PORT + k}
             step = _filled("step.md", of_clinic).rstrip()
             pinned = {"make_seal_key": _filled("make-seal-key", of_clinic), "sealed_step": step, "seal_keys": SEAL_KEYS}
-            _write("clinic", own, of_clinic | (pinned if config.pinned else dict.fromkeys(pinned, "")))
+            _write("clinic", clinic, of_clinic | (pinned if config.pinned else dict.fromkeys(pinned, "")))
             if config.pinned:
-                write_atomic(own / PEERS_FILE, _filled(PEERS_FILE, of_clinic))
+                write_atomic(clinic / PEERS_FILE, _filled(PEERS_FILE, of_clinic))
 
 
 def host_of(address: str) -> tuple[str, int]:

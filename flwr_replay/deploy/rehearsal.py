@@ -73,8 +73,8 @@ def rehearse(
         if key in OWN:
             raise ConfigError(f"a rehearsal sets {key.replace('_', '-')} itself: leave it out")
     rows = folder_rows(data)
-    given = {key.removeprefix("task.") for key in keys}
-    task = [f"task.{key}={quoted(value)}" for key, value in form_of(rows, given).items()]
+    named = {key.removeprefix("task.") for key in keys}
+    task = [f"task.{key}={quoted(value)}" for key, value in form_of(rows, named).items()]
     names = _names(rows, institutions)
     node_config({"--out": str(place)})  # a folder that Flower could not be told is reported now, too
     policies = {name: _policy(policy, name) for name in set(names)} if policy else {}
@@ -164,9 +164,9 @@ def _identity(link: SuperLink, key: Path) -> list[str]:
     """Make a SuperNode's key, register it, and return the words by which the SuperNode proves itself over TLS."""
     write_key(key)
     register = [flower("flwr"), "supernode", "register", f"{key}.pub", "replay"]
-    done = subprocess.run(register, env=link.environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RunError(f"a SuperNode's key must be registered; Flower says {(done.stdout + done.stderr)[-500:]}")
+    ended = subprocess.run(register, env=link.environment, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise RunError(f"a SuperNode's key must be registered; Flower says {(ended.stdout + ended.stderr)[-500:]}")
     return ["--root-certificates", str(link.folder / CA), "--auth-supernode-private-key", str(key)]
 
 
@@ -174,11 +174,11 @@ def deal(rows: Sequence[ManifestRow], names: Sequence[str], root: Path) -> None:
     """Copy each institution's images to `root/<name>`, with a `manifest.csv`; `names` says whose each image is."""
     for name in sorted(set(names)):
         folder = private_folder(root / name)
-        own = [row for row, whose in zip(rows, names, strict=True) if whose == name]
-        split, patients = own[0].split is not None, any(row.patient for row in own)
+        its_rows = [row for row, whose in zip(rows, names, strict=True) if whose == name]
+        split, patients = its_rows[0].split is not None, any(row.patient for row in its_rows)
         heads = ["image", "label", *(["split"] if split else []), *(["patient"] if patients else [])]
         lines = [heads]
-        for n, row in enumerate(own):
+        for n, row in enumerate(its_rows):
             image = f"{n:06d}{row.file.suffix.lower()}"
             shutil.copy(row.file, folder / image)
             values = {"image": image, "label": row.label, "split": row.split or "", "patient": row.patient}
@@ -186,9 +186,9 @@ def deal(rows: Sequence[ManifestRow], names: Sequence[str], root: Path) -> None:
         (folder / "manifest.csv").write_text(csv_text(lines), encoding="utf-8")
 
 
-def _policy(given: Path, name: str) -> str:
+def _policy(policy: Path, name: str) -> str:
     """Return an institution's policy file, which can be read."""
-    file = given / f"{name}.yaml" if given.is_dir() else given
+    file = policy / f"{name}.yaml" if policy.is_dir() else policy
     if not file.is_file():
         raise ConfigError(f"--policy must be a file, or a folder with a file for each institution; got {file}")
     read_policy(file)

@@ -65,11 +65,11 @@ class Simulation:
         part = dealt(config.task, config.partition, config.nodes, config.seed)
         job = Job.of(config, part.names)
         if plan := job.settings.privacy:
-            sizes = [len(own) for own in part.train]
+            sizes = [len(indices) for indices in part.train]
             _refuse_poor(plan, [sum(sizes)] if plan.pooled else sizes)
         if (synthesis := job.settings.synthesis) and "train-slice" in job.strategy("").all_stages():
             labels = loaded(config.task).train.y
-            synthesis.check_labels([labels[own] for own in part.train])
+            synthesis.check_labels([labels[indices] for indices in part.train])
         return cls(job, part)
 
 
@@ -210,7 +210,7 @@ def with_skew(
         if (state / DATA).exists() and (folder / FOLDER).is_dir():  # not where somebody has removed the messages
             write_atomic(folder / FOLDER / f"{name}.sha256", read_text(state / DATA))
     labels = loaded(simulation.job.config.task).train.labels
-    values, counts_KC = label_histogram([labels[own] for own in part.train])
+    values, counts_KC = label_histogram([labels[indices] for indices in part.train])
     named = [f">= {value:.3g}" if is_continuous(labels) else str(value) for value in values]
     counts = {"values": named, "institutions": dict(zip(part.names, counts_KC.tolist(), strict=True))}
     result = {**result, "skew": {**part.skew, "labels": counts}}

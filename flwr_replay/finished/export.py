@@ -109,7 +109,7 @@ def card(folder: Path, model: TrainedModel, institution: str, best: bool = False
     metrics = {name: value for name, value in metrics.items() if name.startswith(VALIDATION) == (by == "validation")}
     tested = f"the test examples of {institution}" if institution else f"all institutions' {by} examples"
     unit = f" {result['unit']}" if result["unit"] else ""
-    shown = [f"{name} {value:.4f}{unit if name in LABEL_UNIT else ''}" for name, value in metrics.items()] or [
+    figures = [f"{name} {value:.4f}{unit if name in LABEL_UNIT else ''}" for name, value in metrics.items()] or [
         "no test"
     ]
     return "\n".join(
@@ -120,7 +120,7 @@ def card(folder: Path, model: TrainedModel, institution: str, best: bool = False
             f"- Input: {_inputs(model)}. Output: {_outputs(model, unit)}.",
             f"- Trained by {result['strategy']} at {_trained_at(result)} institutions, {result['rounds']} rounds, seed "
             f"{result['seed']}; replay: {result['replay']}.",
-            f"- On {tested}: {', '.join(shown)}{epsilon_suffix(result)}.",
+            f"- On {tested}: {', '.join(figures)}{epsilon_suffix(result)}.",
             f"- Privacy of the run: {result['privacy-claim']}",
             *(
                 f"  - {name}: {account['mechanism']}; {shown_noise(result.get('noise', {}).get(name, []))}".rstrip("; ")

@@ -89,9 +89,9 @@ def predictions(model: TrainedModel, rows: list[ManifestRow], base: Path) -> str
             f"task={task.load or task.name} learns from images that {PREPARES[task.name]}, and image files are not "
             "so prepared: give its images to flwr_replay.load_model in Python"
         )
-    known = any(row.label for row in rows)
+    labelled = any(row.label for row in rows)
     numbers = [classes.number(row.label, row.where) if row.label else None for row in rows] if model.classes else []
-    columns = ["label", *(["right"] if model.classes else [])] if known else []
+    columns = ["label", *(["right"] if model.classes else [])] if labelled else []
     lines: list[list[object]] = [["image", "predicted", *columns, *(f"p({name})" for name in model.classes)]]
     block = at_once(torch.empty(1, task.channels, task.size, task.size), 256)
     for start in range(0, len(rows), block):
@@ -104,16 +104,16 @@ def predictions(model: TrainedModel, rows: list[ManifestRow], base: Path) -> str
             if model.classes:
                 best = max(range(len(output)), key=output.__getitem__)
                 number = numbers[n]
-                told: list[object] = ["", ""] if number is None else [classes.names[number], int(number == best)]
-                lines.append([name, model.classes[best], *told[: len(columns)], *(f"{share:.6g}" for share in output)])
+                cells: list[object] = ["", ""] if number is None else [classes.names[number], int(number == best)]
+                lines.append([name, model.classes[best], *cells[: len(columns)], *(f"{share:.6g}" for share in output)])
             else:
-                lines.append([name, f"{output:.6g}", *([row.label] if known else [])])
+                lines.append([name, f"{output:.6g}", *([row.label] if labelled else [])])
     return csv_text(lines)
 
 
 def right_in(text: str) -> str:
     """Say how many predictions are right, if `predictions` knew the labels: `, 7 of 9 right`."""
     rows = list(csv.DictReader(io.StringIO(text)))
-    told = [int(row["right"]) for row in rows if row.get("right")]
-    without = f", {len(rows) - len(told):,} without a label" if len(told) < len(rows) else ""
-    return f", {sum(told):,} of {len(told):,} right{without}" if told else ""
+    rights = [int(row["right"]) for row in rows if row.get("right")]
+    without = f", {len(rows) - len(rights):,} without a label" if len(rights) < len(rows) else ""
+    return f", {sum(rights):,} of {len(rights):,} right{without}" if rights else ""

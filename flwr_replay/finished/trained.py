@@ -160,16 +160,16 @@ def _of_run(folder: Path, institution: str, config: RunConfig) -> nn.Module:
     if file.exists():
         return _network(config, model_of(folder, file))
     if not institution:
-        known = [path.stem for path in entries(folder / "models", "*.safetensors")]
-        named = f"one of {', '.join(known)}" if known else "NAME, of an institution whose model it is"
+        names = [path.stem for path in entries(folder / "models", "*.safetensors")]
+        named = f"one of {', '.join(names)}" if names else "NAME, of an institution whose model it is"
         raise RunError(
             f"{folder} has no global model: its method keeps one at each institution; give --institution {named}"
         )
     states = home() / "state" / "simulation"
     of_run = states / institution / RUNS / read_run_id(folder)
     if not of_run.is_dir():
-        known = sorted(path.name for path in states.iterdir() if path.is_dir()) if states.is_dir() else []
-        hint = nearest(institution, known) if known else "in a deployment, give its state directory"
+        names = sorted(path.name for path in states.iterdir() if path.is_dir()) if states.is_dir() else []
+        hint = nearest(institution, names) if names else "in a deployment, give its state directory"
         raise RunError(f"no model of {institution!r} is in {folder}, nor with a simulated institution: {hint}")
     return _private(of_run, config)
 
@@ -193,13 +193,13 @@ def _private(of_run: Path, config: RunConfig) -> nn.Module:
         arrays = _kept(files[-1])
         if key != "pair":
             return _network(config, arrays)
-        own = _network(config, unnested(arrays)["model"])
+        model = _network(config, unnested(arrays)["model"])
         pools = entries(of_run, "pool-[0-9]*.safetensors")
         if not pools:
-            return own
+            return model
         pool = _kept(pools[-1])
         a, b = pool["weights"].tolist()
-        return Pool(own, _network(config, unnested(pool)["other"]), (a, b))
+        return Pool(model, _network(config, unnested(pool)["other"]), (a, b))
     raise RunError(
         f"{of_run} holds no model that can be loaded: give the run directory, if its method has a global one"
     )

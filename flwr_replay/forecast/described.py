@@ -63,8 +63,8 @@ def described() -> dict[str, Described]:
     """Describe all options of a run by group: `run`, the sections, `strategy`, and `strategy=…` for each method."""
     config = conf_dir() / "config.yaml"
     values, texts = read(config), comments(config)
-    own = {name: value for name, value in values.items() if name in get_type_hints(RunConfig) and name not in SECTIONS}
-    groups = {"run": Described("The run", _plain("", RunConfig, own, texts))}
+    run = {name: value for name, value in values.items() if name in get_type_hints(RunConfig) and name not in SECTIONS}
+    groups = {"run": Described("The run", _plain("", RunConfig, run, texts))}
     for name, cls in SECTIONS.items():
         if name in values:
             groups[name] = Described(TITLES[name], _plain(f"{name}.", cls, values[name], texts))

@@ -85,10 +85,10 @@ def expected(simulation: Simulation) -> tuple[Movement, list[Expected]]:
     task = make_task(config.task)
     present = []
     for k, name in enumerate(part.names):
-        own = part.examples(loaded(config.task), k).train
-        sums = task.label_sums(torch.from_numpy(own.y))
-        known = {"num_examples": len(own), "raw_bytes": own.nbytes, "proof": "0" * 64}
-        present.append(Present(name=name, pins="0" * 64 if simulation.job.config.pinned else "", **known, **sums))  # type: ignore[arg-type]
+        train = part.examples(loaded(config.task), k).train
+        sums = task.label_sums(torch.from_numpy(train.y))
+        sizes = {"num_examples": len(train), "raw_bytes": train.nbytes, "proof": "0" * 64}
+        present.append(Present(name=name, pins="0" * 64 if simulation.job.config.pinned else "", **sizes, **sums))  # type: ignore[arg-type]
     return exchanged(simulation.job, present)
 
 
@@ -154,7 +154,7 @@ def forecast_page(simulation: Simulation) -> str:
     config = job.config
     names = sorted({line.institution for line in lines})
     train = loaded(config.task).train
-    raw = sum(train.take(own).nbytes for own in simulation.part.train)
+    raw = sum(train.take(indices).nbytes for indices in simulation.part.train)
     what = f"{config.strategy.name} on {config.task.name}, {len(names)} institutions, {config.rounds} rounds"
     text = [f"Forecast of the ledger: {what}", "", idea_of(config.strategy.name)[0]]
     merged: dict[tuple[str, str, str, str, str], tuple[int, int]] = {}
@@ -166,18 +166,18 @@ def forecast_page(simulation: Simulation) -> str:
         key = (line.direction, line.stage, line.field, line.kind, line.protection)
         messages, size = merged.get(key, (0, 0))
         merged[key] = (messages + line.messages, size + line.bytes)
-    for way, heading in {"up": "Sent up, by all institutions", "down": "Sent down, to all institutions"}.items():
+    for direction, heading in {"up": "Sent up, by all institutions", "down": "Sent down, to all institutions"}.items():
         text += ["", heading, f"  {'field':21}{'kind':15}{'messages':>8}{'bytes':>16}  protection"]
-        for stage, of_stage in groupby((key for key in merged if key[0] == way), key=itemgetter(1)):
+        for stage, of_stage in groupby((key for key in merged if key[0] == direction), key=itemgetter(1)):
             text.append(stage)
             for key in of_stage:
                 text += _row(key[2], key[3], f"{merged[key][0]:,}", merged[key][1], key[4])
-        if way in small:
-            text += ["all stages", *_row("instructions", "instruction", "", small[way], "none")]
+        if direction in small:
+            text += ["all stages", *_row("instructions", "instruction", "", small[direction], "none")]
     text += ["", "By institution"]
     for name in names:
-        own = [line for line in lines if line.institution == name]
-        up, down = (sum(line.bytes for line in own if line.direction == way) for way in ("up", "down"))
+        its_lines = [line for line in lines if line.institution == name]
+        up, down = (sum(line.bytes for line in its_lines if line.direction == way) for way in ("up", "down"))
         text.append(f"  {name}: up {shown_bytes(up)}, down {shown_bytes(down)}")
     if (plan := strategy.settings.privacy) and plan.config.noise == "secret":
         counts = {member.name: member.num_examples for member in strategy.members}

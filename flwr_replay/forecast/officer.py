@@ -57,8 +57,8 @@ def study_options(study: Path) -> list[str]:
     if not file.is_file():
         raise ConfigError(f"--study must be a folder with the study's pyproject.toml; got {study}")
     try:
-        own = tomllib.loads(file.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
-        options = overrides_in(own)
+        config = tomllib.loads(file.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
+        options = overrides_in(config)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file} must have a table [tool.flwr.app.config]; got {error!r}") from None
     return [option for option in options if key_of(option) not in OF_THE_RUN]

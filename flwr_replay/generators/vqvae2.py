@@ -16,15 +16,7 @@ from torch import Tensor
 from flwr_replay.config.sections import PriorConfig
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.generators.autoencoder import VQVAE2, VQVAE2Config, build_generator, summed_loss
-from flwr_replay.generators.base import (
-    AT_ONCE,
-    ChargedSteps,
-    ImageForm,
-    ImageGenerator,
-    Look,
-    rows_of_step,
-    step_rng,
-)
+from flwr_replay.generators.base import AT_ONCE, ChargedSteps, ImageForm, ImageGenerator, Look, rows_of_step, step_rng
 from flwr_replay.generators.priors import CodePrior, build_prior, summed_nats
 from flwr_replay.models.layers import as_input
 from flwr_replay.rng import derived_seed

@@ -170,8 +170,8 @@ class RunDirectory(Recorder):
         self.confusion = {name: list(test.confusion) for name, test in self.tested.items() if test.confusion}
         if examples := {name: test.num_examples for name, test in self.tested.items()}:
             write_of(self.path, CONFUSION, {"round": exchange, "institutions": self.confusion, "examples": examples})
-        known = {"metric": self.leading, "final": {"global": pooled}}
-        warned = warnings(known, self.confusion, self.config.task.class_names, {})
+        so_far = {"metric": self.leading, "final": {"global": pooled}}
+        warned = warnings(so_far, self.confusion, self.config.task.class_names, {})
         self.worthless = self.worthless + 1 if warned else 0
         for line in warned if self.worthless == IN_A_ROW else []:
             self.log(f"warning: {line}")
@@ -202,8 +202,8 @@ class RunDirectory(Recorder):
         """Write the losses of a generator or prior; they replace those of an attempt before the run was resumed."""
         super().generated(name, network, losses, **figures)
         path = self.path / "generator.jsonl"
-        own = {"institution": name, "network": network}
-        rows: list[dict[str, Any]] = [{**own, "epoch": i, "loss": loss} for i, loss in enumerate(losses, 1)]
+        network_of = {"institution": name, "network": network}
+        rows: list[dict[str, Any]] = [{**network_of, "epoch": i, "loss": loss} for i, loss in enumerate(losses, 1)]
         for row in rows[-1:]:
             row.update({figure: values for figure, values in figures.items() if values not in (None, [])})
         before = [row for row in self._lines("generator") if (row["institution"], row["network"]) != (name, network)]

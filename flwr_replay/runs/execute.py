@@ -152,8 +152,8 @@ def _noise(plan: PrivacyPlan, strategy: Movement, recorder: Recorder, rounds: in
     """
     counts = {member.name: member.num_examples for member in strategy.members.known}
     whole, times = sum(counts.values()), strategy.trainings(rounds)
-    told = [(name, whole if plan.pooled else counts[name]) for name in recorder.released if name in counts]
-    return {name: noise_of(plan, examples, times.get(name, rounds) / rounds) for name, examples in told}
+    stating = [(name, whole if plan.pooled else counts[name]) for name in recorder.released if name in counts]
+    return {name: noise_of(plan, examples, times.get(name, rounds) / rounds) for name, examples in stating}
 
 
 def untrained(strategy: Movement) -> list[str]:

@@ -23,16 +23,7 @@ from flwr_replay.config.compose import to_yaml
 from flwr_replay.config.quoting import quoted, toml_text
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import FlwrReplayError, RunError
-from flwr_replay.files.atomic import (
-    DAY,
-    NAME,
-    alone,
-    home,
-    make_folder,
-    private_folder,
-    sync,
-    write_atomic,
-)
+from flwr_replay.files.atomic import DAY, NAME, alone, home, make_folder, private_folder, sync, write_atomic
 from flwr_replay.files.disk import folder_locked, looked, there
 from flwr_replay.report.run_files import BOUND, CONFIG, RUN_ID, SUMS, mark_of, options_of, read_run_id
 from flwr_replay.terminal import command
@@ -182,9 +173,9 @@ def check_unchanged(folder: Path) -> None:
         If a file was changed, or if the folder holds no run.
     """
     if not there(folder / CONFIG):
-        told = "has none" if folder.exists() else "does not exist"
+        fault = "has none" if folder.exists() else "does not exist"
         raise RunError(
-            f"resume must be a run directory with a config.yaml; {folder.absolute()} {told}: `flwr-replay runs list` "
+            f"resume must be a run directory with a config.yaml; {folder.absolute()} {fault}: `flwr-replay runs list` "
             "names the runs"
         )
     read_run_id(folder)

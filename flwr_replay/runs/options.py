@@ -58,10 +58,10 @@ def resolve(
     else:
         overrides = [*_read_off(options), *options, f"runs_dir={quoted(Path(runs_dir).expanduser().absolute())}"]
     config = compose_own(overrides, typed)
-    own = asdict(config.strategy)
+    values = asdict(config.strategy)
     files = {"task.data_dir": config.task.data_dir, "model.weights": config.model.weights}
     files |= {"partition.file": config.partition.file}
-    files |= {f"strategy.{name}": own[name] for name in config.strategy.files}
+    files |= {f"strategy.{name}": values[name] for name in config.strategy.files}
     for option, file in files.items():
         if file:  # absolute, since the run may be resumed from another working directory
             overrides.append(f"{option}={quoted(Path(file).expanduser().absolute())}")
@@ -102,17 +102,17 @@ def kept_overrides(of_run: Path) -> list[str]:
 
 def _read_off(options: Sequence[str]) -> list[str]:
     """Read off a folder of images what the options do not say: channels, classes and their names."""
-    given = {key_of(option).removeprefix("task."): option for option in options}
-    if "task=folder" not in options or "data_dir" not in given or {"channels", "class_names"} <= given.keys():
+    typed = {key_of(option).removeprefix("task."): option for option in options}
+    if "task=folder" not in options or "data_dir" not in typed or {"channels", "class_names"} <= typed.keys():
         return []
     from flwr_replay.data.folder import folder_rows, form_of
 
-    task = compose(["task=folder", *(given[name] for name in ("data_dir", "classes", "kind") if name in given)]).task
+    task = compose(["task=folder", *(typed[name] for name in ("data_dir", "classes", "kind") if name in typed)]).task
     root = Path(task.data_dir).expanduser().absolute()
-    if {"channels", "classes"} <= given.keys() and not root.is_dir():
+    if {"channels", "classes"} <= typed.keys() and not root.is_dir():
         return []  # planned where the images are not
-    form = form_of(folder_rows(root, task.site_column), {"size", *given})
-    if "classes" in given and len(form.get("class_names", ())) != task.classes:
+    form = form_of(folder_rows(root, task.site_column), {"size", *typed})
+    if "classes" in typed and len(form.get("class_names", ())) != task.classes:
         form.pop("class_names", None)  # reading the labels says which are missing
     return [f"task.{name}={quoted(value)}" for name, value in form.items()]
 

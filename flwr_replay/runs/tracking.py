@@ -213,8 +213,8 @@ class Tracking:
 
 def _options(config: RunConfig) -> dict[str, Any]:
     """Return the options without paths, which are the machine's own."""
-    own = {*PLACES, *(f"strategy.{name}" for name in config.strategy.files)}
-    return {key: value for key, value in flat(plain(config)).items() if key not in own}
+    paths = {*PLACES, *(f"strategy.{name}" for name in config.strategy.files)}
+    return {key: value for key, value in flat(plain(config)).items() if key not in paths}
 
 
 def _values(entry: Entry, epsilon: Mapping[str, float]) -> dict[str, float]:

@@ -23,15 +23,7 @@ from flwr_replay.errors import WireError
 from flwr_replay.wire.bounds import LARGEST_NUMBER, MOST_COUNTED
 from flwr_replay.wire.fields import RECORD_OF, Field, Kind, instruction
 from flwr_replay.wire.masked import MASKED, is_masked
-from flwr_replay.wire.records import (
-    StateDict,
-    Weights,
-    array_record,
-    arrays_in,
-    config_in,
-    metrics_in,
-    opened,
-)
+from flwr_replay.wire.records import StateDict, Weights, array_record, arrays_in, config_in, metrics_in, opened
 from flwr_replay.wire.sealed import SEALED, is_sealed
 
 __all__ = ["CLIENT_APP_RAISED", "REQUESTS", "LedgerRow", "Payload", "Request", "request_of", "rows"]

@@ -117,9 +117,9 @@ class ClusterGrid(WorkerGrid):
 
     def shown(self, run_id: str) -> dict[str, dict[str, bytes]]:
         """Return the files of each institution's state that a run's page and its attacks need, by path."""
-        asked = [actor.actor.shown.remote(actor.names, run_id) for actor in self.actors]
+        pending = [actor.actor.shown.remote(actor.names, run_id) for actor in self.actors]
         try:
-            return {name: files for shown in ray.get(asked) for name, files in shown.items()}
+            return {name: files for shown in ray.get(pending) for name, files in shown.items()}
         except RayError as error:
             raise RunError(
                 f"every machine must live until its files are copied: {first_line(error)}; {self.advice}"

@@ -254,12 +254,12 @@ def look(machines: Sequence[Machine], names: Sequence[str], run_id: str, files: 
     token = make_folder(home(), "FLWR_REPLAY_HOME") / f".cluster-{secrets.token_hex(8)}.tmp"
     token.touch()
     try:
-        asked = {}
+        pending = {}
         for machine in machines:
             here = NodeAffinitySchedulingStrategy(machine.id, soft=False)
             task: Any = ray.remote(_look).options(num_cpus=0, max_retries=0, scheduling_strategy=here)
-            asked[machine.id] = task.remote(str(home()), token.name, tuple(names), run_id, tuple(files))
-        return {machine.id: _checked(machine, asked[machine.id]) for machine in machines}
+            pending[machine.id] = task.remote(str(home()), token.name, tuple(names), run_id, tuple(files))
+        return {machine.id: _checked(machine, pending[machine.id]) for machine in machines}
     finally:
         token.unlink()
 
@@ -274,9 +274,9 @@ def _look(folder: str, token: str, names: tuple[str, ...], run_id: str, files: t
     )
 
 
-def _checked(machine: Machine, asked: Any) -> Equipment:
+def _checked(machine: Machine, pending: Any) -> Equipment:
     try:
-        facts: Equipment = ray.get(asked)
+        facts: Equipment = ray.get(pending)
     except RayError as error:
         raise RunError(
             f"every machine of the cluster must run flwr-replay; {machine.address}: {first_line(error)}"
