@@ -130,7 +130,7 @@ class Comparison:
         """A line for each method: mean, the paired difference with its interval, epsilon and delta, bytes, seconds."""
         import pandas
 
-        from flwr_replay.report.exports import rows_of
+        from flwr_replay.report.texts import rows_of
 
         return pandas.DataFrame.from_dict(rows_of(self.report), orient="index")
 
@@ -147,15 +147,15 @@ class Comparison:
         """Write the comparison as text, md, csv, latex or json."""
         if form == "md":
             from flwr_replay.report.comparison import markdown
-            from flwr_replay.report.notes import notes
+            from flwr_replay.report.texts import notes
 
             return "\n".join([*markdown(self.report), "", *(f"- {note}" for note in notes(self.report))])
         if form == "csv":
-            from flwr_replay.report.exports import as_csv
+            from flwr_replay.report.texts import as_csv
 
             return as_csv(self.report)
         if form == "latex":
-            from flwr_replay.report.exports import as_latex
+            from flwr_replay.report.texts import as_latex
 
             return as_latex(self.report)
         return json.dumps(self.report, indent=2, default=asdict) if form == "json" else self.text
@@ -231,7 +231,7 @@ def plot(runs: Sequence[Run], metric: str = "") -> Figure:
     ConfigError
         If a run has no such metric.
     """
-    from flwr_replay.report.judged import judged
+    from flwr_replay.report.metrics import judged
     from flwr_replay.report.plots import by_round
 
     asked, lines = metric or runs[0].result["metric"], {}

@@ -52,7 +52,7 @@ from flwr_replay.models.pretrained import read_encoder
 from flwr_replay.movements.base import Exchange, Settings
 from flwr_replay.movements.one_shot import OneShot
 from flwr_replay.payloads.fedreplay import Encode, Encoder, Extract, Latents
-from flwr_replay.report.uploads import upload_advice
+from flwr_replay.report.summary import upload_advice
 from flwr_replay.rng import derived_seed
 from flwr_replay.server.asking import stopped
 from flwr_replay.server.members import Member

@@ -75,7 +75,7 @@ from flwr_replay.payloads.splitnn import (
     NextBatch,
     NextBatchUnlabelled,
 )
-from flwr_replay.report.uploads import upload_advice
+from flwr_replay.report.summary import upload_advice
 from flwr_replay.server.asking import stopped
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Payload, Request

@@ -237,7 +237,7 @@ def report(place: Annotated[str, typer.Argument(metavar="RUN|COMPARISON|STUDY")]
 
     Runs, comparisons and studies write it at their end.
     """
-    from flwr_replay.report.any_page import write_page
+    from flwr_replay.report.pages import write_page
 
     print(write_page(finished_place(place)))
 

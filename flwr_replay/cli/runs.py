@@ -63,7 +63,7 @@ def show(places: Places) -> None:
 @app.command("compare")
 def compare_runs(places: Places) -> None:
     """Print the metrics of finished runs side by side. For differences with intervals, use flwr-replay compare."""
-    from flwr_replay.report.judged import VALIDATION
+    from flwr_replay.report.metrics import VALIDATION
     from flwr_replay.runs.listing import same_bits
     from flwr_replay.terminal import fitted
 

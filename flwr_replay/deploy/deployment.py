@@ -32,7 +32,7 @@ from flwr_replay.forecast.forecast import exchanged
 from flwr_replay.institution.policy import RANDOM
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.payloads.common import Evaluation, Present
-from flwr_replay.report.uploads import RECONSTRUCT
+from flwr_replay.report.summary import RECONSTRUCT
 from flwr_replay.runs.environment import versions
 from flwr_replay.runs.execute import Job
 from flwr_replay.wire.payload import rows

@@ -16,8 +16,7 @@ from flwr_replay.files.atomic import write_atomic
 from flwr_replay.files.disk import there
 from flwr_replay.finished.trained import TrainedModel
 from flwr_replay.privacy.noise import shown_noise
-from flwr_replay.report.epsilon import epsilon_suffix
-from flwr_replay.report.judged import VALIDATION
+from flwr_replay.report.metrics import VALIDATION, epsilon_suffix
 from flwr_replay.report.run_files import METRICS, RESULT, read_result, rows_of
 from flwr_replay.report.summary import judged_by
 from flwr_replay.runs.best import BestModel

@@ -24,7 +24,7 @@ from flwr_replay.payloads.common import Present
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.noise import noise_of, shown_noise
 from flwr_replay.report.progress import shown_bytes
-from flwr_replay.report.uploads import RECONSTRUCT
+from flwr_replay.report.summary import RECONSTRUCT
 from flwr_replay.runs.execute import Job, claim
 from flwr_replay.runs.opening import new_run_id
 from flwr_replay.server.members import Member

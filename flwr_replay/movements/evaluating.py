@@ -15,7 +15,7 @@ from flwr_replay.config.sections import require
 from flwr_replay.errors import RunError, WireError
 from flwr_replay.learning.tasks import Task
 from flwr_replay.payloads.common import Evaluation
-from flwr_replay.report.judged import VALIDATION
+from flwr_replay.report.metrics import VALIDATION
 from flwr_replay.server.exchange import Exchanger
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Request

@@ -54,21 +54,11 @@ def curves(
     values: Sequence[float] = (),
     told: Mapping[str, str] | None = None,
 ) -> Curves | None:
-    """Draw lines in a chart; None if none has a point that can be drawn.
+    """Draw lines, (x, y) in order by name, in a chart; None if none has a finite point, and only these are drawn.
 
-    Parameters
-    ----------
-    lines : Mapping
-        By name: (x, y) in order. Points that are not finite are left out.
-    x_name : str
-        Under the axis.
-    bands : Mapping
-        By the name of a line: (x, lowest, highest) in order, shaded behind it.
-    values : sequence of float
-        The only x that there are, ascending: ticks stand at these, and where they are positive and span a factor of
-        ten or more, the axis is logarithmic.
-    told : Mapping
-        By name: what the legend says; else the last y.
+    Bands by name, (x, lowest, highest) in order, are shaded behind. If `values` are the only x that there are,
+    ascending, ticks stand at these, and where they are positive and span a factor of ten or more, the axis is
+    logarithmic. The legend says of a line what is `told` of it, else its last y.
     """
     from matplotlib.ticker import MaxNLocator, NullLocator
 
@@ -107,7 +97,8 @@ def bars(values: Mapping[str, tuple[float, float | None]]) -> str:
     axes.set_axis_off()
     axes.set_ylim(len(values) - 0.5, -0.5)
     drawn = {
-        name: tuple(abs(v) if v is not None and math.isfinite(v) else 0.0 for v in values[name]) for name in values
+        name: tuple(abs(v) if v is not None and math.isfinite(v) else 0.0 for v in pair)
+        for name, pair in values.items()
     }
     axes.set_xlim(0, max(map(max, drawn.values()), default=0.0) or 1.0)
     for at, (name, (length, mark)) in enumerate(drawn.items()):

@@ -1,56 +1,47 @@
-"""The report of a comparison: means, paired differences with intervals, and a table.
+"""The report of a comparison: means, paired differences with intervals, a table, and the gap that replay closes.
 
-Letters: S seeds.
+A `report` is what `flwr_replay.studies.compare.compare_strategies` returns. Letters: S seeds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import filterfalse
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from flwr_replay.report.epsilon import largest, shown_epsilon
+from flwr_replay.privacy.accounting import rounded_up
+from flwr_replay.report.metrics import largest, shown_epsilon
 from flwr_replay.report.progress import shown_bytes
 
 __all__ = [
     "cells_of",
+    "gaps",
     "interval",
     "markdown",
+    "markdown_table",
     "mean_of",
     "of_data",
     "overview",
     "paired_difference",
-    "shown_difference",
     "summarise",
 ]
 
-CONFIDENCE = 0.95
 COSTS = ("up", "down", "examples", "s")  # the last columns of a table
 FEWEST = 5  # seeds; of three, the true standard deviation may be six times the measured one
 
 
-def interval(values: ArrayLike, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
+def interval(values: ArrayLike, confidence: float = 0.95) -> tuple[float, float] | None:
     r"""Compute Student's t interval of a mean.
 
     .. math:: \bar d \pm t_{(1 + c) / 2,\; S - 1} \; s_d / \sqrt S
 
-    Parameters
-    ----------
-    values : array_like, shape (S,)
-        d, one value for each seed.
-    confidence : float
-        c, in (0, 1).
+    `values` are d, shape (S,), one for each seed, and `confidence` is c, in (0, 1). Returned are the lower and the
+    upper end; None for fewer than five values.
 
-    Returns
-    -------
-    tuple of float, or None
-        Lower and upper end; None for fewer than five values.
-
-    Examples
-    --------
     >>> low, high = interval([1.0, 2.0, 3.0, 4.0, 5.0])
     >>> print(f"{low:.3f} {high:.3f}")
     1.037 4.963
@@ -65,17 +56,9 @@ def interval(values: ArrayLike, confidence: float = CONFIDENCE) -> tuple[float, 
 
 
 def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> dict[str, Any] | None:
-    """Compare two methods seed by seed, over the seeds that both have finished.
+    """Compare two methods, by seed their metric, over the seeds that both have finished.
 
-    Parameters
-    ----------
-    ours, theirs : Mapping[int, float]
-        Seed to metric.
-
-    Returns
-    -------
-    dict or None
-        `mean` (ours minus theirs), `interval` (95 %, or None), `seeds`; None if no seed is in both.
+    Returned are `mean` (ours minus theirs), `interval` (95 %, or None) and `seeds`; None if no seed is in both.
     """
     seeds = sorted(ours.keys() & theirs.keys())
     if not seeds:
@@ -87,29 +70,16 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) ->
 def summarise(
     cells: Sequence[Mapping[str, Any]], labels: Sequence[str], against: str, metric: str, higher_is_better: bool
 ) -> dict[str, dict[str, Any]]:
-    """Summarise the cells of every method.
+    """Summarise the cells of every method, in the order of `labels`.
 
-    Parameters
-    ----------
-    cells : sequence of mappings
-        `label`, `strategy`, its own `options`, `seed` and, if the run finished, `result`, the content of `result.json`.
-    labels : sequence of str
-        The methods, in the order of the table.
-    against : str
-        The label of the method that the others are compared with.
-    metric : str
-        A name under `final.global` of the results.
-    higher_is_better : bool
-        If true, the worst institution is the one with the lowest metric, otherwise the one with the highest.
+    A cell has `label`, `strategy`, its own `options`, `seed` and, if the run finished, `result`, the content of
+    `result.json`, with the metric under `final.global`. The worst institution is the one with the lowest metric, or
+    with the highest if that is not better.
 
-    Returns
-    -------
-    dict
-        By label: `values` by seed, `mean`, `sd`, `interval`, `difference` to the method `against` (None if it is that
-        method; see `references`), `worst-institution` (mean over seeds),
-        `bytes-up`, `bytes-down`, `examples-seen`, `seconds` (means over seeds); `epsilon`: the largest that any
-        institution states, with the largest delta, and whether it is proven. A value is None if no run finished or no
-        epsilon is stated.
+    Returned are by label: `values` by seed, `mean`, `sd`, `interval`, `difference` to the method `against` (None if it
+    is that method; see `references`), `worst-institution`, `bytes-up`, `bytes-down`, `examples-seen`, `seconds` (means
+    over seeds); `epsilon`: the largest that any institution states, with the largest delta, and whether it is proven. A
+    value is None if no run finished or no epsilon is stated.
     """
     worst, reference = min if higher_is_better else max, references(cells, labels, against)
     done: dict[str, dict[int, Mapping[str, Any]]] = {label: {} for label in labels}
@@ -127,16 +97,14 @@ def summarise(
         worsts = [
             worst(float(own[metric]) for own in r["final"]["institutions"].values() if metric in own) for r in results
         ]
-        numbers = list(values[label].values())
+        numbers, other = list(values[label].values()), reference[label]
         summary[label] = {
             "values": values[label],
             "mean": mean_of(numbers),
             "sd": float(np.std(numbers, ddof=1)) if len(numbers) > 1 else None,
             "interval": interval(numbers),
-            "against": reference[label],
-            "difference": paired_difference(values[label], values[reference[label]])
-            if label != reference[label]
-            else None,
+            "against": other,
+            "difference": paired_difference(values[label], values[other]) if label != other else None,
             "epsilon": largest(account for result in results for account in result.get("privacy", {}).values()),
             "worst-institution": mean_of(worsts),
             "bytes-up": mean_of([r["bytes"]["up"] for r in results]),
@@ -181,27 +149,26 @@ def markdown(report: Mapping[str, Any], costs: bool = True) -> list[str]:
     """Write a comparison as the lines of a Markdown table; without `costs`: no bytes, examples and seconds."""
     columns, rows = cells_of(report)
     shown = len(columns) - (0 if costs else len(COSTS))
-    return _markdown(columns[:shown], [row[:shown] for row in rows])
+    return markdown_table(columns[:shown], [row[:shown] for row in rows])
 
 
 def overview(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Write several comparisons of the same methods as one table: mean and standard deviation of the metric.
-
-    Parameters
-    ----------
-    reports : Mapping
-        By column heading: a report of `flwr_replay.studies.compare.compare_strategies`.
-    """
+    """Write several comparisons of the same methods, by heading, as one table: mean and standard deviation."""
     labels = list(dict.fromkeys(label for report in reports.values() for label in report["strategies"]))
     rows = []
     for label in labels:
-        shown = [report["strategies"].get(label) for report in reports.values()]
-        rows.append([label, *(_with_epsilon(row) if row and row["mean"] is not None else "–" for row in shown)])
+        cells = [label]
+        for report in reports.values():
+            row = report["strategies"].get(label)
+            known = [_mean_sd(row), shown_epsilon([row["epsilon"]])] if row and row["mean"] is not None else ["–"]
+            cells.append(", ".join(filter(None, known)))
+        rows.append(cells)
     headings = [f"{name} ({report['metric']})" for name, report in reports.items()]
-    return _markdown(["method", *headings], rows)
+    return markdown_table(["method", *headings], rows)
 
 
-def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table."""
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     return [*lines, *(f"| {' | '.join(row)} |" for row in rows)]
 
@@ -225,7 +192,7 @@ def cells_of(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
                 name,
                 _mean_sd(row),
                 *([shown_epsilon([row["epsilon"]]) or "no epsilon"] if private else []),
-                shown_difference(row["difference"]) if label not in compared else "",
+                _difference(row["difference"]) if label not in compared else "",
                 f"{row['worst-institution']:.4f}",
                 shown_bytes(row["bytes-up"]),
                 shown_bytes(row["bytes-down"]),
@@ -240,16 +207,12 @@ def _mean_sd(row: Mapping[str, Any]) -> str:
     return f"{row['mean']:.4f}" + (f" ± {row['sd']:.4f}" if row["sd"] is not None else "")
 
 
-def _with_epsilon(row: Mapping[str, Any]) -> str:
-    return ", ".join(filter(None, [_mean_sd(row), shown_epsilon([row["epsilon"]])]))
-
-
 def mean_of(values: Sequence[float]) -> float | None:
     """Return the mean; None of no values."""
     return float(np.mean(values)) if values else None
 
 
-def shown_difference(difference: Mapping[str, Any] | None) -> str:
+def _difference(difference: Mapping[str, Any] | None) -> str:
     """Write a paired difference with its interval, if it has one: `+0.0123 [-0.0100, +0.0346]`."""
     if difference is None:
         return "–"
@@ -257,3 +220,51 @@ def shown_difference(difference: Mapping[str, Any] | None) -> str:
         return f"{difference['mean']:+.4f}"
     low, high = difference["interval"]
     return f"{difference['mean']:+.4f} [{low:+.4f}, {high:+.4f}]"
+
+
+def gaps(report: Mapping[str, Any]) -> list[str]:
+    """Write a Markdown table of the methods with replay; no lines if there are none, or no Central.
+
+    A gap is what a method lacks to training on pooled data; to any other method its share means nothing. The plain
+    method is the one with the same options of its strategy, such as the optimizer's state, and no others. A row has the
+    mean of the metric over seeds, the closed share of the gap, (metric - plain) / (central - plain) of these means, and
+    the largest epsilon of any institution in any run.
+    """
+    if report["against"] != "central":
+        return []
+    metrics: dict[str, list[float]] = {}
+    stated: dict[str, list[dict[str, Any]]] = {}
+    replayed: dict[str, dict[str, Any]] = {}
+    plain_of: dict[tuple[str, ...], str] = {}
+    for cell in report["cells"]:
+        if "result" in cell:
+            metrics.setdefault(cell["label"], []).append(cell["result"]["final"]["global"][report["metric"]])
+            stated.setdefault(cell["label"], []).extend(
+                account for account in cell["result"]["privacy"].values() if account
+            )
+            if cell["result"].get("replay", "none") != "none":  # a run of an earlier version has none
+                replayed[cell["label"]] = cell
+            else:
+                plain_of.setdefault((cell["strategy"], *cell.get("options", [])), cell["label"])
+    reference, rows = metrics.get("central"), []
+    for label, cell in replayed.items():
+        own = (option for option in cell.get("options", []) if option.startswith("strategy."))
+        plain, values = metrics.get(plain_of.get((cell["strategy"], *own), "")), metrics[label]
+        if not plain or not reference:
+            continue
+        gap = fmean(reference) - fmean(plain)
+        share = f"{(fmean(values) - fmean(plain)) / gap:.1%}" if gap else "no gap"
+        rows.append([label, f"{fmean(values):.4f}", share, _epsilon(stated[label])])
+    return markdown_table(["with replay", report["metric"], "of the gap to central", "largest ε"], rows) if rows else []
+
+
+def _epsilon(stated: list[dict[str, Any]]) -> str:
+    if not stated:
+        return "none"
+    known = [account for account in stated if account["epsilon"] is not None]
+    if len(known) < len(stated):
+        return "not protected"
+    worst = max(known, key=lambda each: each["epsilon"])
+    whole = worst["dp"] == "end-to-end"
+    what = "everything that depends on training examples" if whole else "these weights only"
+    return f"{rounded_up(worst['epsilon'])} at δ = {rounded_up(worst['delta'], 2)}, {what}"

@@ -12,13 +12,12 @@ from typing import Any
 
 from flwr_replay.files.atomic import write_atomic
 from flwr_replay.files.lines import Lines, read_lines
+from flwr_replay.report.comparison import markdown_table
 from flwr_replay.report.plots import heat_map
+from flwr_replay.report.run_files import FORMS
 from flwr_replay.report.templates import spared
 
 __all__ = ["ForgettingMatrix", "drops", "last_visits"]
-
-
-FORM = {"round": int, "taught": list, "own": dict}
 
 
 class ForgettingMatrix:
@@ -36,12 +35,12 @@ class ForgettingMatrix:
     def rewind(self, exchange: int) -> None:
         """Drop the rows written after a checkpoint."""
         if self.path.exists():
-            kept = [row for row in read_lines(self.path, FORM) if row["round"] <= exchange]
+            kept = [row for row in read_lines(self.path, FORMS["forgetting.jsonl"]) if row["round"] <= exchange]
             write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def summary(self, metric: str, higher_is_better: bool) -> dict[str, Any] | None:
         """Return the summary for `result.json`; None if nothing was recorded."""
-        rows = read_lines(self.path, FORM)
+        rows = read_lines(self.path, FORMS["forgetting.jsonl"])
         if not rows:
             return None
         names = sorted({name for row in rows for name in row["own"]})
@@ -91,12 +90,7 @@ def last_visits(matrix: Mapping[str, Any]) -> list[str]:
     """Write a forgetting matrix as a Markdown table in the form of Qu et al.'s Table 1.
 
     A row is an institution's own training examples, a column the model after its last visit to an institution. There
-    are no lines if exchanges train on several institutions at once.
-
-    Parameters
-    ----------
-    matrix : Mapping
-        As `Forgetting.summary` returns it.
+    are no lines if exchanges train on several institutions at once. `ForgettingMatrix.summary` returns a matrix.
 
     >>> exchanges = [{"round": 1, "taught": ["a"]}, {"round": 2, "taught": ["b"]}]
     >>> matrix = {"metric": "accuracy", "institutions": ["a", "b"], "exchanges": exchanges}
@@ -109,9 +103,8 @@ def last_visits(matrix: Mapping[str, Any]) -> list[str]:
     }
     if set(last) != set(names):
         return []
-    lines = [f"| {matrix['metric']} on the data of | {' | '.join(f'after {name}' for name in names)} |"]
-    lines.append(f"|{'---|' * (len(names) + 1)}")
+    rows = []
     for column, name in enumerate(names):
         values = [matrix["matrix"][last[visited]][column] for visited in names]
-        lines.append(f"| {name} | {' | '.join('–' if value is None else f'{value:.3f}' for value in values)} |")
-    return lines
+        rows.append([name, *("–" if value is None else f"{value:.3f}" for value in values)])
+    return markdown_table([f"{matrix['metric']} on the data of", *(f"after {name}" for name in names)], rows)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from flwr_replay.files.atomic import write_atomic
 from flwr_replay.report.progress import shown_bytes
 from flwr_replay.report.run_page import KINDS
+from flwr_replay.report.summary import RECONSTRUCT
 from flwr_replay.report.templates import render
-from flwr_replay.report.uploads import RECONSTRUCT
 
 __all__ = ["sums", "verdict", "write_officer_page"]
 

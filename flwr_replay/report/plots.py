@@ -1,4 +1,7 @@
-"""Pictures of comparisons, losses and epsilon, drawn without pyplot, which has global state."""
+"""Pictures of comparisons, losses and epsilon, drawn without pyplot, which has global state.
+
+All are PNG but `by_round`. A `report` is what `flwr_replay.studies.compare.compare_strategies` returns.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,20 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.files.atomic import write_atomic
-from flwr_replay.report.epsilon import shown_epsilon
-from flwr_replay.report.judged import judging
+from flwr_replay.report.metrics import judging, shown_epsilon
 from flwr_replay.report.templates import spared
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["by_round", "curves", "draw_losses", "epsilons", "heat_map", "histograms", "lines", "losses", "points"]
+__all__ = ["by_round", "curves", "draw_losses", "epsilons", "heat_map", "histograms", "lines", "points"]
 
 # Okabe and Ito's palette without yellow: distinct for the colour-blind; markers distinguish methods in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -30,22 +32,14 @@ History = Sequence[tuple[float, float]]  # (round, metric)
 
 
 def points(report: Mapping[str, Any]) -> bytes:
-    """Draw one point per seed, and each method's mean with its 95 % interval; returns a PNG.
-
-    Parameters
-    ----------
-    report : Mapping
-        As `flwr_replay.studies.compare.compare_strategies` returns it.
-    """
-    from matplotlib.figure import Figure
-
+    """Draw one point per seed, and each method's mean with its 95 % interval."""
     labels, seeds = list(report["strategies"]), list(report["seeds"])
     epsilons_shown = {
         shown_epsilon([row["epsilon"]]) for row in report["strategies"].values() if row["mean"] is not None
     }
     alike = len(epsilons_shown) == 1 and len(labels) > 1  # then the title says it once
-    figure = Figure(figsize=(max(4.8, 1.25 * len(labels) + 1.2), 4.2), layout="constrained")
-    axes = figure.subplots()
+    title = "\n".join(filter(None, [report["title"], *(epsilons_shown if alike else [])]))
+    figure, axes = _axes(max(4.8, 1.25 * len(labels) + 1.2), 4.2, title)
     shown: list[float] = []
     for place, label in enumerate(labels):
         row, (colour, marker) = report["strategies"][label], _look(place)
@@ -76,7 +70,6 @@ def points(report: Mapping[str, Any]) -> bytes:
     axes.set_xlim(-0.6, len(labels) - 0.25)
     _scale(axes, shown)
     axes.set(ylabel=report["metric"])
-    axes.set_title("\n".join(filter(None, [report["title"], *(epsilons_shown if alike else [])])), fontsize="medium")
     mean = "bar: mean" + (
         ", line: its 95 % interval" if any(row["interval"] for row in report["strategies"].values()) else ""
     )
@@ -86,11 +79,9 @@ def points(report: Mapping[str, Any]) -> bytes:
 
 def by_round(lines: Mapping[str, History], metric: str) -> Figure:
     """Draw a metric by round, a line for each name; the first is the widest if it is of all institutions."""
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(8.4, 4.4), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _axes(8.4, 4.4)
     for place, (name, line) in enumerate(lines.items()):
         (colour, marker), width = _look(place), 2.5 if name == "all institutions" else 1.2
         axes.plot(*zip(*line, strict=True), label=name, color=colour, marker=marker, linewidth=width, markersize=4)
@@ -104,25 +95,11 @@ def by_round(lines: Mapping[str, History], metric: str) -> Figure:
 def curves(report: Mapping[str, Any], histories: Mapping[str, Sequence[History]], axis: str = "round") -> bytes:
     """Draw each method's metric by round: the mean over seeds, and a band from the lowest to the highest.
 
-    Parameters
-    ----------
-    report : Mapping
-        As `flwr_replay.studies.compare.compare_strategies` returns it.
-    histories : Mapping
-        By label, for each finished run: (round, metric) in order.
-    axis : str
-        The x axis, if it is not the round.
-
-    Returns
-    -------
-    bytes
-        A PNG.
+    `histories` are by label, for each finished run: (round, metric) in order, or what `axis` names in place of round.
     """
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(8.4, 4.4), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _axes(8.4, 4.4, report["title"])
     shown: list[float] = []
     for place, (label, runs) in enumerate(histories.items()):
         colour, marker = _look(place)
@@ -136,33 +113,16 @@ def curves(report: Mapping[str, Any], histories: Mapping[str, Sequence[History]]
     _scale(axes, shown)
     axes.xaxis.set_major_locator(MaxNLocator(integer=axis == "round"))
     axes.set(xlabel=f"{axis}; line: mean over seeds, band: lowest to highest", ylabel=judging(report))
-    axes.set_title(report["title"], fontsize="medium")
     if shown:
         figure.legend(loc="outside right center", frameon=False)
     return _png(figure)
 
 
 def lines(reports: Mapping[str, Mapping[str, Any]], title: str) -> bytes:
-    """Draw several comparisons of the same methods side by side: a line per method, with standard deviations.
-
-    Parameters
-    ----------
-    reports : Mapping
-        By name on the x axis: a report of `flwr_replay.studies.compare.compare_strategies`.
-    title : str
-        The picture's title.
-
-    Returns
-    -------
-    bytes
-        A PNG.
-    """
-    from matplotlib.figure import Figure
-
+    """Draw comparisons of the same methods, by name on the x axis: a line per method, with standard deviations."""
     names, compared = list(reports), list(reports.values())
     labels = list(dict.fromkeys(label for report in compared for label in report["strategies"]))
-    figure = Figure(figsize=(8.4, 4.4), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _axes(8.4, 4.4, title)
     shown: list[float] = []
     for place, label in enumerate(labels):
         colour, marker = _look(place)
@@ -179,27 +139,13 @@ def lines(reports: Mapping[str, Mapping[str, Any]], title: str) -> bytes:
     _scale(axes, shown)
     metrics = " or ".join(dict.fromkeys(report["metric"] for report in compared))
     axes.set(ylabel=f"{metrics}; mean and standard deviation over seeds")
-    axes.set_title(title, fontsize="medium")
     figure.legend(loc="outside right center", frameon=False, fontsize="small")
     return _png(figure)
 
 
 def epsilons(lines: Mapping[str, History], marks: Mapping[int, tuple[float, float, float]], title: str) -> bytes:
-    """Draw epsilon by epoch; returns a PNG.
-
-    Parameters
-    ----------
-    lines : Mapping
-        By label: (epochs, epsilon) in order.
-    marks : Mapping
-        By the index of a line: epochs, the epsilon that a paper reports there, ours.
-    title : str
-        The picture's title.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
-    axes = figure.subplots()
+    """Draw epsilon by epoch; `marks` are by index of a line: epochs, the epsilon that a paper reports there, ours."""
+    figure, axes = _axes(6.4, 4.2, title)
     for place, (label, line) in enumerate(lines.items()):
         axes.plot(*zip(*line, strict=True), color=_look(place)[0], label=label)
     for place, (epochs, theirs, ours) in marks.items():
@@ -211,7 +157,6 @@ def epsilons(lines: Mapping[str, History], marks: Mapping[int, tuple[float, floa
                 f"{name} {height:.1f}", (epochs, height), xytext=(-7, 4), textcoords="offset points", ha="right"
             )
     axes.set(xlabel="epochs", ylabel="ε", ylim=(0, None))
-    axes.set_title(title, fontsize="medium")
     axes.grid(axis="y", color="#DDDDDD", zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
@@ -219,67 +164,37 @@ def epsilons(lines: Mapping[str, History], marks: Mapping[int, tuple[float, floa
 
 
 def draw_losses(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the losses of generators and priors by epoch into a folder, a picture for each kind of network.
-
-    Parameters
-    ----------
-    folder : Path
-        The run directory.
-    rows : sequence of Mapping
-        The lines of `generator.jsonl`.
-    """
+    """Draw the losses in the lines of `generator.jsonl` by epoch into a folder, a picture for each kind of network."""
     by_network: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in rows:
         by_institution = by_network.setdefault(row["network"], {})
         by_institution.setdefault(row["institution"], []).append((row["epoch"], row["loss"]))
     for network, by_institution in by_network.items():
         with spared(file := folder / f"{network}.png"):
-            write_atomic(file, losses(by_institution, f"{network}: loss by epoch"))
-
-
-def losses(histories: Mapping[str, History], title: str) -> bytes:
-    """Draw the loss by epoch, a line for each institution; returns a PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4))
-    axes = figure.subplots()
-    for place, (name, history) in enumerate(histories.items()):
-        colour, marker = _look(place)
-        axes.plot(*zip(*history, strict=True), color=colour, marker=marker, label=name)
-    axes.set(xlabel="epoch", ylabel="loss")
-    axes.set_title(title, fontsize="medium")
-    axes.legend(frameon=False, fontsize="small")
-    return _png(figure)
+            figure, axes = _axes(6.4, 4, f"{network}: loss by epoch", layout=None)
+            for place, (name, history) in enumerate(by_institution.items()):
+                colour, marker = _look(place)
+                axes.plot(*zip(*history, strict=True), color=colour, marker=marker, label=name)
+            axes.set(xlabel="epoch", ylabel="loss")
+            axes.legend(frameon=False, fontsize="small")
+            write_atomic(file, _png(figure))
 
 
 def histograms(distances: Mapping[str, NDArray[Any]], distance: str, title: str) -> bytes:
-    """Draw how often distances occur in each group, as in Fig. 3 of Pennisi et al. 2023; returns a PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4), layout="constrained")
-    axes = figure.subplots()
+    """Draw how often distances occur in each group, as in Fig. 3 of Pennisi et al. 2023."""
+    figure, axes = _axes(6.4, 4, title)
     bins = np.histogram_bin_edges(np.concatenate(list(distances.values())), 30).tolist()
     axes.hist(list(distances.values()), bins, label=list(distances), color=list(COLOURS[: len(distances)]))
     axes.set(xlabel=f"distance: {distance}", ylabel="images")
-    axes.set_title(title, fontsize="medium")
     axes.legend(frameon=False, fontsize="small")
     return _png(figure)
 
 
 def heat_map(forgetting: Mapping[str, Any]) -> bytes:
-    """Draw a forgetting matrix, exchanges downwards and institutions across; returns a PNG.
-
-    Parameters
-    ----------
-    forgetting : Mapping
-        As `flwr_replay.report.forgetting.ForgettingMatrix.summary` returns it.
-    """
-    from matplotlib.figure import Figure
-
+    """Draw a summary of `ForgettingMatrix`, exchanges downwards and institutions across."""
     matrix = [[float("nan") if value is None else value for value in row] for row in forgetting["matrix"]]
     height, width = len(matrix), len(forgetting["institutions"])
-    figure = Figure(figsize=(1.5 + 0.9 * width, 1.5 + min(0.35 * height, 30)), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _axes(1.5 + 0.9 * width, 1.5 + min(0.35 * height, 30))
     image = axes.imshow(matrix, aspect="auto", cmap="viridis")
     axes.set_xticks(range(width), [name.removeprefix("institution-") for name in forgetting["institutions"]])
     labels = [
@@ -300,6 +215,18 @@ def heat_map(forgetting: Mapping[str, Any]) -> bytes:
                 axes.text(j, i, f"{value:.2f}", ha="center", va="center", color="white", fontsize="x-small")
     figure.colorbar(image, ax=axes, shrink=0.8)
     return _png(figure)
+
+
+def _axes(
+    width: float, height: float, title: str = "", layout: Literal["constrained"] | None = "constrained"
+) -> tuple[Figure, Axes]:
+    """Return a figure of a size in inches, and its axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout=layout)
+    axes = figure.subplots()
+    axes.set_title(title, fontsize="medium")
+    return figure, axes
 
 
 def _named(label: str, reports: Sequence[Mapping[str, Any]]) -> str:

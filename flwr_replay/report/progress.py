@@ -9,8 +9,7 @@ import time
 from dataclasses import dataclass, field
 from math import inf
 
-from flwr_replay.report.imbalance import BESIDE
-from flwr_replay.report.judged import VALIDATION
+from flwr_replay.report.metrics import BESIDE, VALIDATION
 
 __all__ = ["Display", "LogDisplay", "Progress", "TerminalDisplay", "without_colours"]
 
@@ -96,18 +95,14 @@ class LogDisplay(Display):
 
     def exchange(self, exchange: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
         """Log the round, metric, bytes and times."""
-        progress = self.progress
-        if not self.due(metrics):
-            return
-        logging.getLogger("flwr").info(
-            "round %.3g/%s  %s  %s  elapsed %s%s",
-            exchange / progress.per_round,
-            progress.rounds,
-            shown_metrics(metrics),
-            shown_bytes(total_bytes),
-            shown_time(seconds),
-            self.remaining(exchange),
-        )
+        if self.due(metrics):
+            known, elapsed = self.known(exchange, metrics, total_bytes), shown_time(seconds)
+            logging.getLogger("flwr").info("%s  elapsed %s%s", known, elapsed, self.remaining(exchange))
+
+    def known(self, exchange: int, metrics: dict[str, float], total_bytes: int) -> str:
+        """Write an exchange's round, and what is known then."""
+        where = f"round {exchange / self.progress.per_round:.3g}/{self.progress.rounds}"
+        return f"{where}  {shown_metrics(metrics)}  {shown_bytes(total_bytes)}"
 
     def due(self, metrics: dict[str, float]) -> bool:
         """Whether an exchange gets a line: not if it has no metrics and comes soon after the last line."""
@@ -167,19 +162,16 @@ class TerminalDisplay(LogDisplay):
 
     def exchange(self, exchange: int, metrics: dict[str, float], total_bytes: int, seconds: float) -> None:
         """Move the bar; print a line at the end of a round or, if there is no terminal, of an exchange."""
-        progress = self.progress
-        where = f"round {exchange / progress.per_round:.3g}/{progress.rounds}"
-        known = f"{where}  {shown_metrics(metrics)}  {shown_bytes(total_bytes)}"
+        known = self.known(exchange, metrics, total_bytes)
         elapsed, left = shown_time(seconds), self.remaining(exchange)
         if not self.console.is_terminal:
-            if not self.due(metrics):
-                return
-            self.console.print(f"{known}  elapsed {elapsed}{left}", soft_wrap=True)
+            if self.due(metrics):
+                self.console.print(f"{known}  elapsed {elapsed}{left}", soft_wrap=True)
             return
-        if exchange % progress.per_round == 0:
+        if exchange % self.progress.per_round == 0:
             whole = f"{known}  {elapsed}"  # the bar has the time, too
             self.console.print(whole if len(whole) <= self.console.width else known)
-        self.bar.update(self.line, completed=exchange, description=where, left=left.strip())
+        self.bar.update(self.line, completed=exchange, description=known.partition("  ")[0], left=left.strip())
 
     def close(self) -> None:
         """Take the bar away, if there is one."""

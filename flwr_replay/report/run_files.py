@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from hashlib import sha256
@@ -58,7 +57,6 @@ CONFIG, RUN_ID, SUMS, RESULT = "config.yaml", "run-id", "SHA256SUMS", "result.js
 CONFUSION, MEMBERS, METRICS, TRACKING = "confusion.json", "members.jsonl", "metrics.jsonl", "tracking.json"
 BOUND = "# The run's other files name it, by run-id and the SHA-256 of this file.\n"  # the first line of CONFIG
 FILES = "files"  # key: the tallies of the files that have grown
-OPTIONS = re.compile(r"[a-z_]+")
 
 
 def number(value: object) -> bool:
@@ -68,12 +66,10 @@ def number(value: object) -> bool:
 
 def _square(counts: object) -> bool:
     """Say whether counts are those of confusion matrices of one size, by institution."""
-    return (
-        fits(counts, {...: [int]})
-        and isinstance(counts, dict)
-        and len({len(matrix) for matrix in counts.values()}) <= 1
-        and all(round(len(matrix) ** 0.5) ** 2 == len(matrix) for matrix in counts.values())
-    )
+    if not fits(counts, {...: [int]}) or not isinstance(counts, dict):
+        return False
+    sizes = {len(matrix) for matrix in counts.values()}
+    return len(sizes) <= 1 and all(round(size**0.5) ** 2 == size for size in sizes)
 
 
 def _maybe(form: Any) -> Any:
@@ -132,13 +128,7 @@ GROWING = [name for name in FORMS if name.endswith(".jsonl")]
 
 
 def read_run_id(folder: Path) -> str:
-    """Return a run's id at the institutions.
-
-    Raises
-    ------
-    DamagedError
-        If it is missing or damaged.
-    """
+    """Return a run's id at the institutions; raise `DamagedError` if it is missing or damaged."""
     file = folder / RUN_ID
     run_id = read_text(file).strip() if there(file) else ""
     if not NAME.fullmatch(run_id):
@@ -149,12 +139,8 @@ def read_run_id(folder: Path) -> str:
 def mark_of(folder: Path) -> str:
     """Return what every file of a run names it by: its id and the beginning of its options' SHA-256.
 
-    It is empty for a run of an older version, of which the log says so, and for a folder without options.
-
-    Raises
-    ------
-    DamagedError
-        If the options or the id are not as the run wrote them.
+    It is empty for a run of an older version, of which the log says so, and for a folder without options. Options or an
+    id that are not as the run wrote them are a DamagedError.
     """
     if not there(folder / CONFIG):
         return ""
@@ -175,13 +161,7 @@ def mark_of(folder: Path) -> str:
 
 
 def options_of(folder: Path) -> dict[str, Any]:
-    """Return a run's options, by section.
-
-    Raises
-    ------
-    DamagedError
-        If they are missing, or not as the run wrote them.
-    """
+    """Return a run's options, by section; raise `DamagedError` if they are missing, or not as the run wrote them."""
     mark_of(folder)
     file, why = folder / CONFIG, "another form"
     try:
@@ -213,13 +193,7 @@ def check_own(path: Path, named: str, folder: Path) -> None:
 
 
 def json_of(folder: Path, name: str) -> dict[str, Any]:
-    """Return the content of a run's JSON file.
-
-    Raises
-    ------
-    DamagedError
-        If it is missing, damaged or another run's.
-    """
+    """Return the content of a run's JSON file; raise `DamagedError` if it is missing, damaged or another run's."""
     values = read_json(folder / name, FORMS[name])
     check_own(folder / name, str(values.pop(OF_RUN, "")), folder)
     return values
@@ -241,19 +215,13 @@ def model_of(folder: Path, path: Path) -> StateDict:
 
 
 def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
-    """Return the lines of a run's file; none if it never had any.
-
-    Raises
-    ------
-    DamagedError
-        If it is not as the run left it.
-    """
+    """Return the lines of a run's file; none if it never had any. Errors are as of `check_grown`."""
     check_grown(folder, name)
     return read_lines(folder / name, FORMS[name])
 
 
 def ledger_of(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a run's ledger, also of one that grows; errors as of `rows_of`."""
+    """Yield the lines of a run's ledger, also of one that grows; errors as of `check_grown`."""
     check_grown(folder, LEDGER)
     yield from ledger_lines(folder, FORMS[LEDGER])
 
@@ -266,14 +234,9 @@ def read_result(folder: Path) -> dict[str, Any]:
 
 
 def check_grown(folder: Path, name: str) -> None:
-    """Refuse a file that is not as the run left it; while the run goes on, one that begins in another way.
+    """Refuse a file, by `DamagedError`, that is not as the run left it or, while that goes on, begins in another way.
 
     Closed parts of a ledger may be missing, since they may be archived.
-
-    Raises
-    ------
-    DamagedError
-        If it has changed.
     """
     path = folder / name
     if there(folder / RESULT):
@@ -281,9 +244,8 @@ def check_grown(folder: Path, name: str) -> None:
             return
         if name in grown and not there(path):
             raise DamagedError(f"there is no {path}, which the run has written: restore it from a backup")
-        if changed := [
-            part for part in parts(path) if there(part) and [*tally(part)] != grown.get(_named(part, folder))
-        ]:
+        present = filter(there, parts(path))
+        if changed := [part for part in present if [*tally(part)] != grown.get(_named(part, folder))]:
             raise DamagedError(
                 f"{changed[0]} must be as it was when the run ended; it has changed: restore it from a backup, or wait "
                 "if the run goes on"

@@ -11,9 +11,16 @@ from flwr_replay.files.atomic import read_bytes, read_text, write_atomic
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.charts import Curves, bars, curves
-from flwr_replay.report.histories import metric_rows
-from flwr_replay.report.imbalance import beside, guessed, guessing_lines, pooled_counts, spread
-from flwr_replay.report.judged import VALIDATION, judged
+from flwr_replay.report.metrics import (
+    VALIDATION,
+    beside,
+    guessed,
+    guessing_lines,
+    judged,
+    metric_rows,
+    pooled_counts,
+    spread,
+)
 from flwr_replay.report.progress import shown_bytes, shown_time
 from flwr_replay.report.run_files import CONFIG, ledger_of, options_of, read_result
 from flwr_replay.report.summary import (
@@ -57,17 +64,9 @@ OWN = {"folder": "to classify their own images", "own": "a task of their own"}  
 
 
 def write_run_page(folder: Path) -> Path:
-    """Write a finished run's page into its directory; return its path.
+    """Write a run's page into its directory; return its path.
 
-    Parameters
-    ----------
-    folder : Path
-        The run directory.
-
-    Raises
-    ------
-    RunError
-        If the run has not finished, or a file of its directory is damaged.
+    If the run has not finished, or a file of its directory is damaged, it is a RunError.
     """
     result = read_result(folder)
     confusion, classes, final = confusion_of(folder), classes_of(folder), result["final"]["global"]
@@ -75,19 +74,25 @@ def write_run_page(folder: Path) -> Path:
     pictures, left_out = _pictures(folder)
     rows, fault = metric_rows(folder, result["rounds"])
     travelled = _travelled(folder)
+    metric = result["metric"]
+    own = {name: metrics[metric] for name, metrics in result["final"]["institutions"].items() if metric in metrics}
+    guesses = {name: guessed(counts) for name, counts in confusion.items()} if metric == "accuracy" else {}
+    dashed = "; dashed: what always naming the institution's most frequent label would have" if guesses else ""
+    fraction = options_of(folder).get("fraction", 1)  # runs of older versions have none
+    drawn = f"No institution failed. Each round drew some of them only: fraction={fraction:g}."
     text = render(
         "run",
         title=f"{folder.name}: {result['strategy']} on {result['task']}, seed {result['seed']}",
         question=_question(result),
-        answer=_answer(result, confusion, tested),
+        answer=_answer(result, confusion, own, guesses, sum(tested.values())),
         warnings=[
             *filter(None, [fault, _lacking(folder, travelled, result["bytes"])]),
             *map(_sentence, untrained_lines(result)),
             *warnings(result, confusion, classes, tested),
         ],
         curves=_curves(rows, result, [*beside(final, confusion), *({"dice-mean"} & final.keys())]),
-        bars=_bars(result, confusion),
-        bars_caption=_bars_caption(result, confusion),
+        bars=bars({name: (value, guesses.get(name)) for name, value in own.items()}) if own else None,
+        bars_caption=f"{metric} of each institution{dashed}{'' if result['higher-is-better'] else '; less is better'}",
         metrics=_metrics(result, folder, tested),
         notes=[
             *filter(None, [result.get("metrics-note", "")]),
@@ -99,13 +104,17 @@ def write_run_page(folder: Path) -> Path:
         claim=[result["privacy-claim"], *map(_sentence, sample_lines(result))],
         privacy=_privacy(result),
         left=(left := _left(travelled)),
-        kinds=[_explained(head) for head in left["heads"][1:] if _kind(head)[0] in KINDS],
+        kinds=[
+            f"{head}: {KINDS[kind]}{hidden and f'; {HIDDEN[hidden]}'}."
+            for head, (kind, hidden) in ((head, _kind(head)) for head in left["heads"][1:])
+            if kind in KINDS
+        ],
         recorded=[*map(_sentence, recorded_lines(result, folder))],
         failures=[
             f"{failure['institution']}, exchange {failure['round']}: {failure['reason']}"
             for failure in result["failures"]
         ],
-        all_there=_all_there(options_of(folder)),
+        all_there=drawn if fraction < 1 else "All institutions took part in every exchange.",
         pictures=pictures,
         left_out=left_out,
         versions={
@@ -124,13 +133,6 @@ def _sentence(line: str) -> str:
     return f"{line[0].upper()}{line[1:]}{'' if line.endswith('.') else '.'}"
 
 
-def _all_there(options: Mapping[str, Any]) -> str:
-    """Say of a run without failures who took part."""
-    fraction = options.get("fraction", 1)  # runs of older versions have none
-    drawn = f"No institution failed. Each round drew some of them only: fraction={fraction:g}."
-    return drawn if fraction < 1 else "All institutions took part in every exchange."
-
-
 def _question(result: Mapping[str, Any]) -> str:
     skew = result.get("skew")
     how = f"whose labels differ (mean pairwise KS {skew['ks']:.2f}) " if skew and skew["ks"] > 0.1 else ""
@@ -142,19 +144,22 @@ def _question(result: Mapping[str, Any]) -> str:
     )
 
 
-def _answer(result: Mapping[str, Any], confusion: Mapping[str, Sequence[int]], tested: Mapping[str, int]) -> str:
+def _answer(
+    result: Mapping[str, Any],
+    confusion: Mapping[str, Sequence[int]],
+    own: Mapping[str, float],
+    guesses: Mapping[str, float],
+    tested: int,
+) -> str:
     metric, unit = result["metric"], f" {result['unit']}" if result["unit"] else ""
-    own = {name: metrics[metric] for name, metrics in result["final"]["institutions"].items() if metric in metrics}
-    number = f"{total:,} " if (total := sum(tested.values())) else ""
+    number = f"{tested:,} " if tested else ""
     whole = result["final"]["global"]
     answer = f"At the end {metric} is {whole[metric]:.3f}{unit} over all {number}test examples"
     if len(own) > 1 and len({*own.values()}) == 1:
         answer += ", the same at each institution"
     elif len(own) > 1:
         low, high = min(own, key=lambda name: own[name]), max(own, key=lambda name: own[name])
-        guess = (
-            {name: f" ({guessed(counts):.3f})" for name, counts in confusion.items()} if metric == "accuracy" else {}
-        )
+        guess = {name: f" ({share:.3f})" for name, share in guesses.items()}
         answer += (
             f", from {own[low]:.3f}{guess.get(low, '')} at {low} to {own[high]:.3f}{guess.get(high, '')} at {high}"
         )
@@ -166,9 +171,8 @@ def _answer(result: Mapping[str, Any], confusion: Mapping[str, Sequence[int]], t
         answer += f". Labels are unequal; this model's {shown}"
     if spread_of := spread(result):
         answer += f"; {spread_of}"
-    answer += "".join(
-        f". {line[0].upper()}{line[1:]}" for line in guessing_lines(whole, confusion)[1:]
-    )  # of test examples
+    for line in guessing_lines(whole, confusion)[1:]:  # of test examples
+        answer += f". {line[0].upper()}{line[1:]}"
     if (validated := whole.get(f"validation-{metric}")) is not None:
         answer += f". Test examples were used only then; of validation examples {metric} is {validated:.3f}{unit}"
     return f"{answer}."
@@ -190,27 +194,9 @@ def _curves(
         if len(lines) > MOST_LINES + 1:
             lines = {name: line for name, line in lines.items() if name == "all institutions"}
         if chart := curves(lines, "round"):
-            drawn.append(
-                (
-                    chart,
-                    f"{metric.removeprefix(VALIDATION)} on the institutions' {judged_by(result)} examples, by round",
-                )
-            )
+            examples = f"the institutions' {judged_by(result)} examples"
+            drawn.append((chart, f"{metric.removeprefix(VALIDATION)} on {examples}, by round"))
     return drawn
-
-
-def _bars(result: Mapping[str, Any], confusion: Mapping[str, Sequence[int]]) -> Any:
-    metric = result["metric"]
-    own = {name: metrics[metric] for name, metrics in result["final"]["institutions"].items() if metric in metrics}
-    marks = {name: guessed(counts) for name, counts in confusion.items()} if metric == "accuracy" else {}
-    return bars({name: (value, marks.get(name)) for name, value in own.items()}) if own else None
-
-
-def _bars_caption(result: Mapping[str, Any], confusion: Mapping[str, Sequence[int]]) -> str:
-    marked = result["metric"] == "accuracy" and confusion
-    what = "; dashed: what always naming the institution's most frequent label would have" if marked else ""
-    better = "" if result["higher-is-better"] else "; less is better"
-    return f"{result['metric']} of each institution{what}{better}"
 
 
 def _metrics(result: Mapping[str, Any], folder: Path, tested: Mapping[str, int]) -> dict[str, Any]:
@@ -258,11 +244,9 @@ def _labels_sent(folder: Path) -> str:
     told = sorted(
         {line["institution"] for line in ledger_of(folder) if line["direction"] == "up" and line["field"] == "labels"}
     )
-    return (
-        f"The labels of {', '.join(told)} went to the server, one for each example."
-        if told
-        else ("No label went to the server as a field of its own.")
-    )
+    if not told:
+        return "No label went to the server as a field of its own."
+    return f"The labels of {', '.join(told)} went to the server, one for each example."
 
 
 def _labels(result: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any] | None:
@@ -300,10 +284,8 @@ def _privacy(result: Mapping[str, Any]) -> dict[str, Any] | None:
 def _left(sums: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
     """Tabulate the ledger's bytes by institution and kind; what came down is one column."""
     kinds = {kind for own in sums.values() for kind in own if kind != DOWN}
-    known = list(KINDS)
-    heads = sorted(
-        kinds, key=lambda head: (known.index(kind) if (kind := _kind(head)[0]) in KINDS else len(known), head)
-    )
+    known = {kind: at for at, kind in enumerate(KINDS)}
+    heads = sorted(kinds, key=lambda head: (known.get(_kind(head)[0], len(known)), head))
     rows = [[name, *(shown_bytes(own.get(kind, 0)) for kind in [*heads, DOWN])] for name, own in sorted(sums.items())]
     caption = "Bytes that left by kind, and bytes that came down, repeated messages included"
     return {"caption": caption, "heads": ["institution", *heads, "came down"], "rows": rows}
@@ -335,11 +317,6 @@ def _kind(head: str) -> tuple[str, str]:
     """Return a column's kind, and the word for how the server is kept from reading it."""
     kind, _, hidden = head.partition(", ")
     return kind, hidden
-
-
-def _explained(head: str) -> str:
-    kind, hidden = _kind(head)
-    return f"{head}: {KINDS[kind]}{hidden and f'; {HIDDEN[hidden]}'}."
 
 
 def _pictures(folder: Path) -> tuple[list[tuple[str, str, str]], list[str]]:

@@ -1,4 +1,4 @@
-"""A run's summary: what the command line and the ServerApp print at its end."""
+"""A run's summary, which the command line and the ServerApp print at its end, and what is said of uploads before it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ from flwr_replay.data import class_counts
 from flwr_replay.files.disk import there
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.noise import shown_noise
-from flwr_replay.report.epsilon import epsilon_suffix, missing_suffix
-from flwr_replay.report.imbalance import beside, guessing_lines, label_counts, pooled_counts, spread
-from flwr_replay.report.judged import judged
+from flwr_replay.report.metrics import (
+    beside,
+    epsilon_suffix,
+    guessing_lines,
+    judged,
+    label_counts,
+    missing_suffix,
+    pooled_counts,
+    spread,
+)
 from flwr_replay.report.progress import shown_bytes
 from flwr_replay.report.run_files import CONFIG, CONFUSION, MEMBERS, json_of, options_of, rows_of
-from flwr_replay.report.uploads import RECONSTRUCT
 
 __all__ = [
+    "RECONSTRUCT",
     "best_lines",
     "classes_of",
     "confusion_of",
@@ -31,24 +38,18 @@ __all__ = [
     "tested_of",
     "trained_on",
     "untrained_lines",
+    "upload_advice",
     "warnings",
 ]
 
+RECONSTRUCT = "Anyone who holds them and the part of the model that computed them may try to reconstruct the images."
 MOST_SHOWN = 16  # institutions, or failures, that get a line each
 FEW = 20  # examples of an evaluation at an institution
 EXPLODED = 100.0  # a loss that no useful classifier, regression of standardised labels or segmentation has
 
 
 def summary(result: Mapping[str, Any], folder: Path) -> str:
-    """Write a run's metrics, what was sent, the privacy claim with each epsilon, and failures.
-
-    Parameters
-    ----------
-    result : Mapping
-        The content of `result.json`; a deployment's has no skew.
-    folder : Path
-        The run directory, which the last line names.
-    """
+    """Write a run's metrics, what was sent, the privacy claim with each epsilon, failures, and where its files are."""
     leading, unit = result["metric"], f" {result['unit']}" if result["unit"] else ""
     final, confusion = result["final"], confusion_of(folder)
     tested = {name: metrics for name, metrics in final["institutions"].items() if leading in metrics}
@@ -56,11 +57,18 @@ def summary(result: Mapping[str, Any], folder: Path) -> str:
     if len(final["institutions"]) > MOST_SHOWN:  # the lowest and the highest are shown
         tested = dict(sorted(tested.items(), key=lambda pair: pair[1][leading]))
         account = dict(sorted(account.items(), key=lambda pair: inf if (e := pair[1]["epsilon"]) is None else e))
+    judging, at = judged(leading, final["global"]), result["best"]["round"]
+    best = f"best {result['best'][judging]:.4f} in round {at}"
+    if judging != leading:
+        best = f"test; validation {final['global'][judging]:.4f}, {best}"
+    own = []
+    for name, metrics in tested.items():
+        more = "".join(f", {figure} {value:.4f}" for figure, value in beside(metrics, confusion).items())
+        own.append(f"  {name}: {metrics[leading]:.4f}{more}")
     lines = [
-        f"{result['strategy']} on {result['task']}: {leading} {result['final']['global'][leading]:.4f}{unit} "
-        f"({_best(result)})"
+        f"{result['strategy']} on {result['task']}: {leading} {final['global'][leading]:.4f}{unit} ({best})"
         f"{epsilon_suffix(result)}{missing_suffix(result)}",
-        *_fewer([f"  {_own(name, metrics, leading, confusion)}" for name, metrics in tested.items()]),
+        *_fewer(own),
         *untrained_lines(result),
         *guessing_lines(final["global"], confusion),
         *filter(None, [spread(result)]),
@@ -74,8 +82,7 @@ def summary(result: Mapping[str, Any], folder: Path) -> str:
     lines += _fewer([_released(name, stated, result) for name, stated in account.items()])
     lines += recorded_lines(result, folder)
     lines += [f"warning: {line}" for line in warnings(result, confusion, classes_of(folder), tested_of(folder))]
-    failures = [f"{f['institution']} failed in exchange {f['round']}: {f['reason']}" for f in result["failures"]]
-    lines += _fewer(failures)
+    lines += _fewer([f"{f['institution']} failed in exchange {f['round']}: {f['reason']}" for f in result["failures"]])
     return "\n".join([*lines, f"{result['wall-seconds']:.1f} s  {folder}"])
 
 
@@ -92,12 +99,6 @@ def _released(name: str, account: Mapping[str, Any], result: Mapping[str, Any]) 
     known = "epsilon {} at delta {}, ".format(*bound) if bound else ""
     how = shown_noise(result.get("noise", {}).get(name, []))  # runs of older versions did not say
     return f"  {name}: {known}{account['mechanism']}{how and f'; {how}'}"
-
-
-def _own(name: str, metrics: Mapping[str, float], leading: str, confusion: Mapping[str, Sequence[int]]) -> str:
-    """Write an institution's main metric and what stands beside it: `north: 0.9100, balanced-accuracy 0.6400`."""
-    more = "".join(f", {figure} {value:.4f}" for figure, value in beside(metrics, confusion).items())
-    return f"{name}: {metrics[leading]:.4f}{more}"
 
 
 def untrained_lines(result: Mapping[str, Any]) -> list[str]:
@@ -121,20 +122,7 @@ def _some(names: Sequence[str]) -> str:
 
 def judged_by(result: Mapping[str, Any]) -> str:
     """Return the split whose examples judge rounds: validation, or with split=test test; at the end all test."""
-    return "test" if _judging(result) == result["metric"] else "validation"
-
-
-def _judging(result: Mapping[str, Any]) -> str:
-    return judged(result["metric"], result["final"]["global"])
-
-
-def _best(result: Mapping[str, Any]) -> str:
-    """Say which round was best, and by which examples."""
-    best, judging = result["best"], _judging(result)
-    shown = f"best {best[judging]:.4f} in round {best['round']}"
-    if judged_by(result) == "test":
-        return shown
-    return f"test; validation {result['final']['global'][judging]:.4f}, {shown}"
+    return "test" if judged(result["metric"], result["final"]["global"]) == result["metric"] else "validation"
 
 
 def dice_lines(metrics: Mapping[str, float]) -> list[str]:
@@ -237,16 +225,7 @@ def warnings(
 ) -> list[str]:
     """Say what makes a run worthless although its metric may look well.
 
-    Parameters
-    ----------
-    result : Mapping
-        The content of `result.json`.
-    confusion : Mapping
-        By institution: examples by label and prediction, row by row; empty if unknown.
-    classes : sequence of str
-        Their names; empty: they have numbers only.
-    tested : Mapping
-        How many examples the last evaluation had at each institution; empty if unknown.
+    What is not known is empty: `confusion_of`, `classes_of` and `tested_of` a run.
     """
     lines = [f"{alone}."] if (alone := result.get("draws-one")) else []
     if confusion:
@@ -272,3 +251,28 @@ def warnings(
         few_or_none = f"Few validation examples judged the rounds, {judges} in all. Which round was best says little."
         lines.append(few_or_none if judges else "No institution has validation examples: no round was judged.")
     return lines
+
+
+def upload_advice(uploads: str, sizes: Mapping[str, int], cut: str, rows: int, raw_bytes: int, but: str) -> str:
+    """Compare all institutions' uploads, so many rows, with their raw training data; empty if they are smaller.
+
+    `sizes` are for every cut of the model, in order: bytes of one row, its label included. `but` is what a deeper cut
+    than this run's costs.
+
+    >>> print(upload_advice("uploads", {"conv1": 1024, "fc": 32}, "conv1", 1000, 64_000, "freezes more"))
+    uploads will be 1.02 MB, 16 times the raw data (64 kB): cut=fc sends 32 kB, but freezes more
+    >>> upload_advice("uploads", {"conv1": 1024}, "conv1", 1000, 64_000, "")
+    'uploads will be 1.02 MB, 16 times the raw data (64 kB); no deeper cut of this model sends less than the raw data'
+    >>> upload_advice("uploads", {"conv1": 10}, "conv1", 1000, 64_000, "")
+    ''
+    """
+    total = rows * sizes[cut]
+    if not 0 < raw_bytes < total:
+        return ""
+    times = float(f"{total / raw_bytes:.2g}")
+    line = f"{uploads} will be {shown_bytes(total)}, {times:g} times the raw data ({shown_bytes(raw_bytes)})"
+    deeper = list(sizes)[list(sizes).index(cut) + 1 :]
+    smaller = next((name for name in deeper if rows * sizes[name] <= raw_bytes), "")
+    if not smaller:
+        return f"{line}; no deeper cut of this model sends less than the raw data"
+    return f"{line}: cut={smaller} sends {shown_bytes(rows * sizes[smaller])}, but {but}"

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["render", "spared"]
 
-# The frame of every page: one file, no network, light and dark, prints.
-FRAME = """\
+TEMPLATES = {
+    # The frame of every page: one file, no network, light and dark, prints.
+    "frame": """\
 <!doctype html>
 <html lang="en">
 <head>
@@ -60,10 +61,9 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 <footer><p class="faint">Written by flwr-replay {{ version }}. This page loads nothing from the network.</p></footer>
 </body>
 </html>
-"""
-
-# Pictures, which `flwr_replay.report.charts` draws, and tables.
-CHARTS = """\
+""",
+    # Pictures, which `flwr_replay.report.charts` draws, and tables.
+    "draw": """\
 {% macro line_chart(chart, title, alt='') %}
 <figure>
 <div class="scroll" role="img" aria-label="{{ alt or title }}">{{ chart.svg | safe }}</div>
@@ -95,9 +95,8 @@ CHARTS = """\
 <tr><th scope="row">{{ head }}</th>{% for count, shade in cells %}<td class="shade{{ shade }}">{{ "{:,}".format(count) }}</td>{% endfor %}</tr>{% endfor %}
 </tbody></table></div>
 {% endmacro %}
-"""
-
-RUN = """\
+""",
+    "run": """\
 {% extends "frame" %}
 {% import "draw" as draw %}
 {% block content %}
@@ -138,9 +137,8 @@ RUN = """\
 {{ draw.table(versions) }}
 <details><summary>All options, as config.yaml has them</summary><pre>{{ config }}</pre></details>
 {% endblock %}
-"""
-
-COMPARE = """\
+""",
+    "compare": """\
 {% extends "frame" %}
 {% import "draw" as draw %}
 {% block content %}
@@ -158,16 +156,14 @@ COMPARE = """\
 {% if options %}<h2>Options</h2>
 <ul>{% for option in options %}<li>{{ option }}</li>{% endfor %}</ul>{% endif %}
 {% endblock %}
-"""
-
-STUDY = """\
+""",
+    "study": """\
 {% extends "frame" %}
 {% block content %}
 {{ body }}
 {% endblock %}
-"""
-
-ATTACKS = """\
+""",
+    "attacks": """\
 {% extends "frame" %}
 {% import "draw" as draw %}
 {% block content %}
@@ -197,9 +193,8 @@ ATTACKS = """\
 <ul>{% for line in not_shown %}<li>{{ line }}</li>{% endfor %}</ul>
 <p class="faint">Attacks on recorded messages; the judge has the originals, the attacker has not.</p>
 {% endblock %}
-"""
-
-OFFICER = """\
+""",
+    "officer": """\
 {% extends "frame" %}
 {% import "draw" as draw %}
 {% block content %}
@@ -241,28 +236,13 @@ OFFICER = """\
 <details><summary>All options of the run</summary><pre>{{ options }}</pre></details>
 {{ draw.table(versions) }}
 {% endblock %}
-"""
-
-TEMPLATES = {
-    "frame": FRAME,
-    "draw": CHARTS,
-    "run": RUN,
-    "compare": COMPARE,
-    "study": STUDY,
-    "attacks": ATTACKS,
-    "officer": OFFICER,
+""",
 }
 
 
 @contextmanager
 def spared(file: Path) -> Iterator[None]:
-    """Say in one line that a picture or page could not be written; the results that it would show are written before.
-
-    Parameters
-    ----------
-    file : Path
-        The picture or page.
-    """
+    """Say in one line that a picture or page could not be written; the results that it would show are written before."""
     try:
         yield
     except Exception as error:  # whatever it is, as what is drawn came from many
@@ -271,15 +251,7 @@ def spared(file: Path) -> Iterator[None]:
 
 
 def render(template: str, **values: object) -> str:
-    """Return the text of a page.
-
-    Parameters
-    ----------
-    template : str
-        A name in `TEMPLATES`.
-    **values
-        What the template shows.
-    """
+    """Return the text of a page, by the name of its template."""
     return _environment().get_template(template).render(**values)
 
 

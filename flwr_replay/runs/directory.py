@@ -52,10 +52,8 @@ from flwr_replay.files.atomic import private_folder, sweep, tighten, write_atomi
 from flwr_replay.files.lines import Lines, add_line, read_lines
 from flwr_replay.files.tensors import OF_RUN, nested, unnested, write_tensors
 from flwr_replay.learning.tasks import make_task
-from flwr_replay.report.epsilon import largest
 from flwr_replay.report.forgetting import ForgettingMatrix
-from flwr_replay.report.imbalance import without_beside
-from flwr_replay.report.judged import VALIDATION, judged
+from flwr_replay.report.metrics import VALIDATION, judged, largest, without_beside
 from flwr_replay.report.progress import Display, Progress
 from flwr_replay.report.run_files import CONFUSION, FORMS, mark_of, write_of, write_result
 from flwr_replay.report.summary import warnings

@@ -16,7 +16,7 @@ from typing import Any
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import alone, in_use, read_bytes
 from flwr_replay.files.disk import looked_below, there
-from flwr_replay.report.imbalance import without_beside
+from flwr_replay.report.metrics import without_beside
 from flwr_replay.report.progress import shown_metrics, shown_time
 from flwr_replay.report.run_files import CONFIG, METRICS, RESULT, check_grown, mark_of, read_result, rows_of
 from flwr_replay.report.summary import confusion_of

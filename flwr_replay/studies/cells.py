@@ -26,7 +26,7 @@ from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import FlwrReplayError, RunError, one_line
 from flwr_replay.files.disk import entries, there
 from flwr_replay.processes import end_with_parent
-from flwr_replay.report.epsilon import epsilon_suffix, missing_suffix
+from flwr_replay.report.metrics import epsilon_suffix, missing_suffix
 from flwr_replay.report.progress import Display, TerminalDisplay
 from flwr_replay.report.run_files import read_result
 from flwr_replay.report.run_page import PAGE

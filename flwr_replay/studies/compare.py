@@ -275,13 +275,13 @@ def _dealt(config: RunConfig) -> str:
 
 def _written(comparison: PlannedComparison, outcomes: Mapping[Path, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
     """Collect the cells with their statistics; write table, data and pictures."""
-    from flwr_replay.report.compare_page import write_compare_page
     from flwr_replay.report.comparison import summarise
-    from flwr_replay.report.histories import by_epsilon, by_round
-    from flwr_replay.report.notes import table
+    from flwr_replay.report.metrics import by_epsilon, by_round
+    from flwr_replay.report.pages import write_compare_page
     from flwr_replay.report.plots import curves, points
     from flwr_replay.report.run_page import PAGE
     from flwr_replay.report.templates import spared
+    from flwr_replay.report.texts import table
 
     report, labels, folder = dict(comparison.about), comparison.labels, make_folder(comparison.folder, "--runs-dir")
     report["cells"] = [

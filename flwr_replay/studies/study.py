@@ -21,15 +21,13 @@ from flwr_replay.attacks.scores import image_metrics
 from flwr_replay.errors import ConfigError, DataError, nearest
 from flwr_replay.files.atomic import make_folder, write_atomic
 from flwr_replay.files.table import csv_text
-from flwr_replay.report.any_page import write_study_page
-from flwr_replay.report.comparison import markdown, overview
-from flwr_replay.report.exports import lines_of
+from flwr_replay.report.comparison import gaps, markdown, overview
 from flwr_replay.report.forgetting import last_visits
-from flwr_replay.report.gaps import gaps
-from flwr_replay.report.notes import findings, of_methods
+from flwr_replay.report.pages import write_study_page
 from flwr_replay.report.plots import lines
 from flwr_replay.report.run_files import read_result
 from flwr_replay.report.templates import spared
+from flwr_replay.report.texts import findings, lines_of, of_methods
 from flwr_replay.studies.cells import short_hash
 from flwr_replay.studies.compare import PlannedComparison, planned, run_comparisons
 from flwr_replay.studies.leakage import Asked, attacked, leakage

@@ -20,7 +20,7 @@ from flwr_replay.data import Dataset, Partition, load, partition, show
 from flwr_replay.data.by_majority import _even_counts, _largest, _sizes
 from flwr_replay.data.class_counts import extremes, summary, warnings
 from flwr_replay.errors import ConfigError
-from flwr_replay.report.notes import notes
+from flwr_replay.report.texts import notes
 
 Make = Callable[..., Any]
 quick = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -14,9 +14,9 @@ from flwr_replay.movements.hops import Cycles, Reopening, Turn
 from flwr_replay.movements.participation import number_chosen, participants
 from flwr_replay.payloads.common import Trained
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
-from flwr_replay.report.notes import notes
 from flwr_replay.report.run_page import write_run_page
 from flwr_replay.report.summary import summary
+from flwr_replay.report.texts import notes
 from flwr_replay.server.settings import Settings
 from flwr_replay.strategies.fedavg import FedAvg
 from flwr_replay.strategies.splitnn import SplitNN

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flwr_replay.report.notes import notes, verdicts
+from flwr_replay.report.texts import notes, verdicts
 
 
 def test_the_agreement_of_models_is_shown_by_seed():

@@ -3,7 +3,7 @@
 import pytest
 
 from flwr_replay.report.comparison import overview, summarise
-from flwr_replay.report.epsilon import Stated, epsilon_suffix, largest, shown_epsilon
+from flwr_replay.report.metrics import Stated, epsilon_suffix, largest, shown_epsilon
 from flwr_replay.report.progress import shown_metrics
 
 

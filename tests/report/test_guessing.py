@@ -7,8 +7,8 @@ from sklearn.datasets import load_diabetes
 
 from flwr_replay.engines.simulate import run_inline
 from flwr_replay.files.atomic import read_json, read_text, write_json
-from flwr_replay.report.any_page import write_page
-from flwr_replay.report.imbalance import guessing_lines
+from flwr_replay.report.metrics import guessing_lines
+from flwr_replay.report.pages import write_page
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import json_of, write_of
 from flwr_replay.report.summary import summary

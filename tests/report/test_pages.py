@@ -14,7 +14,7 @@ from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import read_json, write_json
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
-from flwr_replay.report.any_page import write_page
+from flwr_replay.report.pages import write_page
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import read_result, write_of, write_result
 from flwr_replay.report.summary import confusion_of, summary, warnings

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from page import Page, drawn
 
-from flwr_replay.report.sweep import sweeps
+from flwr_replay.report.pages import sweeps
 from flwr_replay.studies.compare import compare_strategies
 
 

@@ -2,7 +2,7 @@
 
 from harness import SHARDS, node_configs, run, write_shards
 
-from flwr_replay.report.any_page import write_page
+from flwr_replay.report.pages import write_page
 from flwr_replay.report.summary import summary
 
 

@@ -17,7 +17,7 @@ from flwr_replay.files.tensors import OF_RUN
 from flwr_replay.finished.export import card
 from flwr_replay.finished.trained import load_model
 from flwr_replay.lab.evidence import Evidence
-from flwr_replay.report.any_page import write_page
+from flwr_replay.report.pages import write_page
 from flwr_replay.report.run_files import mark_of, read_result
 from flwr_replay.report.summary import summary
 from flwr_replay.runs.listing import listed, same_bits, watch

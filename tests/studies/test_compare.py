@@ -19,9 +19,9 @@ from scipy.special import gamma
 from flwr_replay.errors import ConfigError, DivergedError, RunError
 from flwr_replay.files.atomic import alone
 from flwr_replay.report.comparison import interval, paired_difference, summarise
-from flwr_replay.report.notes import table
 from flwr_replay.report.plots import curves, points
 from flwr_replay.report.run_files import read_result, write_result
+from flwr_replay.report.texts import table
 from flwr_replay.studies import cells as cells_module
 from flwr_replay.studies.compare import compare_strategies
 

@@ -13,8 +13,8 @@ from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.privacy.plan import PrivacyPlan
-from flwr_replay.report.gaps import gaps
-from flwr_replay.report.histories import by_epsilon
+from flwr_replay.report.comparison import gaps
+from flwr_replay.report.metrics import by_epsilon
 from flwr_replay.simulations import boneage, brats, feder, leakage, partitions, proxyfl, replay, retina, skew
 from flwr_replay.studies.leakage import share_of_cores
 from flwr_replay.studies.methods import methods_of, named, options_of

@@ -1,33 +1,35 @@
-"""What a comparison says under its table: how to read it, how the methods differ, and what failed."""
+"""A comparison in text: tables, for papers and spreadsheets, too, and how to read them, and what failed.
+
+A `report` is what `flwr_replay.studies.compare.compare_strategies` returns. The LaTeX is for booktabs. It and the CSV
+state epsilon, delta and whether they are proven beside every metric.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
 from flwr_replay.data.class_counts import starving, summary, warnings
+from flwr_replay.files.table import csv_text
 from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.comparison import FEWEST, cells_of, mean_of, of_data
 from flwr_replay.report.summary import untrained_lines
 from flwr_replay.terminal import fitted
 
-__all__ = ["findings", "notes", "of_methods", "table", "verdicts"]
+__all__ = ["as_csv", "as_latex", "findings", "lines_of", "notes", "of_methods", "rows_of", "table", "verdicts"]
 
 JUDGED_BY = "Rounds are judged by "
 JUDGED = f" (?={JUDGED_BY})"  # where a method's own note ends, and what holds for all begins
 DELTAS = ("delta=", "privacy.delta=")
+SHOWN = ("mean", "sd", "worst-institution", "bytes-up", "bytes-down", "examples-seen", "seconds")
+SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--"}
+SPECIAL |= {sign: f"\\{sign}" for sign in "&%$#_{}"}
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """Write a comparison as plain text: a row for each method, then notes on the columns and on failures.
-
-    Parameters
-    ----------
-    report : Mapping
-        As `flwr_replay.studies.compare.compare_strategies` returns it.
-    """
+    """Write a comparison as plain text: a row for each method, then notes on the columns and on failures."""
     return "\n".join([fitted(report["title"], *cells_of(report)), *notes(report)])
 
 
@@ -111,23 +113,24 @@ def _claims(report: Mapping[str, Any]) -> list[str]:
     labels_by_claim: dict[str, list[str]] = {}
     chosen = True
     for label in dict.fromkeys(cell["label"] for cell in report["cells"]):
-        results = [cell["result"] for cell in report["cells"] if cell["label"] == label and "result" in cell]
+        cells = [cell for cell in report["cells"] if cell["label"] == label]
+        results = [cell["result"] for cell in cells if "result" in cell]
         if any(account for result in results for account in result.get("privacy", {}).values()):
             labels_by_claim.setdefault(results[0]["privacy-claim"], []).append(label)
-            chosen &= any(option.startswith(DELTAS) for option in [*report["options"], *_options(report, label)])
+            chosen &= any(option.startswith(DELTAS) for option in [*report["options"], *cells[0]["options"]])
     lines = [f"{', '.join(labels)}: {claim}" for claim, labels in labels_by_claim.items()]
-    noise = {label: _noise(how) for label, how in report.get("noise", {}).items() if how}  # older versions wrote none
-    lines += [f"{', '.join(same)}: {how}" for how, same in _grouped(noise).items()]
+    labels_by_noise: dict[str, list[str]] = {}
+    for label, how in report.get("noise", {}).items():  # older versions wrote none, or text
+        if how:
+            shown = how if isinstance(how, str) else f"at the smallest institution, {shown_noise(how)}"
+            labels_by_noise.setdefault(shown, []).append(label)
+    lines += [f"{', '.join(labels)}: {noise}" for noise, labels in labels_by_noise.items()]
     if labels_by_claim:
         lines.append("epsilon is the largest of any institution and seed, delta too; they hold for each institution")
         lines.append("noise under DP is secret: a run that is repeated with its seed ends with other numbers")
     if not chosen:
         lines.append("delta is one over the number of examples, the least one can ask: choose delta= far smaller")
     return lines
-
-
-def _noise(how: str | Sequence[Mapping[str, Any]]) -> str:
-    return how if isinstance(how, str) else f"at the smallest institution, {shown_noise(how)}"  # str: older versions
 
 
 def verdicts(report: Mapping[str, Any]) -> list[str]:
@@ -147,18 +150,6 @@ def verdicts(report: Mapping[str, Any]) -> list[str]:
     return [f"compared{other} by 95 % intervals ({len(report['seeds']) - 1} degrees of freedom{corrected}): {verdict}"]
 
 
-def _options(report: Mapping[str, Any], label: str) -> list[str]:
-    return next(list(cell["options"]) for cell in report["cells"] if cell["label"] == label)
-
-
-def _grouped(text_by_label: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the methods of which the same is said, by what is said."""
-    grouped: dict[str, list[str]] = {}
-    for label, text in text_by_label.items():
-        grouped.setdefault(text, []).append(label)
-    return grouped
-
-
 def _agreements(report: Mapping[str, Any]) -> list[str]:
     """Say how far the models of runs with `agreement=true` differ at the institutions, by method."""
     grouped: dict[str, list[str]] = {}
@@ -171,3 +162,78 @@ def _agreements(report: Mapping[str, Any]) -> list[str]:
         f"{', '.join(shown)}"
         for label, shown in grouped.items()
     ]
+
+
+def rows_of(report: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return a comparison's numbers by method; None where there is none.
+
+    By label: `against` (None of the reference itself), `mean`, `sd`, `worst-institution`, bytes, examples and seconds
+    (means over seeds), `difference` with the ends of its interval, `low` and `high`, `epsilon`, `delta` and `proven`,
+    and by mechanism `sigma`, `clip`, `sampling-rate` and `steps` at the smallest institution (None without differential
+    privacy); `seeds` that finished, and their `values`.
+    """
+    exported = {}
+    for label, row in report["strategies"].items():
+        difference = row["difference"] or {"mean": None, "interval": None}
+        low, high = difference["interval"] or (None, None)
+        stated = row["epsilon"]
+        exported[label] = {
+            "against": row["against"] if row["against"] != label else None,
+            **{name: row[name] for name in SHOWN},
+            "difference": difference["mean"],
+            "low": low,
+            "high": high,
+            "epsilon": stated and (float("inf") if stated.epsilon is None else stated.epsilon),
+            "delta": stated and stated.delta,
+            "proven": stated and stated.proven,
+            **_noise(report.get("noise", {}).get(label)),
+            "seeds": len(row["values"]),
+            "values": dict(row["values"]),
+        }
+    return exported
+
+
+def _noise(noise: Any) -> dict[str, str | None]:
+    """Return sigma and what belongs to it, mechanisms separated by semicolons; of older versions there is none."""
+    mechanisms = noise if isinstance(noise, list) else []
+    keys = ("sigma", "clip", "sampling-rate", "steps")
+    return {
+        key: ";".join(f"{mechanism[key]:.10g}" for mechanism in mechanisms if key in mechanism) or None for key in keys
+    }
+
+
+def as_csv(report: Mapping[str, Any]) -> str:
+    """Write the numbers as CSV, without an end of the last line."""
+    return csv_text(lines_of(report)).rstrip()
+
+
+def lines_of(report: Mapping[str, Any]) -> list[tuple[object, ...]]:
+    """Return the headings, then a line for each method; a cell is None where there is no number.
+
+    `metric` names what `mean`, `sd`, `difference` and `values` are of; `values` are `seed:value`, by semicolons.
+    """
+    rows = rows_of(report)
+    lines: list[tuple[object, ...]] = [("method", "metric", *next(iter(rows.values())))]
+    for label, row in rows.items():
+        values = ";".join(f"{seed}:{value}" for seed, value in row["values"].items())
+        lines.append((label, report["metric"], *{**row, "values": values}.values()))
+    return lines
+
+
+def as_latex(report: Mapping[str, Any]) -> str:
+    """Write the table for LaTeX with the package booktabs, and a caption; the notes follow as comments."""
+    columns, rows = cells_of(report)
+    sigmas = [_noise(report.get("noise", {}).get(label))["sigma"] or "" for label in report["strategies"]]
+    if any(sigmas):
+        columns, rows = [*columns, "sigma"], [[*row, sigma] for row, sigma in zip(rows, sigmas, strict=True)]
+    body = [" & ".join(map(_escaped, row)) + r" \\" for row in (columns, *rows)]
+    lines = [r"\begin{table}", r"\centering", rf"\caption{{{_escaped(report['title'])}}}"]
+    lines += [r"\begin{tabular}{l" + "r" * (len(columns) - 1) + "}", r"\toprule", body[0], r"\midrule", *body[1:]]
+    lines += [r"\bottomrule", r"\end{tabular}", r"\end{table}"]
+    return "\n".join([*lines, *(f"% {note}" for note in notes(report))])
+
+
+def _escaped(text: str) -> str:
+    """Return a cell for LaTeX, with a sign of its own where a number is negative or positive."""
+    escaped = "".join(SPECIAL.get(sign, sign) for sign in text)
+    return re.sub(r"(?<![\w.])[-+](?=\d)", lambda sign: f"${sign[0]}$", escaped)
