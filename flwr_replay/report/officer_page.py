@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from flwr_replay.files.atomic import write_atomic
 from flwr_replay.report.progress import shown_bytes
-from flwr_replay.report.run_page import KINDS
+from flwr_replay.report.run_page import KINDS, versions_table
 from flwr_replay.report.summary import RECONSTRUCT
 from flwr_replay.report.templates import render
 
@@ -42,7 +42,6 @@ class Hidden(NamedTuple):
     enforced: tuple[str, ...] = ()
 
 
-NOT_HIDDEN = Hidden()
 SEALED = Hidden(
     "The seal hides weights and images from the server.",
     (
@@ -103,17 +102,13 @@ ASKED = (
 
 
 def write_officer_page(folder: Path, forecast: Mapping[str, Any]) -> tuple[Path, Path]:
-    """Write `officer.html` and `officer.json` into a folder; return their paths.
+    """Write `officer.html` and `officer.json` into a folder, over earlier ones; return their paths.
 
-    Parameters
-    ----------
-    folder : Path
-        It exists; earlier files of these names are replaced.
-    forecast : Mapping
-        What `flwr_replay.forecast.officer.findings` returned.
+    `forecast` is what `flwr_replay.forecast.officer.findings` returned, here and below.
     """
     names, lines = list(forecast["institutions"]), forecast["fields"]
-    hidden = SEALED if forecast["sealed"] else MASKED if forecast["masked"] else NOT_HIDDEN
+    of_each = {name: [line for line in lines if line["institution"] == name] for name in names}
+    hidden = SEALED if forecast["sealed"] else MASKED if forecast["masked"] else Hidden()
     reasons = list(dict.fromkeys(row["reason"] for row in [*forecast["rules"], *lines] if row["reason"]))
     number = {reason: f"{at}" for at, reason in enumerate(reasons, 1)}
     page, data = folder / f"{PAGE}.html", folder / f"{PAGE}.json"
@@ -128,8 +123,8 @@ def write_officer_page(folder: Path, forecast: Mapping[str, Any]) -> tuple[Path,
             "heads": ["what the policy is asked", "verdict"],
             "rows": [[RULES.get(rule["rule"], rule["rule"]), _said(rule, number)] for rule in forecast["rules"]],
         },
-        by_kind=[_by_kind(name, [line for line in lines if line["institution"] == name]) for name in names],
-        fields=[_fields(name, [line for line in lines if line["institution"] == name], number) for name in names],
+        by_kind=[_by_kind(name, own) for name, own in of_each.items()],
+        fields=[_fields(name, own, number) for name, own in of_each.items()],
         reasons=reasons,
         sums=sums(forecast),
         samples=_samples(lines),
@@ -143,11 +138,7 @@ def write_officer_page(folder: Path, forecast: Mapping[str, Any]) -> tuple[Path,
         not_hidden=hidden.not_hidden,
         policy=forecast["policy"],
         policy_text=forecast["policy-text"],
-        versions={
-            "caption": "Versions here. The other places should have the same.",
-            "heads": ["package", "version"],
-            "rows": list(forecast["versions"].items()),
-        },
+        versions=versions_table("Versions here. The other places should have the same.", forecast["versions"]),
         options=forecast["options"],
         version=forecast["versions"]["flwr-replay"],
     )
@@ -161,16 +152,16 @@ def verdict(forecast: Mapping[str, Any]) -> str:
     alone, names = len(forecast["institutions"]) == 1, _joined(list(forecast["institutions"]))
     if not forecast["policy"]:
         return f"There is no policy: {names} would let all of it leave. Give one with --policy."
-    under = "Under this policy"
+    under = f"Under this policy {names}"
     if forecast["allowed"]:
         kept = any(line["verdict"] == "kept here" for line in forecast["fields"])
         but = " Some fields stay here, as the policy says." if kept else ""
-        return f"{under} {names} {'takes' if alone else 'take'} part. The fields below may leave.{but}"
+        return f"{under} {'takes' if alone else 'take'} part. The fields below may leave.{but}"
     if not _takes_part(forecast):
         takes = "takes" if alone else "take"
-        return f"{under} {names} {takes} no part. Nothing leaves but the name, and a line that says why."
+        return f"{under} {takes} no part. Nothing leaves but the name, and a line that says why."
     refuses = "refuses" if alone else "refuse"
-    return f"{under} {names} {refuses} some of the messages below. In their place a line leaves that says why."
+    return f"{under} {refuses} some of the messages below. In their place a line leaves that says why."
 
 
 def _takes_part(forecast: Mapping[str, Any]) -> bool:
@@ -220,10 +211,10 @@ def _fields(name: str, lines: Sequence[Mapping[str, Any]], number: Mapping[str, 
         for line in lines
     ]
     heads = ["field", "verdict", "stage", "kind", "what it is", "messages", "size", "protection"]
-    footnote = ". An (ε, δ) that stands at several fields of a stage holds for them together" * any(
-        map(_is_private, lines)
-    )
-    return {"caption": f"Every field that {name} would be asked to send{footnote}", "heads": heads, "rows": rows}
+    caption = f"Every field that {name} would be asked to send"
+    if any(line["mechanism"] for line in lines):
+        caption += ". An (ε, δ) that stands at several fields of a stage holds for them together"
+    return {"caption": caption, "heads": heads, "rows": rows}
 
 
 def _said(row: Mapping[str, str], number: Mapping[str, str]) -> str:
@@ -232,27 +223,25 @@ def _said(row: Mapping[str, str], number: Mapping[str, str]) -> str:
 
 def sums(forecast: Mapping[str, Any]) -> list[str]:
     """Say for each institution how much would be allowed to leave, beside its raw data."""
-    return [_sums(name, forecast) for name in forecast["institutions"]]
-
-
-def _sums(name: str, forecast: Mapping[str, Any]) -> str:
-    own, by_verdict = forecast["institutions"][name], dict.fromkeys(VERDICTS, 0)
-    samples, raw = 0, own["raw-bytes"]
-    for line in forecast["fields"]:
-        if line["institution"] == name:
-            by_verdict[line["verdict"]] += line["bytes"]
-            samples += line["bytes"] * (line["verdict"] == "allowed" and line["kind"] == "per-sample")
-    rest = [f"; {shown_bytes(size)} {word}" for word, size in by_verdict.items() if size and word != "allowed"]
-    times = f", {float(f'{samples / raw:.2g}'):g} times the raw data" if samples > raw else ""
-    single = f", of which {shown_bytes(samples)} are functions of single patients{times}" if samples else ""
-    down = f"{shown_bytes(own['comes-down'])} come down."
-    if not _takes_part(forecast):
-        of = f"of the {shown_bytes(own['comes-down'])} that would come down only the roll call does"
-        down = f"Since it takes no part, none of them leaves, and {of}."
-    return (
-        f"{name} has {own['examples']:,} training examples of {shown_bytes(raw)}. "
-        f"{shown_bytes(by_verdict['allowed'])} would be allowed to leave{single}{''.join(rest)}. {down}"
-    )
+    lines = []
+    for name, own in forecast["institutions"].items():
+        by_verdict, samples, raw = dict.fromkeys(VERDICTS, 0), 0, own["raw-bytes"]
+        for field in forecast["fields"]:
+            if field["institution"] == name:
+                by_verdict[field["verdict"]] += field["bytes"]
+                samples += field["bytes"] * (field["verdict"] == "allowed" and field["kind"] == "per-sample")
+        rest = [f"; {shown_bytes(size)} {word}" for word, size in by_verdict.items() if size and word != "allowed"]
+        times = f", {float(f'{samples / raw:.2g}'):g} times the raw data" if samples > raw else ""
+        single = f", of which {shown_bytes(samples)} are functions of single patients{times}" if samples else ""
+        down = f"{shown_bytes(own['comes-down'])} come down."
+        if not _takes_part(forecast):
+            of = f"of the {shown_bytes(own['comes-down'])} that would come down only the roll call does"
+            down = f"Since it takes no part, none of them leaves, and {of}."
+        lines.append(
+            f"{name} has {own['examples']:,} training examples of {shown_bytes(raw)}. "
+            f"{shown_bytes(by_verdict['allowed'])} would be allowed to leave{single}{''.join(rest)}. {down}"
+        )
+    return lines
 
 
 def _samples(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -263,15 +252,12 @@ def _samples(lines: Sequence[Mapping[str, Any]]) -> str:
     return f"{warning[0].upper()}{warning[1:]}" if names else ""
 
 
-def _is_private(line: Mapping[str, Any]) -> bool:
-    return bool(line["mechanism"])
-
-
 def _protected(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     """Name what leaves under an (ε, δ): fields of one stage, which share it, in one line."""
     fields_by_claim: dict[tuple[str, str, str], dict[str, None]] = {}
-    for line in filter(_is_private, lines):
-        fields_by_claim.setdefault((line["stage"], line["protection"], line["mechanism"]), {})[line["field"]] = None
+    for line in lines:
+        if mechanism := line["mechanism"]:
+            fields_by_claim.setdefault((line["stage"], line["protection"], mechanism), {})[line["field"]] = None
     return [
         f"{_joined(list(names))} of stage {stage}{', together' * (len(names) > 1)}: {protection}, by {mechanism}."
         for (stage, protection, mechanism), names in fields_by_claim.items()
@@ -282,7 +268,7 @@ def _unprotected(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     """Name what may leave without differential privacy, by kind."""
     stages: dict[str, dict[str, None]] = {}
     for line in lines:
-        if line["verdict"] == "allowed" and line["kind"] != "notice" and not _is_private(line):
+        if line["verdict"] == "allowed" and line["kind"] != "notice" and not line["mechanism"]:
             stages.setdefault(line["kind"], {})[f"{line['field']} ({line['stage']})"] = None
     return [f"{kind}, {KINDS[kind]}: {', '.join(names)}." for kind, names in stages.items()]
 

@@ -41,7 +41,7 @@ from flwr_replay.report.templates import render
 from flwr_replay.wire.masked import MASKED
 from flwr_replay.wire.sealed import SEALED
 
-__all__ = ["PAGE", "write_run_page"]
+__all__ = ["KINDS", "PAGE", "versions_table", "write_run_page"]
 
 PAGE = "report.html"
 MOST_LINES = 7  # institutions that get a line of their own beside the pooled one
@@ -110,23 +110,21 @@ def write_run_page(folder: Path) -> Path:
             if kind in KINDS
         ],
         recorded=[*map(_sentence, recorded_lines(result, folder))],
-        failures=[
-            f"{failure['institution']}, exchange {failure['round']}: {failure['reason']}"
-            for failure in result["failures"]
-        ],
+        failures=[f"{f['institution']}, exchange {f['round']}: {f['reason']}" for f in result["failures"]],
         all_there=drawn if fraction < 1 else "All institutions took part in every exchange.",
         pictures=pictures,
         left_out=left_out,
-        versions={
-            "caption": "Versions",
-            "heads": ["package", "version"],
-            "rows": list(result["versions"].items()),
-        },
+        versions=versions_table("Versions", result["versions"]),
         config=read_text(folder / CONFIG),
         version=result["versions"]["flwr-replay"],
     )
     write_atomic(folder / PAGE, text)
     return folder / PAGE
+
+
+def versions_table(caption: str, versions: Mapping[str, str]) -> dict[str, Any]:
+    """Return a table of packages and their versions."""
+    return {"caption": caption, "heads": ["package", "version"], "rows": list(versions.items())}
 
 
 def _sentence(line: str) -> str:
@@ -236,7 +234,7 @@ def _confusion(
     named = ["background", "foreground"] if masks else classes
     classes = named if len(named) == size else list(map(str, range(size)))
     caption = f"{what} of all institutions: a row for each label, a column for each prediction"
-    return _shaded(caption, "label", classes, rows, classes)
+    return _shaded(caption, ["label", *classes], classes, rows)
 
 
 def _labels_sent(folder: Path) -> str:
@@ -257,15 +255,18 @@ def _labels(result: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]
     labels = [classes[int(value)] for value in known["values"]] if classes else known["values"]
     unit = f", in {result['unit']}" if result["unit"] else ""
     what = "share of foreground pixels" if "dice" in result["final"]["global"] else f"label{unit}"
-    return _shaded(f"Training examples by {what}", "institution", labels, rows, names)
+    return _shaded(f"Training examples by {what}", ["institution", *labels], names, rows)
 
 
 def _shaded(
-    caption: str, corner: str, heads: Sequence[str], rows: Sequence[Sequence[int]], names: Sequence[str]
+    caption: str, heads: Sequence[str], names: Sequence[str], counts: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
     """Return a table of counts, each with a shade from 0 to 10 by its share of its row."""
-    shaded = [[(count, round(10 * count / max(1, sum(row)))) for count in row] for row in rows]
-    return {"caption": caption, "corner": corner, "heads": heads, "rows": list(zip(names, shaded, strict=True))}
+    rows = [
+        [name, *((count, round(10 * count / max(1, sum(row)))) for count in row)]
+        for name, row in zip(names, counts, strict=True)
+    ]
+    return {"caption": caption, "heads": heads, "rows": rows, "shaded": True}
 
 
 def _privacy(result: Mapping[str, Any]) -> dict[str, Any] | None:

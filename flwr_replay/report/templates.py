@@ -64,35 +64,21 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 """,
     # Pictures, which `flwr_replay.report.charts` draws, and tables.
     "draw": """\
-{% macro line_chart(chart, title, alt='') %}
+{% macro chart(svg, title, legend=(), alt='') %}
 <figure>
-<div class="scroll" role="img" aria-label="{{ alt or title }}">{{ chart.svg | safe }}</div>
-<figcaption>{{ title }}</figcaption>
-<ul class="legend">{% for name, look, told in chart.legend %}
+<div class="scroll" role="img" aria-label="{{ alt or title }}">{{ svg | safe }}</div>
+<figcaption>{{ title }}</figcaption>{% if legend %}
+<ul class="legend">{% for name, look, told in legend %}
 <li><svg viewBox="0 0 30 10" aria-hidden="true"><line class="look{{ look }}" x1="0" x2="30" y1="5" y2="5"/></svg>{{ name }}: {{ told }}</li>{% endfor %}
-</ul>
-</figure>
-{% endmacro %}
-{% macro bar_chart(svg, title) %}
-<figure>
-<div class="scroll" role="img" aria-label="{{ title }}">{{ svg | safe }}</div>
-<figcaption>{{ title }}</figcaption>
+</ul>{% endif %}
 </figure>
 {% endmacro %}
 {% macro table(found) %}
-<div class="scroll" tabindex="0" role="region" aria-label="{{ found.caption }}"><table>
+<div class="scroll" tabindex="0" role="region" aria-label="{{ found.caption }}"><table{% if found.shaded is defined %} class="confusion"{% endif %}>
 <caption><span>{{ found.caption }}</span></caption>
 <thead><tr>{% for head in found.heads %}<th scope="col">{{ head }}</th>{% endfor %}</tr></thead>
 <tbody>{% for row in found.rows %}
-<tr><th scope="row">{{ row[0] }}</th>{% for cell in row[1:] %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}
-</tbody></table></div>
-{% endmacro %}
-{% macro confusion(found) %}
-<div class="scroll" tabindex="0" role="region" aria-label="{{ found.caption }}"><table class="confusion">
-<caption><span>{{ found.caption }}</span></caption>
-<thead><tr><th scope="col">{{ found.corner }}</th>{% for head in found.heads %}<th scope="col">{{ head }}</th>{% endfor %}</tr></thead>
-<tbody>{% for head, cells in found.rows %}
-<tr><th scope="row">{{ head }}</th>{% for count, shade in cells %}<td class="shade{{ shade }}">{{ "{:,}".format(count) }}</td>{% endfor %}</tr>{% endfor %}
+<tr><th scope="row">{{ row[0] }}</th>{% for cell in row[1:] %}{% if found.shaded is defined %}<td class="shade{{ cell[1] }}">{{ "{:,}".format(cell[0]) }}</td>{% else %}<td>{{ cell }}</td>{% endif %}{% endfor %}</tr>{% endfor %}
 </tbody></table></div>
 {% endmacro %}
 """,
@@ -105,17 +91,17 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 {% for line in warnings %}<p class="warning"><strong>Warning.</strong> {{ line }}</p>{% endfor %}
 
 <h2>By round</h2>
-{% for chart, caption in curves %}{{ draw.line_chart(chart, caption) }}{% endfor %}
+{% for chart, caption in curves %}{{ draw.chart(chart.svg, caption, chart.legend) }}{% endfor %}
 
 <h2>By institution</h2>
-{% if bars %}{{ draw.bar_chart(bars, bars_caption) }}{% endif %}
+{% if bars %}{{ draw.chart(bars, bars_caption) }}{% endif %}
 {{ draw.table(metrics) }}
 {% for line in notes %}<p>{{ line }}</p>{% endfor %}
-{% if confusion %}{{ draw.confusion(confusion) }}{% endif %}
+{% if confusion %}{{ draw.table(confusion) }}{% endif %}
 
 <h2>How the labels differ</h2>
 {% for line in skew %}<p>{{ line }}</p>{% endfor %}
-{% if labels %}{{ draw.confusion(labels) }}{% endif %}
+{% if labels %}{{ draw.table(labels) }}{% endif %}
 
 <h2>What left the institutions</h2>
 {% for line in claim %}<p>{{ line }}</p>
@@ -145,10 +131,10 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 <p>{{ question }}</p>
 {% for line in verdicts %}<p><strong>{{ line }}</strong></p>{% endfor %}
 {{ draw.table(table) }}
-{% if bars %}{{ draw.bar_chart(bars, bars_caption) }}{% endif %}
-{% for swept, caption, alt in sweeps %}{{ draw.line_chart(swept, caption, alt) }}{% endfor %}
+{% if bars %}{{ draw.chart(bars, bars_caption) }}{% endif %}
+{% for swept, caption, alt in sweeps %}{{ draw.chart(swept.svg, caption, swept.legend, alt) }}{% endfor %}
 {% if chart %}<h2>By round</h2>
-{{ draw.line_chart(chart, chart_caption) }}{% endif %}
+{{ draw.chart(chart.svg, chart_caption, chart.legend) }}{% endif %}
 <h2>How to read this</h2>
 <ul>{% for line in notes %}<li>{{ line }}</li>{% endfor %}</ul>
 <h2>The runs</h2>
