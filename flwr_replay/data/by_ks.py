@@ -92,13 +92,13 @@ def _deal(order: Indices, codes: Indices, share: int, nodes: int) -> list[Indice
 def _bisect(achieved: Callable[[int], float], target: float, total: int) -> tuple[int, float]:
     """Find the number of sorted examples with the KS nearest to the target; apart from chance, KS grows with it."""
     low, high = 0, total
-    found = {0: achieved(0), total: achieved(total)}
-    while high - low > 1 and found[0] < target < found[total]:
+    by_count = {0: achieved(0), total: achieved(total)}
+    while high - low > 1 and by_count[0] < target < by_count[total]:
         middle = (low + high) // 2
-        found[middle] = achieved(middle)
-        low, high = (middle, high) if found[middle] < target else (low, middle)
-    share = min(found, key=lambda share: abs(found[share] - target))
-    return share, found[share]
+        by_count[middle] = achieved(middle)
+        low, high = (middle, high) if by_count[middle] < target else (low, middle)
+    share = min(by_count, key=lambda share: abs(by_count[share] - target))
+    return share, by_count[share]
 
 
 def _most(counts_C: Indices, nodes: int) -> float:

@@ -35,11 +35,11 @@ class ClassCounts:
 
     def report(self, names: Sequence[str]) -> dict[str, Any]:
         """Return each institution's smallest and largest class and the starved ones, as `result.json` has them."""
-        found = zip(names, self.counts_KC, self.majors_K, strict=True)
+        institutions = zip(names, self.counts_KC, self.majors_K, strict=True)
         return {
             "equal-remainder": round(self.equal, 6),
             "uniform-size": self.uniform_size,
-            "institutions": {name: self._of(counts_C, major) for name, counts_C, major in found},
+            "institutions": {name: self._of(counts_C, major) for name, counts_C, major in institutions},
         }
 
     def _of(self, counts_C: NDArray[np.int64], major: int) -> dict[str, Any]:
@@ -55,26 +55,26 @@ class ClassCounts:
 
 def extremes(skew: Mapping[str, Any]) -> list[str]:
     """Return a line for each institution with its largest and smallest class; none for another partition's skew."""
-    found = skew["classes"]["institutions"].items() if "classes" in skew else ()
-    return [f"{name}: largest {_shown(one['largest'])}, smallest {_shown(one['smallest'])}" for name, one in found]
+    shards = skew["classes"]["institutions"].items() if "classes" in skew else ()
+    return [f"{name}: largest {_shown(own['largest'])}, smallest {_shown(own['smallest'])}" for name, own in shards]
 
 
 def summary(skew: Mapping[str, Any]) -> list[str]:
     """Return a line with the largest and smallest class of any institution; none for another partition's skew."""
     if "classes" not in skew:
         return []
-    found = skew["classes"]["institutions"]
-    most = max(found, key=lambda name: found[name]["largest"]["examples"])
-    least = min(found, key=lambda name: found[name]["smallest"]["examples"])
+    by_name = skew["classes"]["institutions"]
+    most = max(by_name, key=lambda name: by_name[name]["largest"]["examples"])
+    least = min(by_name, key=lambda name: by_name[name]["smallest"]["examples"])
     return [
-        f"training examples of a class: most {_shown(found[most]['largest'])} at {most}, "
-        f"fewest {_shown(found[least]['smallest'])} at {least}"
+        f"training examples of a class: most {_shown(by_name[most]['largest'])} at {most}, "
+        f"fewest {_shown(by_name[least]['smallest'])} at {least}"
     ]
 
 
 def starving(skew: Mapping[str, Any]) -> int:
     """Count the institutions at which a class starves."""
-    return sum(bool(one["starved"]) for one in skew["classes"]["institutions"].values()) if "classes" in skew else 0
+    return sum(bool(own["starved"]) for own in skew["classes"]["institutions"].values()) if "classes" in skew else 0
 
 
 def warnings(skew: Mapping[str, Any]) -> list[str]:
@@ -82,10 +82,10 @@ def warnings(skew: Mapping[str, Any]) -> list[str]:
     if not (number := starving(skew)):
         return []
     classes = skew["classes"]
-    found = classes["institutions"]
-    count, value, name = min((n, c, name) for name, one in found.items() for c, n in one["starved"].items())
+    by_name = classes["institutions"]
+    count, value, name = min((n, c, name) for name, own in by_name.items() for c, n in own["starved"].items())
     return [
-        f"warning: classes starve at {number} of {len(found)} institutions, with less than a quarter of an equal "
+        f"warning: classes starve at {number} of {len(by_name)} institutions, with less than a quarter of an equal "
         f"remainder's {classes['equal-remainder']:.0f} examples; {name} has {count} of class {value}: "
         f"set partition.rest=uniform (partition.size={classes['uniform-size']} at most), or a smaller partition.size"
     ]

@@ -108,11 +108,11 @@ class Examples:
     @cached_property
     def digest(self) -> str:
         """The SHA-256 of all images and labels in their order, with their dtypes and shapes; hexadecimal digits."""
-        found = hashlib.sha256()
+        sha = hashlib.sha256()
         for array in (self.x, self.y):
-            found.update(f"{array.dtype.str} {array.shape} ".encode())
-            found.update(np.ascontiguousarray(array).data)
-        return found.hexdigest()
+            sha.update(f"{array.dtype.str} {array.shape} ".encode())
+            sha.update(np.ascontiguousarray(array).data)
+        return sha.hexdigest()
 
     @property
     def labels(self) -> NDArray[np.int64] | NDArray[np.float32]:
@@ -219,8 +219,8 @@ def load_bounded(task: TaskConfig, kept: DecodedImages) -> Dataset:
     """
     if task.kind != "classification" or task.class_names:
         return load(task, kept)
-    found = load(replace(task, classes=CLASSES, class_groups=()), kept)
-    splits, last = {name: part for name, part in vars(found).items() if isinstance(part, Examples)}, task.classes - 1
+    read = load(replace(task, classes=CLASSES, class_groups=()), kept)
+    splits, last = {name: part for name, part in vars(read).items() if isinstance(part, Examples)}, task.classes - 1
     if above := sum(int((part.y > last).sum()) for part in splits.values()):
         logging.getLogger("flwr").warning(
             "%d labels are above %d, the last of task.classes=%d, and are taken for it: set task.classes to what the "
@@ -230,7 +230,7 @@ def load_bounded(task: TaskConfig, kept: DecodedImages) -> Dataset:
             task.classes,
         )
     bounded: dict[str, Any] = {name: replace(part, y=part.y.clip(max=last)) for name, part in splits.items()}
-    return replace(found, **bounded)
+    return replace(read, **bounded)
 
 
 def _divided(examples: Examples) -> dict[str, Examples]:

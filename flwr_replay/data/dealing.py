@@ -113,9 +113,9 @@ def deal_by_function(
                 f"{part.shape}: of a mask, return np.flatnonzero(mask)"
             )
     dealt = [part.astype(np.int64) for part in parts]
-    found, times = np.unique(np.concatenate(dealt), return_counts=True)
-    wrong = found[(found < 0) | (found >= len(y))]
+    indices, times = np.unique(np.concatenate(dealt), return_counts=True)
+    wrong = indices[(indices < 0) | (indices >= len(y))]
     require(not len(wrong), f"{option} deals indices from 0 to {len(y) - 1}; got {wrong[:1]}: count from 0")
-    twice = found[times > 1]
+    twice = indices[times > 1]
     require(not len(twice), f"{option} must deal an example once; index {twice[:1]} came twice: leave one out")
     return Dealt(dealt)

@@ -122,16 +122,16 @@ class DecodedImages:
                 )
             return _in_memory(source)
         form, key = source.form, source.key
-        if found := self._find(form, key):
-            return found
+        if kept := self._find(form, key):
+            return kept
         with folder_locked(private_folder(self.folder)):
-            if not (found := self._find(form, key)):  # another process may have been faster
+            if not (kept := self._find(form, key)):  # another process may have been faster
                 sweep(self.folder)
                 self._remove(form)
                 self._make_room(size)
                 self._write(form, key, source)
-                found = self._find(form, key)
-        return found or _in_memory(source)  # not found: somebody has changed it since
+                kept = self._find(form, key)
+        return kept or _in_memory(source)  # not found: somebody has changed it since
 
     def _find(self, form: str, key: str) -> tuple[Mapping[str, Indices], NDArray[Any]] | None:
         """Return an entry if it is valid."""
@@ -169,8 +169,8 @@ class DecodedImages:
 
     def _make_room(self, size: float) -> None:
         """Remove the oldest entries until one of this size fits."""
-        found = looked(self.folder.glob("*.images"))  # another process may make room at the same time
-        entries = sorted((one.st_mtime_ns, file, one.st_size) for file, one in found.items())
+        stats = looked(self.folder.glob("*.images"))  # another process may make room at the same time
+        entries = sorted((stat.st_mtime_ns, file, stat.st_size) for file, stat in stats.items())
         while entries and size + sum(taken for _, _, taken in entries) > self.limit:
             self._remove(entries.pop(0)[1].stem)
 
@@ -221,18 +221,18 @@ def _stamp(file: Path) -> tuple[int, ...]:
     return ()
 
 
-def _times(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+def _times(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def _versions() -> list[str]:
-    found = []
+    versions = []
     for package in PACKAGES:
         try:
-            found.append(version(package))
+            versions.append(version(package))
         except PackageNotFoundError:
-            found.append("")
-    return found
+            versions.append("")
+    return versions
 
 
 def _digest(values: object) -> str:

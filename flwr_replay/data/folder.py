@@ -94,18 +94,18 @@ def form_of(rows: Sequence[ManifestRow], given: Container[str] = ()) -> dict[str
         raise DataError(f"{error}; the form of all images is read off the first") from None
     red, green, blue = image.split()
     grey = red.tobytes() == green.tobytes() == blue.tobytes()
-    found: dict[str, Any] = {"size": image.height, "channels": 1 if grey else 3}
+    form: dict[str, Any] = {"size": image.height, "channels": 1 if grey else 3}
     if "class_names" not in given:
         _refuse_inner(rows)
         if words := words_of(rows):
-            found |= {"classes": len(words), "class_names": words}
+            form |= {"classes": len(words), "class_names": words}
         else:
             numbers = sorted({int(spelled(row.label)) for row in rows})
             if "classes" in given or numbers[0] < 0 or numbers == list(range(len(numbers))):
-                found["classes"] = numbers[-1] + 1
+                form["classes"] = numbers[-1] + 1
             else:  # years, or grades from 1 on, are names
-                found |= {"classes": len(numbers), "class_names": list(map(str, numbers))}
-    return {name: value for name, value in found.items() if name not in given}
+                form |= {"classes": len(numbers), "class_names": list(map(str, numbers))}
+    return {name: value for name, value in form.items() if name not in given}
 
 
 def _refuse_inner(rows: Sequence[ManifestRow]) -> None:
@@ -184,13 +184,13 @@ def _splits_among(folders: Sequence[Path]) -> dict[str, Path]:
     DataError
         If two are the same split, or if it is not clear whether they are splits or classes.
     """
-    named = [(found[1].lower(), folder) for folder in folders if (found := SPLIT.fullmatch(folder.name))]
+    named = [(match[1].lower(), folder) for folder in folders if (match := SPLIT.fullmatch(folder.name))]
     splits = dict(named)
     if len(splits) > 1 or any(split == folder.name for split, folder in named):
         if len(splits) < len(named):
             raise DataError(f"a split has one folder; got {', '.join(folder.name for _, folder in named)}: join them")
         return splits
-    maybe = {found[1].lower(): folder.name for folder in folders if (found := SPLIT.search(folder.name))}
+    maybe = {match[1].lower(): folder.name for folder in folders if (match := SPLIT.search(folder.name))}
     if len(maybe) > 1:
         raise DataError(
             f"{'/, '.join(maybe.values())}/ in {folders[0].parent} may be splits or classes: call splits train/, test/ "
@@ -215,8 +215,8 @@ def _class_rows(root: Path, split: str | None, unread: Counter[str]) -> list[Man
         inner = {folder / file.relative_to(folder).parts[0] for file in files if file.parent != folder}
         if len(splits := _splits_among(sorted(inner))) > 1:
             raise DataError(
-                f"splits stand above classes; {folder} has {', '.join(one.name for one in splits.values())} in it: set "
-                f"task.data-dir={folder} if these have the classes, else turn the folders around"
+                f"splits stand above classes; {folder} has {', '.join(path.name for path in splits.values())} in it: "
+                f"set task.data-dir={folder} if these have the classes, else turn the folders around"
             )
         rows += [ManifestRow(file, folder.name, f"folder {folder}", None, split) for file in files]
         unread += others

@@ -150,10 +150,10 @@ def raws_of(
 
     files, about = [row.file for row in rows], [(row.site, row.split, row.patient) for row in rows]
     by_label = [row.label for row in rows] if divide else []  # as a division of one's own may be
-    found = decoded(ImageSource(task, files, [*about, *by_label], divided, lambda n: read(rows[n], task), dtype), kept)
+    parts = decoded(ImageSource(task, files, [*about, *by_label], divided, lambda n: read(rows[n], task), dtype), kept)
     return {
         split: Raw(x, y[members], source, source, *(None if of is None else of[members] for of in (sites, patients)))
-        for split, (members, x) in found.items()
+        for split, (members, x) in parts.items()
     }
 
 
@@ -218,18 +218,18 @@ def _refuse_missing(rows: Sequence[ManifestRow], names: Sequence[str] = ()) -> N
         )
 
 
-def _refuse_alike(found: Mapping[str, str], what: str) -> None:
+def _refuse_alike(places: Mapping[str, str], what: str) -> None:
     """Refuse names that differ by case, spaces, hyphens or invisible characters only, labels by a copy's mark, too."""
     first: dict[str, str] = {}
-    pairs = [(first.setdefault(bare(name), name), name, "spelling") for name in found]
+    pairs = [(first.setdefault(bare(name), name), name, "spelling") for name in places]
     if what == "labels":
-        pairs += [(first.get(bare(COPY.sub("", name)), name), name, "a copy's mark") for name in found]
+        pairs += [(first.get(bare(COPY.sub("", name)), name), name, "a copy's mark") for name in places]
     for other, name, rule in pairs:
         if other != name:
             also = ", or set task.class-names to all of them" if what == "labels" else ""
             raise DataError(
-                f"{what} must differ by more than {rule}; got {shortened(other)} ({found[other]}) and "
-                f"{shortened(name)} ({found[name]}): write them alike{also}"
+                f"{what} must differ by more than {rule}; got {shortened(other)} ({places[other]}) and "
+                f"{shortened(name)} ({places[name]}): write them alike{also}"
             )
 
 

@@ -50,14 +50,14 @@ def read_own(task: TaskConfig) -> dict[str, Raw]:
     if not isinstance(splits, Mapping) or set(splits) not in SPLITS:
         got = ", ".join(map(str, splits)) if isinstance(splits, Mapping) else type(splits).__name__
         raise ConfigError(f'{option} must return {{"train": …, "test": …}}, perhaps with "val", or "all"; got {got}')
-    found = {}
+    raws = {}
     for name, split in splits.items():
         source = f"{option}, {name}"
         with users_code(DataError, f"{option}: the split {name} is no images with labels"):
             x, y = arrays_of(split)
             y = Classes(task).numbers(y, source) if task.kind == "classification" and y.ndim == 1 else y
-            found[name] = Raw(channels_first(x, (task.channels,)), y, source, source)
-    return found
+            raws[name] = Raw(channels_first(x, (task.channels,)), y, source, source)
+    return raws
 
 
 def arrays_of(split: Any) -> tuple[NDArray[Any], NDArray[Any]]:

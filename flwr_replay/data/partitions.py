@@ -78,7 +78,7 @@ class Partition:
         others = [self._taken(dataset.test, own, at) for at, own in enumerate(self.test) if at != k]
         if not others:
             return dataset.test.take(np.arange(0))
-        return Examples(np.concatenate([one.x for one in others]), np.concatenate([one.y for one in others]))
+        return Examples(np.concatenate([shard.x for shard in others]), np.concatenate([shard.y for shard in others]))
 
     def _taken(self, examples: Examples, indices: Indices, k: int) -> Examples:
         """Return the k-th institution's examples, with its contrast."""
@@ -242,8 +242,8 @@ def patients_of(examples: Examples) -> Patients:
     members = np.split(order, np.cumsum(np.bincount(codes))[:-1])
     members = [members[p] for p in np.argsort(first)]
     mean = is_continuous(labels)
-    found = [labels[own].mean() if mean else np.bincount(labels[own]).argmax() for own in members]
-    return Patients(np.asarray(found, labels.dtype), members)
+    values = [labels[own].mean() if mean else np.bincount(labels[own]).argmax() for own in members]
+    return Patients(np.asarray(values, labels.dtype), members)
 
 
 def _refuse_counting(patients: Patients, config: PartitionConfig) -> None:

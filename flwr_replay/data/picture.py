@@ -155,20 +155,20 @@ def _dicom(path: Path, named: str) -> Image.Image:
     except ModuleNotFoundError:
         raise ConfigError(f"a DICOM file needs the package pydicom; got {named}: {installing('dicom')}") from None
     try:
-        found = pydicom.dcmread(path)
-        kind = found.PhotometricInterpretation
+        picture = pydicom.dcmread(path)
+        kind = picture.PhotometricInterpretation
         if kind not in ("MONOCHROME1", "MONOCHROME2"):
             array = pixels.pixel_array(path)  # in RGB
             if array.ndim != 3 or array.dtype != np.uint8:
                 raise DataError(f"a DICOM file has one frame, grey or with 8 bits per colour; {named} has others")
             return Image.fromarray(array)
-        array = found.pixel_array
+        array = picture.pixel_array
         if array.ndim != 2:
             raise DataError(f"a DICOM file has one frame; {named} has shape {array.shape}: write one file for each")
-        padding, array = _padding(found, array), pixels.apply_modality_lut(array, found)
-        if found.get("RescaleSlope"):  # it is applied, and a window of pydicom's would be inverted by a negative one
-            found.RescaleSlope = abs(found.RescaleSlope)
-        grey = _bytes(np.asarray(pixels.apply_voi_lut(array, found), np.float64), named, ~padding)
+        padding, array = _padding(picture, array), pixels.apply_modality_lut(array, picture)
+        if picture.get("RescaleSlope"):  # it is applied, and a window of pydicom's would be inverted by a negative one
+            picture.RescaleSlope = abs(picture.RescaleSlope)
+        grey = _bytes(np.asarray(pixels.apply_voi_lut(array, picture), np.float64), named, ~padding)
         return Image.fromarray(np.where(padding, 0, 255 - grey if kind == "MONOCHROME1" else grey).astype(np.uint8))
     except (DataError, FileNotFoundError):
         raise
@@ -176,12 +176,12 @@ def _dicom(path: Path, named: str) -> Image.Image:
         raise DataError(f"{named} must be a DICOM image; it cannot be read: {line_of(error)}") from None
 
 
-def _padding(found: Any, stored_HW: NDArray[Any]) -> NDArray[np.bool_]:
+def _padding(picture: Any, stored_HW: NDArray[Any]) -> NDArray[np.bool_]:
     """Say which stored values are padding, such as the corners around a round scan (DICOM PS3.3 C.7.5.1.1.2)."""
-    value = found.get("PixelPaddingValue")
+    value = picture.get("PixelPaddingValue")
     if value is None:
         return np.zeros(stored_HW.shape, bool)
-    limit, unused = found.get("PixelPaddingRangeLimit"), 8 * stored_HW.itemsize - found.BitsStored
+    limit, unused = picture.get("PixelPaddingRangeLimit"), 8 * stored_HW.itemsize - picture.BitsStored
     ends = np.asarray([value, value if limit is None else limit]).astype(stored_HW.dtype)  # many write -2000 as 63536
     low, high = np.sort(ends << unused >> unused)
     within: NDArray[np.bool_] = (low <= stored_HW) & (stored_HW <= high)

@@ -93,19 +93,19 @@ def read_idx(task: TaskConfig) -> dict[str, Raw]:
     """Read idx files as of MNIST, plain or .gz; if there is only the t10k split, divide it four to one."""
     root, inner = data_root(task), TORCHVISION_FOLDER.get(task.name, "")
     places = [root, root / inner / "raw"] if inner else [root]
-    found = {split: _idx_pair(places, prefix) for split, prefix in (("train", "train"), ("test", "t10k"))}
-    if not found["test"] and task.download:
+    pairs = {split: _idx_pair(places, prefix) for split, prefix in (("train", "train"), ("test", "t10k"))}
+    if not pairs["test"] and task.download:
         if not inner:
-            known = " and task=".join(TORCHVISION_FOLDER)
-            raise ConfigError(f"task.download=true downloads idx files of task={known} only; got task={task.name}")
+            names = " and task=".join(TORCHVISION_FOLDER)
+            raise ConfigError(f"task.download=true downloads idx files of task={names} only; got task={task.name}")
         vision = getattr(importlib.import_module("torchvision.datasets"), inner)
         _fetch(root, inner, lambda scratch: vision(str(scratch), download=True))
-        found = {split: _idx_pair(places, prefix) for split, prefix in (("train", "train"), ("test", "t10k"))}
-    if not found["test"]:
+        pairs = {split: _idx_pair(places, prefix) for split, prefix in (("train", "train"), ("test", "t10k"))}
+    if not pairs["test"]:
         raise _missing(task, "t10k-images-idx3-ubyte (or .gz)", places)
     raws = {
         split: Raw(_read_idx(images, 3)[:, None], _read_idx(labels, 1), str(images), str(labels))
-        for split, (images, labels) in ((split, pair) for split, pair in found.items() if pair)
+        for split, (images, labels) in ((split, pair) for split, pair in pairs.items() if pair)
     }
     return raws if "train" in raws else {"all": raws["test"]}
 
@@ -120,9 +120,9 @@ def _idx_pair(places: list[Path], prefix: str) -> tuple[Path, Path] | None:
         }
         if files[images] and files[labels]:
             return files[images][0], files[labels][0]
-        for rule, found, lacking in (("images need labels", images, labels), ("labels need images", labels, images)):
-            if files[found]:
-                raise DataError(f"{rule}; got {files[found][0]} without {lacking} in its folder: add it")
+        for rule, there, lacking in (("images need labels", images, labels), ("labels need images", labels, images)):
+            if files[there]:
+                raise DataError(f"{rule}; got {files[there][0]} without {lacking} in its folder: add it")
     return None
 
 

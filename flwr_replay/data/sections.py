@@ -53,8 +53,8 @@ def read_isbi2012(task: TaskConfig) -> dict[str, Raw]:
         if image not in images:
             raise DataError(f"a mask needs its section; got {label} without {image.name}: add it")
     tested = math.ceil(TEST_SHARE * len(images))
-    found = {"train": images[: -tested - GAP], "test": images[-tested:]}
-    return {split: _patches(sections, task.size) for split, sections in found.items()}
+    parts = {"train": images[: -tested - GAP], "test": images[-tested:]}
+    return {split: _patches(sections, task.size) for split, sections in parts.items()}
 
 
 def _patches(sections: list[Path], size: int) -> Raw:

@@ -50,8 +50,8 @@ def by_subjects(rows: Sequence[ManifestRow], task: TaskConfig, source: Path) -> 
     places = np.flatnonzero(rest)
     among = [rows[n] for n in places.tolist()]
     strata = [(row.site, row.label if task.kind == "classification" else "") for row in among]
-    found = divide([row.patient for row in among], strata, task, source, 0.0 if fixed else TEST_SHARE)
-    splits = {split: places[members] for split, members in found.items()}
+    members_of = divide([row.patient for row in among], strata, task, source, 0.0 if fixed else TEST_SHARE)
+    splits = {split: places[members] for split, members in members_of.items()}
     return splits | {"test": np.flatnonzero(tests)} if fixed else splits
 
 

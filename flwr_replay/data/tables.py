@@ -88,8 +88,8 @@ def read_heart_disease(task: TaskConfig) -> dict[str, Raw]:
             y = (table[chosen, LABEL] > 0).astype(np.int64)
             parts[split].append((features[chosen], y, np.full(len(chosen), path.name.split(".")[1])))
     raws = {}
-    for split, found in parts.items():
-        x, y, sites = zip(*found, strict=True)
+    for split, of_files in parts.items():
+        x, y, sites = zip(*of_files, strict=True)
         features = np.concatenate(x)[:, :, None, None]
         raws[split] = Raw(features, np.concatenate(y), str(root), str(root), np.concatenate(sites))
     return raws
