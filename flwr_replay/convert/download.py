@@ -27,14 +27,14 @@ def keyed_rows(path: Path, key: str, columns: Sequence[str]) -> dict[str, dict[s
     DataError
         As `csv_rows`, and for a row without a key, or with the same key as another row.
     """
-    found: dict[str, dict[str, str]] = {}
+    by_key: dict[str, dict[str, str]] = {}
     for where, row in csv_rows(path, [key, *columns]):
         if not row[key]:
             raise DataError(f"every row must have a value for {key!r}; {where} has none")
-        if row[key] in found:
+        if row[key] in by_key:
             raise DataError(f"every {key!r} must be listed once; {where} has {row[key]!r} again")
-        found[row[key]] = row
-    return found
+        by_key[row[key]] = row
+    return by_key
 
 
 def located(rows: Sequence[ManifestRow]) -> list[ManifestRow]:
@@ -51,12 +51,12 @@ def located(rows: Sequence[ManifestRow]) -> list[ManifestRow]:
             images.setdefault((folder, file.stem), []).append(file)
     files = []
     for row in rows:
-        found = images.get((row.file.parent, row.file.stem), [])
-        if not found:
+        paths = images.get((row.file.parent, row.file.stem), [])
+        if not paths:
             raise DataError(f"image {row.file} ({row.where}) does not exist: add it, or leave out its row")
-        if len(found) > 1 and row.file not in found:
-            raise DataError(f"image {row.file} must be one file; got {found[0]} and {found[1]}: remove one")
-        files.append(row.file if row.file in found else found[0])
+        if len(paths) > 1 and row.file not in paths:
+            raise DataError(f"image {row.file} must be one file; got {paths[0]} and {paths[1]}: remove one")
+        files.append(row.file if row.file in paths else paths[0])
     return [replace(row, file=file) for row, file in zip(rows, files, strict=True)]
 
 
