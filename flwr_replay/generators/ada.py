@@ -64,5 +64,5 @@ def augmented(x_BCHW: Tensor, p: float, rng: torch.Generator) -> Tensor:
     rows = [torch.stack([cos * flip, -sin, shift_B2[:, 0]], 1), torch.stack([sin * flip, cos, shift_B2[:, 1]], 1)]
     grid = F.affine_grid(torch.stack(rows, 1).to(device), list(x_BCHW.shape), align_corners=False)
     moved = F.grid_sample(x_BCHW, grid, padding_mode="reflection", align_corners=False)
-    factor, offset = (one.to(device)[:, None, None, None] for one in (contrast, brightness))
+    factor, offset = (draws_B.to(device)[:, None, None, None] for draws_B in (contrast, brightness))
     return moved * factor + offset

@@ -129,10 +129,10 @@ class MaskGIT(CodePrior):
         """Draw a code by each row of odds (..., K); return it, and how sure it is, with noise."""
         shape = odds.shape[:-1]
         place, noise = (torch.rand(shape, generator=rng).to(odds.device) for _ in range(2))
-        found = (odds.cumsum(-1) < place[..., None]).sum(-1).clamp(max=self.codebook_size - 1)
+        codes = (odds.cumsum(-1) < place[..., None]).sum(-1).clamp(max=self.codebook_size - 1)
         gumbel = -(-noise.clamp(min=1e-20).log()).clamp(min=1e-20).log()
-        surely = odds.gather(-1, found[..., None])[..., 0].clamp(min=1e-20).log()
-        return found, surely + self.temperature * heat * gumbel
+        surely = odds.gather(-1, codes[..., None])[..., 0].clamp(min=1e-20).log()
+        return codes, surely + self.temperature * heat * gumbel
 
     def _features(self, tokens_BPS: Tensor, labels_B: Tensor) -> Tensor:
         """Return features (B, P, F) of all positions, from codes and masks of all."""

@@ -76,11 +76,11 @@ class LocalFeatures(Look):
     def maps(self, x_BCHW: Tensor) -> list[Tensor]:
         """Return the features of every layer."""
         x = x_BCHW if self.form.size <= SIDE else F.interpolate(x_BCHW, size=(SIDE, SIDE), mode="area")
-        found = []
+        maps = []
         for layer in self.layers:
             x = F.relu(layer(x))
-            found.append(x)
-        return found
+            maps.append(x)
+        return maps
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
         """Return the unit vectors of all places and layers, scaled."""
@@ -131,20 +131,20 @@ class LpipsFeatures(Look):
         except ImportError:
             raise ConfigError(f"generator.perceptual-weights needs the package lpips: {installing('gan')}") from None
         path = Path(file).expanduser().absolute()
-        found = read_weights(path, "generator.perceptual-weights", ["features.0.weight"]).arrays
-        first = found.get("features.0.weight")
+        weights = read_weights(path, "generator.perceptual-weights", ["features.0.weight"]).arrays
+        first = weights.get("features.0.weight")
         kind = next((name for name, shape in BACKBONES.items() if first is not None and first.shape == shape), "")
         with warnings.catch_warnings():  # it calls torchvision in an old way
             warnings.simplefilter("ignore")
             self.lpips = lpips.LPIPS(net=kind or "alex", pnet_rand=True, verbose=False)
         own = self.lpips.net.state_dict()  # its parts are sliceK.N of torchvision's features.N
         ours = {name: "features." + name.split(".", 1)[1] for name in own}
-        if any(found.get(theirs, torch.empty(0)).shape != own[name].shape for name, theirs in ours.items()):
+        if any(weights.get(theirs, torch.empty(0)).shape != own[name].shape for name, theirs in ours.items()):
             raise ConfigError(
                 f"generator.perceptual-weights must be torchvision's weights of AlexNet or VGG-16; {file} holds "
                 "others: save alexnet(weights=…).state_dict()"
             )
-        self.lpips.net.load_state_dict({name: found[theirs] for name, theirs in ours.items()})
+        self.lpips.net.load_state_dict({name: weights[theirs] for name, theirs in ours.items()})
         self.requires_grad_(False)
         self.name = f"LPIPS, {kind}"
 
@@ -177,22 +177,22 @@ def nearest(a_AF: Tensor, b_BF: Tensor) -> Tensor:
 
 def nearest_other(x_nF: Tensor) -> Tensor:
     """Return the squared distance (n,) of every vector to the nearest of all others."""
-    found = []
+    nearest = []
     for first in range(0, len(x_nF), AT_ONCE):
         distances_An = squared_distances(x_nF[first : first + AT_ONCE], x_nF)
         distances_An[torch.arange(len(distances_An)), torch.arange(first, first + len(distances_An))] = torch.inf
-        found.append(distances_An.amin(1))
-    return torch.cat(found)
+        nearest.append(distances_An.amin(1))
+    return torch.cat(nearest)
 
 
 def spread(x_nCHW: Tensor, y_n: Tensor) -> float:
     """Return the mean distance of two images of a class, pixels, averaged over the classes with more than one."""
-    flat_nF, found = as_input(x_nCHW).flatten(1).cpu(), []
+    flat_nF, distances = as_input(x_nCHW).flatten(1).cpu(), []
     for label in torch.unique(y_n):
         own = flat_nF[(y_n == label).cpu()][:AT_ONCE]
         if len(own) > 1:
-            found.append(float(torch.cdist(own, own).sum() / (len(own) * (len(own) - 1))))
-    return float(np.mean(found))
+            distances.append(float(torch.cdist(own, own).sum() / (len(own) * (len(own) - 1))))
+    return float(np.mean(distances))
 
 
 def precision(drawn_AF: Tensor, real_nF: Tensor, neighbours: int = 3) -> float:

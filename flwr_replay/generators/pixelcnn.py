@@ -111,12 +111,12 @@ class PixelCNN(nn.Module):
 
     def _rows_before(self, codes_BHW: Tensor) -> list[Tensor]:
         """Return each layer's vertical features (B, 2F, H, W), which depend only on the rows before."""
-        found, v = [], _features(self.embed, codes_BHW)
+        before, v = [], _features(self.embed, codes_BHW)
         for layer in self.layers:
             assert isinstance(layer, GatedLayer)
-            found.append(layer.vertical(v))
-            v = _gate(found[-1])
-        return found
+            before.append(layer.vertical(v))
+            v = _gate(before[-1])
+        return before
 
     def _logits(self, codes_BHW: Tensor, rows: list[Tensor], labels_B: Tensor, above: Tensor | None) -> Tensor:
         h = _features(self.embed, codes_BHW)

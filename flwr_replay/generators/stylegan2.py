@@ -198,22 +198,22 @@ class StyleGAN2(ImageGenerator):
             assert classes is not None
             self._train_under_dp(images, labels, steps, dp, classes)
             return {"loss": 0.0}
-        found: defaultdict[str, list[Tensor]] = defaultdict(list)
+        recorded: defaultdict[str, list[Tensor]] = defaultdict(list)
         for step in steps:
             rows = rows_of_step(step, len(labels), self.config.batch_size, self.seed).to(images.device)
             x_BCHW = self._padded(as_input(images[rows]).to(self.device) * 2 - 1)
             y_B, rng = labels[rows.to(labels.device)].to(self.device), step_rng(self.seed, step)
-            found["discriminator"].append(self._discriminator_step(step, x_BCHW, y_B, rng))
+            recorded["discriminator"].append(self._discriminator_step(step, x_BCHW, y_B, rng))
             second = step >= self.config.steps and self.config.keeps_distance
             nearness = partial(self._privacy_loss(images, labels), rows_B=rows.to(self.device)) if second else None
             for name, value in self._generator_step(step, y_B, rng, nearness).items():
-                found[name].append(value)
+                recorded[name].append(value)
             self._average(step)
             if (step + 1) % ADA_EVERY == 0 and self.config.ada_images:
                 self.p = adapted(self.p, self.signs / ADA_EVERY, ADA_EVERY * len(y_B), self.config.ada_images)
                 self.signs = 0.0
-        said = {name: float(torch.stack(values).mean()) for name, values in found.items()}
-        return {"loss": 0.0, "p": self.p} | said | ({"margin": self.privacy.margin} if self.privacy else {})
+        means = {name: float(torch.stack(values).mean()) for name, values in recorded.items()}
+        return {"loss": 0.0, "p": self.p} | means | ({"margin": self.privacy.margin} if self.privacy else {})
 
     def _train_under_dp(self, images: Tensor, labels: Tensor, steps: range, dp: ChargedSteps, classes: Tensor) -> None:
         """Make steps of which D's are taken by DP-SGD; fakes are public, and so are their labels."""
@@ -330,7 +330,7 @@ class StyleGAN2(ImageGenerator):
         Source: Karras et al. 2020 (1912.04958), section 5 and appendix D; Pennisi et al. 2023, section IV-C.2. There
         the latent also gets noise, and the noise maps are moved too.
         """
-        found, rng = [], step_rng(self.seed, 0, "closest")
+        shown, rng = [], step_rng(self.seed, 0, "closest")
         for x, y in zip(torch.split(x_BCHW, AT_ONCE), torch.split(labels_B, AT_ONCE), strict=True):
             target_BF = look.embed(x.to(self.device))
             with torch.no_grad():
@@ -345,8 +345,8 @@ class StyleGAN2(ImageGenerator):
                 optimizer.zero_grad()
                 (made_BF - target_BF).square().sum().backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
-            found.append(self._shown(self.running.synthesis(w_BZ, None)).detach().cpu())
-        return torch.cat(found)
+            shown.append(self._shown(self.running.synthesis(w_BZ, None)).detach().cpu())
+        return torch.cat(shown)
 
     def state(self) -> StateDict:
         """Return networks, running means, optimizers and numbers."""

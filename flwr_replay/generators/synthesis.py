@@ -144,10 +144,10 @@ class SynthesisPlan:
             If it cannot be read.
         """
         state, texts = read_with_texts(path)
-        found = json.loads(texts.get("form", "{}"))
-        if found != asdict(self.form):
+        written = json.loads(texts.get("form", "{}"))
+        if written != asdict(self.form):
             own, got = (
-                ", ".join(f"{name} {number}" for name, number in form.items()) for form in (asdict(self.form), found)
+                ", ".join(f"{name} {number}" for name, number in form.items()) for form in (asdict(self.form), written)
             )
             raise ConfigError(f"{path} must hold a generator with {own}; got {got or 'none'}")
         generator = self.fresh(seed, device)

@@ -123,8 +123,8 @@ class VQVAE2Images(ImageGenerator):
             rows = next(drawn) if drawn else rows_of_step(step - middle, n, prior.batch_size, of_prior)
             y_B = labels[rows.to(labels.device)]
             losses.append(prior_step(prior, self.prior, self.prior_optimizer, codes[rows], y_B, rng, dp))
-        found = [loss for loss in losses if loss is not None]
-        return {"loss": float(torch.stack(found).mean()) if found else 0.0}
+        counted = [loss for loss in losses if loss is not None]
+        return {"loss": float(torch.stack(counted).mean()) if counted else 0.0}
 
     def _codes(self, images: Tensor) -> Tensor:
         """Encode all images: (n, N), on the CPU."""
