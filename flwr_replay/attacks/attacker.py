@@ -88,10 +88,10 @@ class Attacker:
         seconds: float = 60,
     ) -> None:
         if auxiliary is not None:
-            found = tuple(auxiliary.images_mCHW.shape[1:])
+            shape = tuple(auxiliary.images_mCHW.shape[1:])
             require(
-                found == form,
-                f"auxiliary images must have the form of the institution's, {form}; got {found}: choose others",
+                shape == form,
+                f"auxiliary images must have the form of the institution's, {form}; got {shape}: choose others",
             )
         self.form, self.auxiliary, self.seed, self.seconds = form, auxiliary, seed, seconds
 
@@ -106,15 +106,15 @@ class Attacker:
         batch, tuned_on = (len(latents_n), len(latents_n)) if mixed else (BLOCK, TUNED_ON)
 
         def matched() -> tuple[Tensor, dict[str, float]]:
-            def attack(one: Search, latents: Tensor = latents_n if mixed else latents_n[:few]) -> Tensor:
-                return invert_latents(encoder, latents, self.form, one, self.seed)
+            def attack(search: Search, latents: Tensor = latents_n if mixed else latents_n[:few]) -> Tensor:
+                return invert_latents(encoder, latents, self.form, search, self.seed)
 
             candidates = self._paced(LATENT_SEARCHES, attack, tuned_on / (len(latents_n) if mixed else few))
             search = candidates[len(candidates) // 2]
             if self.auxiliary and candidates[1:]:
                 known = self.auxiliary.images_mCHW[:tuned_on]
                 sent = latents_of(encoder, known, dtype, batch)
-                search = _chosen(candidates, lambda one: attack(one, sent), known)
+                search = _chosen(candidates, lambda candidate: attack(candidate, sent), known)
             return attack(search), _settings(search, candidates)
 
         yield Attempt(OPTIMISED, matched)
@@ -179,13 +179,13 @@ class Attacker:
         if len(labels_n) == 1 and local.steps == 1 and has_linear_input(model):
             yield Attempt(ANALYTIC, lambda: (first_input(model, local.gradients(model, change), self.form), {}))
 
-        def attack(one: Search, of: Arrays = change, labels: Tensor = labels_n) -> Tensor:
-            return invert(model, loss, of, labels, self.form, local, one, self.seed)
+        def attack(search: Search, of: Arrays = change, labels: Tensor = labels_n) -> Tensor:
+            return invert(model, loss, of, labels, self.form, local, search, self.seed)
 
         def matched() -> tuple[Tensor, dict[str, float]]:
             weights = (0.0, STATISTICS) if any(map(is_statistic, change)) else (0.0,)
             candidates = self._paced(
-                [replace(one, statistics=weight) for one in CHANGE_SEARCHES for weight in weights], attack, 1.0
+                [replace(search, statistics=weight) for search in CHANGE_SEARCHES for weight in weights], attack, 1.0
             )
             search = candidates[len(candidates) // 2]
             if self.auxiliary and candidates[1:] and len(self.auxiliary.labels_m) >= len(labels_n):
@@ -193,7 +193,7 @@ class Attacker:
                 own = labels_n if at_cut else self.auxiliary.labels_m[: len(labels_n)]
                 simulated = change_of(model, loss, as_input(few), own, local)
                 known = {name: array for name, array in simulated.items() if name in change}
-                search = _chosen(candidates, lambda one: attack(one, known, own), few)
+                search = _chosen(candidates, lambda candidate: attack(candidate, known, own), few)
             return attack(search), _settings(search, candidates)
 
         yield Attempt(MATCHING, matched)
@@ -239,8 +239,8 @@ def _chosen(candidates: Sequence[Search], attack: Callable[[Search], Tensor], au
     Return the choice with all steps.
     """
     short = [replace(search, steps=max(FEWEST_SHORT, search.steps // SHORT)) for search in candidates]
-    one = tuned(short, attack, auxiliary)
-    best = tuned([one, replace(one, steps=one.steps // RESTARTS, restarts=RESTARTS)], attack, auxiliary)
+    chosen = tuned(short, attack, auxiliary)
+    best = tuned([chosen, replace(chosen, steps=chosen.steps // RESTARTS, restarts=RESTARTS)], attack, auxiliary)
     return replace(best, steps=candidates[0].steps // best.restarts)
 
 

@@ -114,8 +114,8 @@ def change_of(
         with _statistics(model, running):
             buffers = {name: b.clone() for name, b in model.named_buffers()}
             value = loss(functional_call(model, {**weights, **buffers}, (x_nCHW[rows],)), y_n[rows])
-        found = torch.autograd.grad(value, list(weights.values()), create_graph=differentiable, allow_unused=True)
-        for (name, weight), gradient in zip(list(weights.items()), found, strict=True):
+        gradients = torch.autograd.grad(value, list(weights.values()), create_graph=differentiable, allow_unused=True)
+        for (name, weight), gradient in zip(list(weights.items()), gradients, strict=True):
             moved = torch.zeros_like(weight) if gradient is None else gradient
             moved = moved + local.weight_decay * weight if local.weight_decay else moved
             moved = moved + local.pull * (weight - sent[name].detach()) if local.pull else moved
@@ -172,13 +172,13 @@ def invert(
     }
 
     def objective(x_nCHW: Tensor) -> Tensor:
-        found = change_of(model, loss, x_nCHW, labels_n, local, differentiable=True)
-        moved = torch.cat([found[name].flatten() for name in names])
+        simulated = change_of(model, loss, x_nCHW, labels_n, local, differentiable=True)
+        moved = torch.cat([simulated[name].flatten() for name in names])
         cosine = moved @ wanted / (moved.norm() * wanted.norm()).clamp(min=1e-12)
         value: Tensor = 1 - cosine + search.alpha * total_variation(x_nCHW).mean()
         for name, before in sent.items():
             scale = (change[name] - before).square().sum().clamp(min=1e-12)
-            value = value + search.statistics * (found[name] - change[name]).square().sum() / scale
+            value = value + search.statistics * (simulated[name] - change[name]).square().sum() / scale
         return value
 
     return minimise(objective, (len(labels_n), *form), search, seed, wanted.device)

@@ -74,12 +74,12 @@ def invert(encoder: nn.Module, latents_n: Tensor, form: tuple[int, int, int], se
     encoder = _frozen(encoder)
     together = mixes(encoder)
     size = len(latents_n) if together else at_once(torch.empty(1, *form), AT_ONCE)
-    found = []
+    images = []
     for part, latents_B in enumerate(torch.split(latents_n, size)):
         objective = _mismatch(encoder, latents_B, search.alpha, together)
         seed_of_part = derived_seed(seed, "part", part)
-        found.append(minimise(objective, (len(latents_B), *form), search, seed_of_part, latents_B.device))
-    return torch.cat(found)
+        images.append(minimise(objective, (len(latents_B), *form), search, seed_of_part, latents_B.device))
+    return torch.cat(images)
 
 
 class LatentDecoder(nn.Module):

@@ -239,7 +239,7 @@ def membership(member_scores_n: Tensor, other_scores_m: Tensor) -> MembershipSco
     n, m = len(members_n), len(others_m)
     descending_m = np.sort(others_m)[::-1]
 
-    def found(at_most: float) -> Estimate:
+    def true_positives(at_most: float) -> Estimate:
         wrong = int(np.flatnonzero(np.arange(m) / m <= at_most)[-1])  # others that may be taken for members
         return share(int((members_n > descending_m[wrong]).sum()), n)
 
@@ -247,6 +247,6 @@ def membership(member_scores_n: Tensor, other_scores_m: Tensor) -> MembershipSco
         members=n,
         non_members=m,
         auc=auc_estimate(auc(members_n, others_m), n, m),
-        tpr_at_1_percent=found(0.01),
-        tpr_at_01_percent=found(0.001),
+        tpr_at_1_percent=true_positives(0.01),
+        tpr_at_01_percent=true_positives(0.001),
     )

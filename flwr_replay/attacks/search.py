@@ -59,10 +59,10 @@ def minimise(
             schedule.step()
             with torch.no_grad():
                 x.clamp_(0, 1)
-        found = objective(x).detach()
-        better = found < least
+        values = objective(x).detach()
+        better = values < least
         best_BCHW = torch.where(better.reshape(-1, 1, 1, 1), x.detach(), best_BCHW)
-        least = torch.where(better, found, least)
+        least = torch.where(better, values, least)
     return best_BCHW
 
 
