@@ -64,10 +64,10 @@ def augmented(
     if not {"rotate", "shift", "crop"} & set(changes) or not len(x_BCHW):
         return x_BCHW, y_B
     draws = _drawn(rng, len(x_BCHW), DRAWS).tolist()
-    x_BCHW = torch.stack([_moved(x_CHW, one, changes) for x_CHW, one in zip(x_BCHW, draws, strict=True)])
+    x_BCHW = torch.stack([_moved(x_CHW, draw, changes) for x_CHW, draw in zip(x_BCHW, draws, strict=True)])
     if masks:
         y_B = torch.stack(
-            [_moved(y_HW[None], one, changes, mask=True)[0] for y_HW, one in zip(y_B, draws, strict=True)]
+            [_moved(y_HW[None], draw, changes, mask=True)[0] for y_HW, draw in zip(y_B, draws, strict=True)]
         )
     return x_BCHW, y_B
 

@@ -141,8 +141,8 @@ class LatentStore:
             if not there(meta):
                 continue
             progress = read_json(meta, UPLOAD)
-            if (found := progress.pop(OF_RUN, run)) != run:
-                raise self._damaged(meta.parent.name, f"they are of the run {found}")
+            if (of_run := progress.pop(OF_RUN, run)) != run:
+                raise self._damaged(meta.parent.name, f"they are of the run {of_run}")
             self.progress[meta.parent.name] = progress
             self._check(meta.parent.name)
 
@@ -221,14 +221,14 @@ class LatentStore:
 
     def reaches(self) -> str:
         """Say whose latents reach furthest, in a line on what to do where the union cannot be trained on."""
-        found = {
+        reach = {
             name: math.prod(largest({key: array}) for key, array in self._open(name).items() if key != "labels")
             for name in self.complete
         }
-        furthest = max(found, key=found.__getitem__)
-        others = max((size for name, size in found.items() if name != furthest), default=0.0)
+        furthest = max(reach, key=reach.__getitem__)
+        others = max((size for name, size in reach.items() if name != furthest), default=0.0)
         return (
-            f"latents of {furthest} reach {found[furthest]:.3g}, all others' {others:.3g}: where they are wrong, "
+            f"latents of {furthest} reach {reach[furthest]:.3g}, all others' {others:.3g}: where they are wrong, "
             f"remove {self.folder / furthest} and resume the run without that institution"
         )
 
@@ -266,8 +266,8 @@ class LatentStore:
     def _open(self, name: str) -> dict[str, NDArray[Any]]:
         try:
             with reading(self.folder / name):
-                found = {path.stem: np.load(path, mmap_mode="r") for path in entries(self.folder / name, "*.npy")}
-            return {"latents": found["latents"], "labels": found["labels"], **found}
+                arrays = {path.stem: np.load(path, mmap_mode="r") for path in entries(self.folder / name, "*.npy")}
+            return {"latents": arrays["latents"], "labels": arrays["labels"], **arrays}
         except (ValueError, TypeError, EOFError, KeyError) as error:
             raise self._damaged(name, str(error)) from None
 
@@ -278,23 +278,23 @@ class LatentStore:
         )
 
 
-def prefetched(found: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+def prefetched(batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the same batches; a thread reads each of them while the one before it is used."""
     with ThreadPoolExecutor(1) as reader:
-        coming = reader.submit(next, found, None)
+        coming = reader.submit(next, batches, None)
         while (batch := coming.result()) is not None:
-            coming = reader.submit(next, found, None)
+            coming = reader.submit(next, batches, None)
             yield batch
 
 
-def on_device(found: Iterator[tuple[Tensor, Tensor]], device: torch.device | str) -> Iterator[tuple[Tensor, Tensor]]:
+def on_device(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device | str) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield batches on a device; for a GPU they are read ahead and pinned, so that they are copied while it computes.
 
     On a CPU reading ahead was slower (docs/speed.md).
     """
     if torch.device(device).type == "cuda":
-        found = prefetched((x_B.pin_memory(), y_B.pin_memory()) for x_B, y_B in found)
-    for x_B, y_B in found:
+        batches = prefetched((x_B.pin_memory(), y_B.pin_memory()) for x_B, y_B in batches)
+    for x_B, y_B in batches:
         yield x_B.to(device, non_blocking=True), y_B.to(device, non_blocking=True)
 
 

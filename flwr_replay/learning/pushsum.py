@@ -94,16 +94,16 @@ def mixed(
             f"an institution's weight must not vanish; with {kept:g} kept and {len(arrived)} parcels it is {total:g}: "
             "choose a topology in which everyone keeps a share and gets as much as it sends, such as exponential-half"
         )
-    result = {}
+    mixed = {}
     for name, array in theta.items():
         if not np.issubdtype(array.dtype, np.floating):
-            result[name] = array.copy()
+            mixed[name] = array.copy()
             continue
         terms = [_times(array, w * kept)] if kept else []
         terms += [_times(arrays[name], 1.0) for arrays, _ in arrived]
         z = sum(terms[1:], terms[0])  # line 8
-        result[name] = np.asarray(z / total, array.dtype)  # line 10
-    return result, total
+        mixed[name] = np.asarray(z / total, array.dtype)  # line 10
+    return mixed, total
 
 
 def _times(array: NDArray[Any], factor: float) -> NDArray[Any]:

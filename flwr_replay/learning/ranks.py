@@ -190,10 +190,10 @@ class Ranks:
         answer: Answer = answers[0]
         return answer
 
-    def _fault(self, rank: int, said: str) -> RunError:
+    def _fault(self, rank: int, fault: str) -> RunError:
         self.processes[rank].join(GRACE)
         ended = [(k, process.exitcode) for k, process in enumerate(self.processes) if process.exitcode]
-        what = f"process {rank}: {said}"
+        what = f"process {rank}: {fault}"
         if ended:  # the others then only say that they lost it
             what = ", ".join(f"process {k} ended with exit code {code}" for k, code in ended)
         return RunError(
@@ -265,4 +265,4 @@ def _train(
 
 def _loopback() -> str:
     """Return the name of this machine's loopback interface."""
-    return next(name for name, at in psutil.net_if_addrs().items() if any(one.address == "127.0.0.1" for one in at))
+    return next(name for name, at in psutil.net_if_addrs().items() if any(entry.address == "127.0.0.1" for entry in at))

@@ -91,7 +91,7 @@ class Task(ABC):
         n = sum(evaluation.num_examples for evaluation in evaluations)
         if n < 1:
             raise WireError(f"an evaluation must be of at least one example; got {n}")
-        losses = [(one.loss, one.num_examples) for one in evaluations if one.loss is not None]
+        losses = [(part.loss, part.num_examples) for part in evaluations if part.loss is not None]
         loss = {"loss": float(sum(loss * n_k for loss, n_k in losses) / n)} if len(losses) == len(evaluations) else {}
         return {**self.pooled(evaluations), **loss}
 
@@ -209,10 +209,10 @@ class Classification(Task):
 
 def _hits_in_group(evaluations: Sequence[Evaluation]) -> int:
     total = 0
-    for one in evaluations:
-        if one.hits_in_group is None or not 0 <= one.hits_in_group <= one.num_examples:
-            raise WireError(f"hits-in-group must count examples of the shard; got {one.hits_in_group}")
-        total += one.hits_in_group
+    for part in evaluations:
+        if part.hits_in_group is None or not 0 <= part.hits_in_group <= part.num_examples:
+            raise WireError(f"hits-in-group must count examples of the shard; got {part.hits_in_group}")
+        total += part.hits_in_group
     return total
 
 
@@ -267,7 +267,7 @@ class Regression(Task):
         {'mae': 2.5, 'rmse': 2.646, 'loss': 0.0}
         """
         n = sum(evaluation.num_examples for evaluation in evaluations)
-        errors = [(one.absolute_error, one.squared_error) for one in evaluations]
+        errors = [(part.absolute_error, part.squared_error) for part in evaluations]
         if any(a is None or s is None or min(a, s) < 0 for a, s in errors):
             raise WireError("an evaluation of a regression must hold absolute-error and squared-error, not below 0")
         absolute, squared = (sum(error or 0.0 for error in kind) for kind in zip(*errors, strict=True))
@@ -333,7 +333,7 @@ class Segmentation(Task):
         {'dice': 0.8, 'dice-mean': 0.4211, 'pixel-accuracy': 0.875}
         """
         counts_4 = _summed(evaluations, "confusion", 4)
-        own = [_dice(_summed([one], "confusion", 4)) for one in evaluations if one.num_examples]
+        own = [_dice(_summed([part], "confusion", 4)) for part in evaluations if part.num_examples]
         pixel_accuracy = float((counts_4[0] + counts_4[3]) / counts_4.sum())
         return {"dice": _dice(counts_4), "dice-mean": sum(own) / len(own), "pixel-accuracy": pixel_accuracy}
 

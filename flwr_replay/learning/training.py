@@ -185,13 +185,13 @@ def late_steps(
     An output and the gradient of its loss there have one shape. The part's parameters step; the optimizer may be over
     others, too, which stay. Inputs that require a gradient find it in `.grad`.
     """
-    found = []
+    gradients_of = []
     for output, gradient in zip(outputs, gradients, strict=True):
         if output.requires_grad:  # nothing of the part may train
             torch.autograd.backward(output, gradient)
-        found.append([parameter.grad for parameter in part.parameters()])
+        gradients_of.append([parameter.grad for parameter in part.parameters()])
         part.zero_grad()
-    for taken in found:
+    for taken in gradients_of:
         for parameter, gradient_of in zip(part.parameters(), taken, strict=True):
             parameter.grad = gradient_of
         optimizer.step()
