@@ -66,15 +66,15 @@ def filters() -> Tensor:
     place = torch.arange(SIDE, dtype=torch.float64) - SIDE // 2
     y, x = torch.meshgrid(place, place, indexing="ij")
     window = torch.exp(-(x.square() + y.square()) / (2 * WIDTH**2))
-    found = []
+    waves = []
     for orientation in range(ORIENTATIONS):
         angle = math.pi * orientation / ORIENTATIONS
         along = 2 * math.pi / WAVE * (x * math.cos(angle) + y * math.sin(angle))
         for phase in (0.0, math.pi / 2):
             wave = window * torch.cos(along + phase)
             wave = wave - wave.mean()
-            found.append(wave / wave.norm())
-    return torch.stack(found).unsqueeze(1).float()
+            waves.append(wave / wave.norm())
+    return torch.stack(waves).unsqueeze(1).float()
 
 
 def gabor(model: ModelConfig, task: TaskConfig) -> StagedModel:

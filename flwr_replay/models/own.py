@@ -59,8 +59,8 @@ def own(model: ModelConfig, task: TaskConfig) -> StagedModel:
         copies = {name: tensor.clone() for name, tensor in chain(staged.named_parameters(), staged.named_buffers())}
         trained = functional_call(staged.train(), copies, (x_BCHW,))  # norm statistics stay as they are
     for outputs in (tested, trained):
-        found = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else f"a {type(outputs).__name__}"
-        require(found == expected, f"{option} must give outputs of shape {expected} for two images; got {found}")
+        shape = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else f"a {type(outputs).__name__}"
+        require(shape == expected, f"{option} must give outputs of shape {expected} for two images; got {shape}")
     require(trained.requires_grad, f"{option} must give outputs that depend on a parameter that trains; these do not")
     return staged
 

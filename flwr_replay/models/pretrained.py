@@ -54,15 +54,15 @@ def load_pretrained(model: nn.Module, file: str) -> nn.Module:
         If the file cannot be read, or if a weight outside the head is missing or has another shape.
     """
     own = model.state_dict()
-    found, where = read_weights(Path(file).expanduser().absolute(), "model.weights", own)
+    weights, where = read_weights(Path(file).expanduser().absolute(), "model.weights", own)
     for name, tensor in own.items():
-        fits = name in found and found[name].shape == tensor.shape
+        fits = name in weights and weights[name].shape == tensor.shape
         if fits:
-            tensor.copy_(found[name])
+            tensor.copy_(weights[name])
         elif name.startswith("head."):
             logging.getLogger("flwr").info("%s: %s keeps its fresh weights", file, name)
         elif not name.endswith("num_batches_tracked"):  # older files lack it
-            raise _lacking("model.weights", name, tuple(tensor.shape), file, Found(found, where))
+            raise _lacking("model.weights", name, tuple(tensor.shape), file, Found(weights, where))
     return model
 
 
@@ -122,17 +122,17 @@ def read_encoder(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str,
     ConfigError
         If it cannot be read, or a weight before the cut is missing or has another shape.
     """
-    found = read_weights(path, "strategy.encoder-file", shapes)
+    weights = read_weights(path, "strategy.encoder-file", shapes)
     for name, shape in shapes.items():
-        if name not in found.arrays or found.arrays[name].shape != shape:
-            raise _lacking("strategy.encoder-file", name, shape, path, found)
-    return {name: found.arrays[name].numpy() for name in shapes}
+        if name not in weights.arrays or weights.arrays[name].shape != shape:
+            raise _lacking("strategy.encoder-file", name, shape, path, weights)
+    return {name: weights.arrays[name].numpy() for name in shapes}
 
 
-def _lacking(option: str, name: str, shape: tuple[int, ...], file: str | Path, found: Found) -> ConfigError:
-    has = f"has {tuple(found.arrays[name].shape)}" if name in found.arrays else "lacks it"
-    held = "" if name in found.arrays else f"; it holds {', '.join(list(found.arrays)[:4])}, …"
-    return ConfigError(f"{option} must hold {name!r} with shape {shape}; {file}{found.where} {has}{held}")
+def _lacking(option: str, name: str, shape: tuple[int, ...], file: str | Path, weights: Found) -> ConfigError:
+    has = f"has {tuple(weights.arrays[name].shape)}" if name in weights.arrays else "lacks it"
+    held = "" if name in weights.arrays else f"; it holds {', '.join(list(weights.arrays)[:4])}, …"
+    return ConfigError(f"{option} must hold {name!r} with shape {shape}; {file}{weights.where} {has}{held}")
 
 
 def _states(loaded: Any, where: tuple[str, ...] = ()) -> Iterator[Found]:
@@ -171,4 +171,4 @@ def _renamed(arrays: dict[str, Tensor], names: Collection[str]) -> dict[str, Ten
     renamed = arrays
     for pattern, ours in NAMES:
         renamed = {re.sub(pattern, ours, name): tensor for name, tensor in renamed.items()}
-    return max(arrays, renamed, key=lambda one: len(one.keys() & set(names)))
+    return max(arrays, renamed, key=lambda weights: len(weights.keys() & set(names)))

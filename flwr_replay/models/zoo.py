@@ -238,12 +238,12 @@ def bytes_of(model: ModelConfig, task: TaskConfig) -> int:
     """Return the bytes of a model's weights without building it; a user's own is built where it needs real numbers."""
     try:
         with torch.device("meta"):
-            found = _fresh(model, task)
+            built = _fresh(model, task)
     except ConfigError:
         if model.name != "own":
             raise
-        found = build(model, task, 0)
-    return sum(value.numel() * value.element_size() for value in found.state_dict().values())
+        built = build(model, task, 0)
+    return sum(value.numel() * value.element_size() for value in built.state_dict().values())
 
 
 @remembered(maxsize=4)
