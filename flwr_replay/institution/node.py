@@ -151,10 +151,10 @@ def _batch_size(config: RunConfig, owned: Mapping[str, str]) -> int:
 
 def _record(owned: Mapping[str, str]) -> str:
     """Return which of its messages the institution keeps; `true` means its own uploads."""
-    wanted = {"true": "up", "false": "none"}.get(owned.get("record", "none").lower(), owned.get("record", "none"))
-    if wanted not in RECORD:
-        raise ConfigError(f"record in --node-config must be true (its own uploads), all or none; got {wanted!r}")
-    return wanted
+    directions = {"true": "up", "false": "none"}.get(owned.get("record", "none").lower(), owned.get("record", "none"))
+    if directions not in RECORD:
+        raise ConfigError(f"record in --node-config must be true (its own uploads), all or none; got {directions!r}")
+    return directions
 
 
 def _root(owned: Mapping[str, str], default: str = "state") -> Path:
@@ -213,8 +213,8 @@ def _with_own_files(config: RunConfig, owned: Mapping[str, str]) -> RunConfig:
                 f"generator.{option.replace('_', '-')} is an institution's own file: leave it out; start the SuperNode "
                 f"""with --node-config '… {FILES[option]}="FILE"'"""
             )
-    own: dict[str, Any] = {option: owned.get(FILES[option], "") for option in options}
-    return replace(config, generator=replace(config.generator, **own))
+    files: dict[str, Any] = {option: owned.get(FILES[option], "") for option in options}
+    return replace(config, generator=replace(config.generator, **files))
 
 
 def _private_model(config: RunConfig, owned: Mapping[str, str]) -> str:

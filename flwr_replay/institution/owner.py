@@ -112,9 +112,9 @@ class Institution:
         DataError
             If they are no images with labels, or a DataLoader draws only some of its examples.
         """
-        used = examples_of(train)
-        held = used.take(np.arange(0)) if test is None else examples_of(test)
-        return cls(name, lambda: Dataset(name, used, held), select_device(device))
+        train_shard = examples_of(train)
+        held = train_shard.take(np.arange(0)) if test is None else examples_of(test)
+        return cls(name, lambda: Dataset(name, train_shard, held), select_device(device))
 
     @cached_property
     def state(self) -> Path:

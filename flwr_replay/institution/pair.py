@@ -139,18 +139,18 @@ class PairClient(InstitutionClient):
         under DP: φ goes back to its weights from before this training, with a fresh optimizer.
         """
         loss = learner.loss()
-        kept = {"model": to_arrays(learner.private.model)}
-        diverged = not all(np.isfinite(array).all() for array in kept["model"].values())
+        state = {"model": to_arrays(learner.private.model)}
+        diverged = not all(np.isfinite(array).all() for array in state["model"].values())
         if diverged:
             logging.getLogger("flwr").warning("the private model diverged in exchange %s", request.server_round)
             before = self.state.load("pair", request.run, request.server_round) or {}
-            kept["model"] = unnested(before)["model"] or to_arrays(self.fresh_private(request.private_seed))
+            state["model"] = unnested(before)["model"] or to_arrays(self.fresh_private(request.private_seed))
         if request.optimizer_state == "keep":
             if not diverged:
-                kept["optimizer"] = optimizer_arrays(learner.private.optimizer)
+                state["optimizer"] = optimizer_arrays(learner.private.optimizer)
             if request.proxy_optimizer == "stays":
-                kept["proxy-optimizer"] = optimizer_arrays(learner.proxy.optimizer)
-        self.save("pair", request, nested(kept), give=True)
+                state["proxy-optimizer"] = optimizer_arrays(learner.proxy.optimizer)
+        self.save("pair", request, nested(state), give=True)
         return {
             "num_examples": len(self.institution.train),
             "examples_seen": learner.seen,
@@ -180,10 +180,10 @@ class PairClient(InstitutionClient):
         if request.listen == "loss":
             return PairEvaluation.of_pair(self.evaluated(phi, request.split, "private"), proxy)
         pool = self.pooled(phi, theta, request)
-        used = {"weights": np.array(pool.weights)} | {
+        arrays = {"weights": np.array(pool.weights)} | {
             f"other.{name}": array for name, array in to_arrays(pool.other).items()
         }
-        self.save("pool", request, used)  # whoever uses φ here later needs both
+        self.save("pool", request, arrays)  # whoever uses φ here later needs both
         own = self.task.evaluate(pool, shard.x, shard.y)
         return PairEvaluation.of_pair(own, proxy)
 

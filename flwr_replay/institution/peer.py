@@ -96,6 +96,6 @@ def pack_state(theta: StateDict, w: float, parcels: Sequence[int] = ()) -> State
     return {**nested({"theta": theta}), **scalars}
 
 
-def unpack_state(kept: StateDict) -> tuple[StateDict, float, list[int]]:
+def unpack_state(arrays: StateDict) -> tuple[StateDict, float, list[int]]:
     """Undo `pack_state`: return θ, w and the parcels' numbers."""
-    return unnested(kept)["theta"], float(kept["w"][0]), [int(number) for number in kept["parcels"]]
+    return unnested(arrays)["theta"], float(arrays["w"][0]), [int(number) for number in arrays["parcels"]]

@@ -70,14 +70,14 @@ class GenerativeStages:
                 load_arrays(model, weights)
                 decoder = {name: value.cpu().numpy() for name, value in model.decoder_state_dict().items()}
                 self.state.save("decoder-00", run, request.server_round, decoder)
-            old = self.sampler(run, request.server_round, request.replayed)
-            training = GeneratorTraining(self.replay_plan, model, data, old, self.rng)
-            sources = self.sources(run, request.server_round, request.replayed) if old else ()
+            sampler = self.sampler(run, request.server_round, request.replayed)
+            training = GeneratorTraining(self.replay_plan, model, data, sampler, self.rng)
+            sources = self.sources(run, request.server_round, request.replayed) if sampler else ()
             around = self.around(*(source.digest for source in sources))
             train_piece(self.pieces, self.state, training, request, weights, around)  # lines 9-18
             if training.done.steps_left:
                 return Generated(num_examples=len(data), **self.progress(training, run))
-            self.draw("generator", request, model.eval(), old)
+            self.draw("generator", request, model.eval(), sampler)
         return Generated(
             arrays=encoded(model),
             num_examples=len(data),
@@ -90,12 +90,12 @@ class GenerativeStages:
         """Encode: e ← the codes of x_U, or without replay of x_k."""  # line 19
         model, data = self.generator(request.arrays).eval(), self.institution.train
         codes, labels = [self.codes_of(model)], [self.replay_plan.labels(data.y)]
-        old = self.sampler(request.run, request.server_round, request.replayed)
-        self.draw("codes", request, model, old)
-        if old:
-            blocks = torch.split(torch.arange(len(old)), self.replay_plan.at_once)
-            replayed_codes = [model.encode(old.take(rows)[0]) for rows in blocks]
-            codes, labels = [torch.cat(replayed_codes).cpu(), *codes], [old.labels.numpy(), *labels]
+        sampler = self.sampler(request.run, request.server_round, request.replayed)
+        self.draw("codes", request, model, sampler)
+        if sampler:
+            blocks = torch.split(torch.arange(len(sampler)), self.replay_plan.at_once)
+            replayed_codes = [model.encode(sampler.take(rows)[0]) for rows in blocks]
+            codes, labels = [torch.cat(replayed_codes).cpu(), *codes], [sampler.labels.numpy(), *labels]
         return Codes(
             codes=pack_codes(torch.cat(codes).numpy(), model.codebook_size),
             labels=np.concatenate(labels),
@@ -188,11 +188,11 @@ class GenerativeStages:
         sources, have = list[Source](), 0
         while (
             have < replayed
-            and (kept := self.state.load(f"codes-{len(sources):02d}", run, exchange + 1))
+            and (codes := self.state.load(f"codes-{len(sources):02d}", run, exchange + 1))
             and (decoder := self.state.load(f"decoder-{len(sources):02d}", run, exchange + 1))
         ):
-            sources.append(Source(digest(kept) + digest(decoder), decoder, kept["codes"], kept["labels"]))
-            have += len(kept["labels"])
+            sources.append(Source(digest(codes) + digest(decoder), decoder, codes["codes"], codes["labels"]))
+            have += len(codes["labels"])
         return tuple(sources)
 
     # --- helpers ------------------------------------------------------------------------------------------------------
@@ -216,14 +216,14 @@ class GenerativeStages:
         steps = {"steps": training.done.steps, "steps_left": training.done.steps_left}
         return {"examples_seen": training.seen, **steps, **self.pieces.spent(run)}
 
-    def draw(self, stage: str, request: RunRequest, model: VQVAE2, old: ReplaySampler | None) -> None:
+    def draw(self, stage: str, request: RunRequest, model: VQVAE2, sampler: ReplaySampler | None) -> None:
         """Draw a picture of real images, reconstructions and replayed examples, in the state directory."""
         data = self.institution.train
         real = self.replay_plan.generator_input(data.x[:SHOWN], data.y[:SHOWN])
         rows = {"real": real, "reconstruction": model.decode(model.encode(real))}
-        if old:
-            spread = torch.linspace(0, len(old) - 1, min(SHOWN, len(old))).long()
-            rows["replay"] = old.take(spread)[0]
+        if sampler:
+            spread = torch.linspace(0, len(sampler) - 1, min(SHOWN, len(sampler))).long()
+            rows["replay"] = sampler.take(spread)[0]
         name = f"{stage}-{request.server_round:06d}-{'-'.join(rows)}.png"
         draw_grid(self.state.of_run(request.run) / "pictures" / name, rows)
 

@@ -108,9 +108,9 @@ class SynthesisStages:
         labels = self.classes(data).repeat_interleave(PER_CLASS)
         drawn = generator.sample(labels, torch_rng(self.identity, "diversity"))
         real, device = spread(data.x, data.y), self.institution.device
-        look = LocalFeatures(self.plan.form, seed=0).freeze().to(device)
+        embedding = LocalFeatures(self.plan.form, seed=0).freeze().to(device)
         rows = torch.randperm(len(data), generator=torch_rng(self.identity, "precision"))[:COMPARED].to(data.x.device)
-        among = precision(look.embed_all(drawn, device), look.embed_all(data.x[rows], device))
+        among = precision(embedding.embed_all(drawn, device), embedding.embed_all(data.x[rows], device))
         return replace(done, diversity=spread(drawn, labels) / real if real > 0 else None, precision=among)
 
     def images(self) -> Shard:

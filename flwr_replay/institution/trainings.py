@@ -102,18 +102,18 @@ class ReplayTraining(Training):
 
 
 class GeneratorTraining(ReplayTraining):
-    """Trains a generator on an institution's images and on replays, if there are `old` ones."""
+    """Trains a generator on an institution's images and on replays, if there is a `sampler` of them."""
 
     mechanism, releases = "generator", ("generator",)
     model: VQVAE2
 
     def __init__(
-        self, replay_plan: ReplayPlan, model: VQVAE2, data: Shard, old: ReplaySampler | None, rngs: Rngs
+        self, replay_plan: ReplayPlan, model: VQVAE2, data: Shard, sampler: ReplaySampler | None, rngs: Rngs
     ) -> None:
         config = replay_plan.generator
         super().__init__(config, model, iterations(len(data), config.batch_size), rngs)
-        self.replay_plan, self.data, self.old = replay_plan, data, old
-        self.num_replayed = old.beside(self.batch_size) if old else 0
+        self.replay_plan, self.data, self.sampler = replay_plan, data, sampler
+        self.num_replayed = sampler.beside(self.batch_size) if sampler else 0
         self.terms: dict[str, Tensor] = {}  # of the last step's loss
 
     @property
@@ -124,7 +124,7 @@ class GeneratorTraining(ReplayTraining):
     def begin_epoch(self, epoch: int) -> None:
         """Set the epoch's random numbers."""
         self.rng = self.rngs("generator", epoch)
-        self.replayed = Rows(len(self.old), self.rng) if self.old else None
+        self.replayed = Rows(len(self.sampler), self.rng) if self.sampler else None
 
     def state(self) -> dict[str, StateDict]:
         """Add the state of the epoch's rng, and the order of the replays."""
@@ -154,7 +154,7 @@ class GeneratorTraining(ReplayTraining):
         model_rng = self.rngs("generator", epoch, "private", place) if dp else self.rng
         for x_B, y_B in real:  # line 10
             x_k = self.replay_plan.generator_input(x_B, y_B)
-            x_U = torch.cat([self.replays(), x_k]) if self.old else x_k  # lines 11-12
+            x_U = torch.cat([self.replays(), x_k]) if self.sampler else x_k  # lines 11-12
             loss, self.terms = generator_step(  # lines 13-18; Algorithm 3, noise once on the sum
                 self.replay_plan.generator, self.model, self.optimizer, epoch, x_U, model_rng, dp, self.num_replayed
             )
@@ -162,9 +162,9 @@ class GeneratorTraining(ReplayTraining):
 
     def replays(self) -> Tensor:
         """Draw a batch of replayed images, masks included."""
-        assert self.old is not None
+        assert self.sampler is not None
         assert self.replayed is not None
-        return self.old.take(self.replayed.draw(self.num_replayed))[0]
+        return self.sampler.take(self.replayed.draw(self.num_replayed))[0]
 
     def result(self, budget: PrivacyBudget | None, request: ChargedRequest) -> StateDict:
         """Return the perplexity of the codes in the last batch, top and bottom; none under DP."""
@@ -274,12 +274,12 @@ def train_piece(
             f"institution has begun none such of a {mechanism} in exchange {request.server_round} of run {run!r}: "
             "send the weights"
         )
-    before = done.steps
+    steps_before = done.steps
     if done.steps_left:
         training.losses = np.concatenate([training.losses, pieces.advance(training, done, request)])
         if not done.steps_left:
             training.further = training.result(budget, request)
-            if budget and done.steps == before:
+            if budget and done.steps == steps_before:
                 budget.rest(mechanism, request)
     elif budget:  # complete before this message
         for released in training.releases:
