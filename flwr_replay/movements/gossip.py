@@ -226,8 +226,8 @@ class Gossip(Relay):
 
         self.exchanger(grid, exchange, deliveries, needed=False, take=check)
         for name, held in sorted(acknowledged.items()):
-            if twice := self.mailbox.acknowledged(name, held):
-                self.recorder.log(f"{name} has mixed {twice} parcels that have also gone back to their senders")
+            if doubled := self.mailbox.acknowledged(name, held):
+                self.recorder.log(f"{name} has mixed {doubled} parcels that have also gone back to their senders")
         for name, waiting in self.mailbox.waiting.items():
             if exchange - waiting.exchange >= PATIENCE and waiting.parcels:
                 self.recorder.log(f"{name} does not acknowledge: the parcels that wait for it go back to their senders")

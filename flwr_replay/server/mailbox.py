@@ -62,20 +62,20 @@ class Mailbox:
         self.models[self.posted] = model
         return self.posted
 
-    def can_hold(self, name: str, held: Sequence[int]) -> bool:
+    def can_hold(self, name: str, numbers: Sequence[int]) -> bool:
         """Return whether these are the numbers of its delivery, or of the delivery before the parcels went back."""
         delivery = self.waiting[name]
         deliveries = [delivery, *([delivery.given_back] if delivery.given_back else [])]
-        return any(list(held) == [parcel.number for parcel in delivered.parcels] for delivered in deliveries)
+        return any(list(numbers) == [parcel.number for parcel in delivered.parcels] for delivered in deliveries)
 
-    def acknowledged(self, name: str, held: Sequence[int]) -> int:
+    def acknowledged(self, name: str, numbers: Sequence[int]) -> int:
         """Forget a delivery whose receiver has acknowledged these numbers.
 
         Parcels that the receiver has mixed, and that still wait to go back to their senders, no longer do. Return how
         many have gone back already: they are in two models.
         """
         delivery = self.waiting.pop(name)
-        mixed = delivery.given_back if delivery.given_back and held else delivery
+        mixed = delivery.given_back if delivery.given_back and numbers else delivery
         self.committed[name] = delivery.exchange
         arrived = sum(parcel.weight * parcel.share for parcel in mixed.parcels)
         self.weights[name] = mixed.weight * mixed.kept + arrived  # its w after mixing

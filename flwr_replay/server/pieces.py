@@ -65,23 +65,23 @@ class Asking:
             answers = self.answers({m: further if heard[m.name] else request for m in members}, declared)
             gone = {*self.exchanger.lost}
             for member in members:
-                name, before = member.name, heard[member.name]
+                name, earlier = member.name, heard[member.name]
                 lost[name] = 0 if name in answers else lost[name] + 1
                 if name in answers:
-                    answer, made = answers[name], before[-1].steps if before else -1
+                    answer, made = answers[name], earlier[-1].steps if earlier else -1
                     try:
                         _check_going_on(made, answer, totals[member])
                         _check_form(sent, answer)
                     except WireError as error:
                         self.exchanger.recorder.failed(self.exchange, name, str(error))
                         continue
-                    before.append(answer)
+                    earlier.append(answer)
                     if answer.steps_left:
                         seconds = time.monotonic() - began
                         self.exchanger.recorder.log(shown_progress(name, request.stage, made, answer, seconds))
                         going_on.append(member)
                     else:
-                        complete[name] = before
+                        complete[name] = earlier
                 elif self.roll and name in gone and lost[name] < LOST and self.waited_for(member, self.roll):
                     going_on.append(member)
             members = going_on

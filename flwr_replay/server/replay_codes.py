@@ -368,7 +368,7 @@ class GenerativeReplay(Replay):
         """Every training takes one message; one that takes longer has more, which hold numbers and no weights."""
         self.rows = total = sum(member.num_examples for member in members)
         self.counts, self.held = [[total]], {member.name: 1 for member in members}  # as if replay were complete
-        plan, before, exchanges, kept = self.replay_plan, 0, list[Exchange](), Kept(num_examples=0)
+        plan, coded, exchanges, kept = self.replay_plan, 0, list[Exchange](), Kept(num_examples=0)
         weights, prior = to_arrays(self.model), plan.fresh_prior(self.model)
         counts: dict[str, Any] = {"num_examples": 0, "examples_seen": 0, "steps": 0, "steps_left": 0}
         losses = [0.0] * plan.generator.epochs
@@ -384,13 +384,13 @@ class GenerativeReplay(Replay):
             if not self.codes_travel:
                 exchanges += [(member, self.prior_request(weights), own, 1), (member, keep_prior, kept, len(members))]
                 continue
-            if before:
-                exchanges.append((member, KeepCodes(run=self.run, **self.blank(before)), kept, 1))
-            passes = [member.num_examples + (0 if plan.replay.codes == "stale" else before)]
+            if coded:
+                exchanges.append((member, KeepCodes(run=self.run, **self.blank(coded)), kept, 1))
+            passes = [member.num_examples + (0 if plan.replay.codes == "stale" else coded)]
             passes += [member.num_examples] if plan.replay.codes == "last-pass" else []
             exchanges += [(member, encode, Codes(**self.blank(n), num_examples=0, raw_bytes=0), 1) for n in passes]
             exchanges += [(member, decoder, kept, 1), (member, KeepCodes(run=self.run, **self.blank(total)), kept, 1)]
-            before += member.num_examples
+            coded += member.num_examples
         return exchanges
 
     def blank(self, rows: int) -> dict[str, Any]:

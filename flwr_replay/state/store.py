@@ -203,8 +203,8 @@ class StateStore:
 
     def forget(self, key: str, run: str) -> None:
         """Remove everything saved under a key, or under longer keys `key-…`."""
-        for old in entries(self.of_run(run), f"{key}-*{SUFFIX}"):
-            remove(old)
+        for file in entries(self.of_run(run), f"{key}-*{SUFFIX}"):
+            remove(file)
 
     def _latest(self, key: str, run: str, before: int) -> Path | None:
         """Return a key's last file from before an exchange."""

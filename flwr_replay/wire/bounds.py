@@ -45,8 +45,8 @@ def cut_back(arrays: StateDict) -> StateDict:
     the others' training, or by a server's momentum, and all would be refused.
     """
     floating = {name: array for name, array in arrays.items() if np.issubdtype(array.dtype, np.floating)}
-    beyond = {name: array for name, array in floating.items() if largest({name: array}) > most_of(name) / 2}
-    return {name: np.clip(array, -most_of(name) / 2, most_of(name) / 2) for name, array in beyond.items()}
+    too_large = {name: array for name, array in floating.items() if largest({name: array}) > most_of(name) / 2}
+    return {name: np.clip(array, -most_of(name) / 2, most_of(name) / 2) for name, array in too_large.items()}
 
 
 def largest(arrays: StateDict) -> float:
