@@ -40,15 +40,15 @@ class FedAvgShareClient(FedAvgClient):
     def train_enlarged(self, request: TrainEnlarged) -> Trained:
         """Train as in FedAvg, on D_k and all S_j that the server knows to be here."""
         # Not the newest: an interrupted attempt, or an exchange whose answer was lost, may have left others.
-        kept = self.state.at("shared", request.run, request.received_in)
-        if request.held != (0 if kept is None else len(kept["labels"])):
+        shared = self.state.at("shared", request.run, request.received_in)
+        if request.held != (0 if shared is None else len(shared["labels"])):
             raise TrainingError(
                 f"an institution trains on the {request.held} examples of others that it has received; they are gone: "
                 "restore the state directory, or begin a new run"
             )
-        if kept is not None:
+        if shared is not None:
             device = self.institution.device
-            x, y = (torch.from_numpy(kept[key]).to(device) for key in ("images", "labels"))
+            x, y = (torch.from_numpy(shared[key]).to(device) for key in ("images", "labels"))
             self.given_by_others = Shard(x, y, 0)
         return self.train(request)
 

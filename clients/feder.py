@@ -47,14 +47,14 @@ class FedERClient(InstitutionClient):
         before, with a fresh optimizer.
         """
         self.check_mode(request, stays=True)
-        before = self.kept("model", request) or to_arrays(self.fresh_private(request.init_seed))
-        learner, examples = self.trained_model(request, before, role=OWN_MODEL)
+        model = self.kept("model", request) or to_arrays(self.fresh_private(request.init_seed))
+        learner, examples = self.trained_model(request, model, role=OWN_MODEL)
         trained = to_arrays(learner.model)
         if self.budget and self.budget.plan.config.end_to_end:
             loss, finite = None, all(np.isfinite(array).all() for array in trained.values())
         else:
             loss, finite = learner.train_loss(), True
-        self.save("model", request, trained if finite else before, give=True)
+        self.save("model", request, trained if finite else model, give=True)
         self.suspend(request, learner.optimizer if finite else make_optimizer(learner.model, self.training, request.lr))
         spent = self.spent(request.run)
         return TrainedOwn(num_examples=examples, **learner.counts, train_loss=loss, **spent)

@@ -156,8 +156,8 @@ class FedReplayClient(InstitutionClient):
         train = self.institution.train
         images = as_input(train.x[(rows % len(train)).to(train.x.device)])
         if views is not None:
-            reach = images.shape[-1] // 8
-            images = shift_each(images, reach, views[rows])
+            shift = images.shape[-1] // 8
+            images = shift_each(images, shift, views[rows])
         with torch.inference_mode():
             latents: Tensor = encoder(images)
         return latents
@@ -166,6 +166,6 @@ class FedReplayClient(InstitutionClient):
         """Draw the shift of every row, none for the first view: shape (views * n, 2), pixels; None if views = 1."""
         if views == 1:
             return None
-        n, reach = len(self.institution.train), self.institution.train.x.shape[-1] // 8
-        drawn = torch.randint(0, 2 * reach + 1, ((views - 1) * n, 2), generator=self.shuffle("views"))
-        return torch.cat([torch.full((n, 2), reach), drawn])
+        n, shift = len(self.institution.train), self.institution.train.x.shape[-1] // 8
+        drawn = torch.randint(0, 2 * shift + 1, ((views - 1) * n, 2), generator=self.shuffle("views"))
+        return torch.cat([torch.full((n, 2), shift), drawn])

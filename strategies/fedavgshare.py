@@ -117,9 +117,9 @@ class FedAvgShare(FedAvg):
         """Count the institution's own examples plus those of others; for `Receive` the others' only."""
         if issubclass(request, Receive):
             return range(self.sent_to[member.name], self.sent_to[member.name] + 1)
-        own = super().examples_of(member, request, instructions)
+        counts = super().examples_of(member, request, instructions)
         more = self.held.get(member.name, 0) if issubclass(request, TrainEnlarged) else 0
-        return range(own.start + more, own.stop + more)
+        return range(counts.start + more, counts.stop + more)
 
     def store(self, member: Member, reply: Message) -> None:
         """Keep S_k on the server's disk, if it is a share of the task's examples, in number, shape and dtype."""

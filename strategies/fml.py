@@ -105,8 +105,8 @@ class FML(Parallel):
 
     def evaluation(self, exchange: int, arrays: Weights) -> EvaluateWithProxy:
         """Each institution tests its private model and the averaged proxy."""
-        own = self.config.listening
-        return EvaluateWithProxy(server_round=exchange, arrays=arrays, run=self.settings.run, **own)
+        listening = self.config.listening
+        return EvaluateWithProxy(server_round=exchange, arrays=arrays, run=self.settings.run, **listening)
 
     def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
         """Return the averaged proxy, or the one that the institution has trained, without its optimizer's state."""

@@ -153,8 +153,8 @@ class SplitNN(Serial):
         blank_1 = torch.zeros(1, *self.settings.input_shape, device=self.settings.device)
         gradient = 4 * math.prod(self.shapes[1])  # ∂L/∂S(a)
         answered = self.blank_labels(1).nbytes if self.config.share_labels else gradient
-        sizes, but = bytes_by_cut(self.parts[:2], blank_1, answered, "float32"), "moves more of the training there"
-        advice = upload_advice("uploads of each round", sizes, self.parts[0].stages[-1], rows, raw, but)
+        sizes, drawback = bytes_by_cut(self.parts[:2], blank_1, answered, "float32"), "moves more of the training there"
+        advice = upload_advice("uploads of each round", sizes, self.parts[0].stages[-1], rows, raw, drawback)
         self.recorder.advised(advice)
 
     # --- one visit ----------------------------------------------------------------------------------------------------
