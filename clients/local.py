@@ -19,8 +19,8 @@ class LocalClient(InstitutionClient):
 
     def train_own(self, request: TrainOwn) -> TrainedOwn:
         """Train the institution's own model for one pass."""
-        data, kept = self.training_data(), self.kept("model", request)
-        model = self.scratch_model(kept or to_arrays(self.fresh(request.init_seed)))
+        data, weights = self.training_data(), self.kept("model", request)
+        model = self.scratch_model(weights or to_arrays(self.fresh(request.init_seed)))
         refuse_single_batches(model, len(data), self.batch_size)
         learner = self.learner_of(model, self.resume_optimizer(model, request), request)
         for x_B, y_B in learner.batches(data, self.shuffle(request.server_round)):

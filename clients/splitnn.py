@@ -147,10 +147,10 @@ class SplitNNClient(InstitutionClient):
 
     def save_part(self, request: AnyRequest, part: StagedModel, optimizer: torch.optim.Optimizer) -> None:
         """Save the part and its optimizer for the next message of this visit, which another process may receive."""
-        kept = nested({"weights": to_arrays(part), "optimizer": optimizer_arrays(optimizer)}, mark="/")
+        arrays = nested({"weights": to_arrays(part), "optimizer": optimizer_arrays(optimizer)}, mark="/")
         key = f"part-{request.server_round:06d}"
         # Not flushed to the disk: after a power cut the visit has failed anyway.
-        self.state.save(key, request.run, request.message, kept, to_disk=False)
+        self.state.save(key, request.run, request.message, arrays, to_disk=False)
 
     def load_part(self, request: AnyRequest) -> tuple[StagedModel, torch.optim.Optimizer]:
         """Return the part and its optimizer as saved at the previous message; an error if they are gone."""

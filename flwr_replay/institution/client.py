@@ -306,8 +306,8 @@ class InstitutionClient(NumPyClient):
     def resume_optimizer(self, model: nn.Module, request: ResumeRequest) -> Optimizer:
         """Build the optimizer and, under `keep`, load its saved state."""
         optimizer = make_optimizer(model, self.training, request.lr)
-        if request.optimizer_state == "keep" and (kept := self.kept("optimizer", request, take=True)):
-            load_optimizer_arrays(optimizer, kept)
+        if request.optimizer_state == "keep" and (slots := self.kept("optimizer", request, take=True)):
+            load_optimizer_arrays(optimizer, slots)
         return optimizer
 
     def kept(self, key: str, request: ResumeRequest, take: bool = False) -> StateDict | None:
@@ -336,12 +336,12 @@ class InstitutionClient(NumPyClient):
 
         Before its first training there is none, which is an error.
         """
-        kept = self.state.load(key, request.run, request.server_round + 1)
-        if kept is None:
+        arrays = self.state.load(key, request.run, request.server_round + 1)
+        if arrays is None:
             raise TrainingError(
                 f"institution {self.institution.name!r} has no model yet: its training has failed so far"
             )
-        return kept
+        return arrays
 
     def suspend(self, request: SuspendRequest, optimizer: Optimizer) -> None:
         """Save the optimizer's state under `keep`."""

@@ -63,9 +63,9 @@ class PairClient(InstitutionClient):
         """
         travels = request.proxy_optimizer == "travels"
         theta, state = parted(theta) if travels else (theta, {})
-        proxy, kept = self.scratch_model(theta), unnested(self.kept("pair", request, take=True) or {})
-        own = kept["model"] or to_arrays(self.fresh_private(request.private_seed))
-        phi = self.scratch_model(own, "private")
+        proxy, saved = self.scratch_model(theta), unnested(self.kept("pair", request, take=True) or {})
+        weights = saved["model"] or to_arrays(self.fresh_private(request.private_seed))
+        phi = self.scratch_model(weights, "private")
         refuse_single_batches(proxy, len(self.institution.train), self.batch_size)
         if request.private_epochs:
             lessons = len(self.institution.train) - len(self.held_rows(request))
@@ -76,7 +76,7 @@ class PairClient(InstitutionClient):
         if travels:
             load_arrived(common.optimizer, state, unstepped(proxy, self.training))
         for half, part in ((private, "optimizer"), (common, "proxy-optimizer")):
-            if request.optimizer_state == "keep" and (slots := kept[part]):
+            if request.optimizer_state == "keep" and (slots := saved[part]):
                 load_optimizer_arrays(half.optimizer, slots)
         covered = self.budget is not None and self.budget.plan.covers("proxy")
         if self.budget and covered and request.beta != 0 and not self.budget.plan.unproven:
@@ -184,8 +184,8 @@ class PairClient(InstitutionClient):
             f"other.{name}": array for name, array in to_arrays(pool.other).items()
         }
         self.save("pool", request, arrays)  # whoever uses φ here later needs both
-        own = self.task.evaluate(pool, shard.x, shard.y)
-        return PairEvaluation.of_pair(own, proxy)
+        private = self.task.evaluate(pool, shard.x, shard.y)
+        return PairEvaluation.of_pair(private, proxy)
 
 
 def load_arrived(optimizer: torch.optim.Optimizer, arrived: StateDict, own: StateDict) -> None:

@@ -40,8 +40,8 @@ class PeerClient(InstitutionClient):
         """
         if not request.committed:
             theta, w = to_arrays(self.fresh(request.init_seed)), 1.0
-        elif (kept := self.state.at("mixed", request.run, request.committed)) is not None:
-            theta, w, _ = unpack_state(kept)
+        elif (mixed_before := self.state.at("mixed", request.run, request.committed)) is not None:
+            theta, w, _ = unpack_state(mixed_before)
         else:
             raise TrainingError(
                 f"an institution goes on from the model that it mixed in exchange {request.committed}; that of run "

@@ -156,8 +156,8 @@ class SynthesisStages:
             return self.plan.read(file, seed, device)
         # Another process saves before it lets go of its folder: so who trains is looked for before what is saved.
         begun = {path.name for path in entries(file.parent) if path.is_dir() and in_use(path)}
-        kept = {path.stem for path in entries(file.parent, f"*{file.suffix}")}
-        self.institution.policy.check_limits({"generators": len(begun | kept | {file.stem})})
+        names = {path.stem for path in entries(file.parent, f"*{file.suffix}")}
+        self.institution.policy.check_limits({"generators": len(begun | names | {file.stem})})
         generator = self.plan.fresh(seed, device)
         return generator, TrainingProgress(steps_left=generator.steps(len(self.images())))
 

@@ -148,8 +148,8 @@ class GeneratorTraining(ReplayTraining):
         if not place:
             self.begin_epoch(epoch)
         shuffle = self.rngs("generator", epoch) if place else self.rng  # later batches of the same order
-        own = slice(place, place + len(steps))
-        real = dp.batches(self.data) if dp else batches(self.data.x, self.data.y, self.batch_size, shuffle, own)
+        numbers = slice(place, place + len(steps))
+        real = dp.batches(self.data) if dp else batches(self.data.x, self.data.y, self.batch_size, shuffle, numbers)
         # under DP how often the model draws depends on secret batches, so replayed examples have another rng
         model_rng = self.rngs("generator", epoch, "private", place) if dp else self.rng
         for x_B, y_B in real:  # line 10

@@ -200,8 +200,8 @@ class GenerativeReplay(Replay):
         n, masks = member.num_examples + replayed, self.replay_plan.kind == "segmentation"  # whose labels are zeros
         try:
             unpack_codes(answer.codes, self.model.codes_per_image, self.model.codebook_size)
-            fit = not answer.labels.any() if masks else self.exchanger.task.accepts(answer.labels)
-            if not len(answer.codes) == len(answer.labels) == n or not fit:
+            fitting = not answer.labels.any() if masks else self.exchanger.task.accepts(answer.labels)
+            if not len(answer.codes) == len(answer.labels) == n or not fitting:
                 raise WireError(
                     f"codes and labels of {n} examples were asked for; got {len(answer.codes)}, or invalid labels"
                 )
