@@ -92,31 +92,31 @@ def attack_run(
     place = private_folder(folder / FOLDER)
     sweep(place)
     options = {"aux": auxiliary.source if auxiliary else "none", "data": data, "run": evidence.run}
-    answers = {(one.institution, one.stage, one.field): len(one.answers) for one in evidence.exhibits}
-    found = [
-        one for one in _earlier(place, options, minutes, answers) if one["attack"] != only.own
+    answers = {(each.institution, each.stage, each.field): len(each.answers) for each in evidence.exhibits}
+    attacks = [
+        result for result in _earlier(place, options, minutes, answers) if result["attack"] != only.own
     ]  # it may have changed
-    if found:
-        say(f"{len(found)} results are of an earlier command")
-    done = {(one["institution"], one["stage"], one["field"], one["attack"]) for one in found}
+    if attacks:
+        say(f"{len(attacks)} results are of an earlier command")
+    done = {(result["institution"], result["stage"], result["field"], result["attack"]) for result in attacks}
     timed = sum(number_timed(exhibit.means, len(exhibit.answers)) for exhibit in evidence.exhibits)
     seconds = 60 * minutes / max(1, timed)
     for name in names:
         lab = Lab.of(evidence, name, only, auxiliary, data, seconds, place)
-        for exhibit in (one for one in evidence.exhibits if one.institution == name):
+        for exhibit in (each for each in evidence.exhibits if each.institution == name):
             for result in lab.results(exhibit, done):
                 result |= {"minutes": minutes, "sentence": sentence(result)}
-                found.append(result)
-                write_json(place / "attacks.json", {"run": about, "options": options, "attacks": found}, indent=2)
+                attacks.append(result)
+                write_json(place / "attacks.json", {"run": about, "options": options, "attacks": attacks}, indent=2)
                 say(result["sentence"])
-    if only.attack and not any(one["attack"] == only.attack for one in found):
+    if only.attack and not any(result["attack"] == only.attack for result in attacks):
         if not any(place.iterdir()):
             place.rmdir()
         hint = "" if auxiliary else ", or none without the attacker's own images (--aux)"
         raise ConfigError(
             f"--attack {only.attack!r}: no recorded field takes it{hint}: leave it out to see which are tried"
         )
-    return {"run": about, "options": options, "attacks": found}
+    return {"run": about, "options": options, "attacks": attacks}
 
 
 def _about(folder: Path, config: RunConfig) -> str:
@@ -143,10 +143,10 @@ def _earlier(
     before = read_json(file, RESULTS)
     if before["options"] == options:
         return [
-            one
-            for one in before["attacks"]
-            if one.get("minutes", 0.0) >= minutes
-            and one.get("answers") == answers.get((one["institution"], one["stage"], one["field"]), one.get("answers"))
+            row
+            for row in before["attacks"]
+            if row.get("minutes", 0.0) >= minutes
+            and row.get("answers") == answers.get((row["institution"], row["stage"], row["field"]), row.get("answers"))
         ]
     raise RunError(
         f"{file} has attacks with other options, {before['options']}: rename the folder {place.name}/, or remove it"
@@ -210,10 +210,10 @@ class Lab:
                     continue
                 begun = time.monotonic()
                 try:
-                    found = attempt()
+                    outcome = attempt()
                 except FlwrReplayError as error:
-                    found = {"not-judged": str(error)}
-                yield {**head, "attack": name, "seconds": time.monotonic() - begun, **found}
+                    outcome = {"not-judged": str(error)}
+                yield {**head, "attack": name, "seconds": time.monotonic() - begun, **outcome}
             reason = "" if tried else nothing_tried(exhibit.means, exhibit.declared.kind == "synthetic")
         except FlwrReplayError as error:
             reason = str(error)
@@ -235,9 +235,9 @@ class Lab:
             yield from label_attacks(exhibit, self.evidence, trial, self.originals, attacker)
         elif self.only.own:
             yield self.only.own, partial(_raise, DataError(self.why))
-        for one in filter(None, (trial, trial.last()) if trial else ()):
-            for attempt in one.attempts(attacker):
-                yield attempt.attack.name, partial(self.seen, exhibit, attempt, one)
+        for part in filter(None, (trial, trial.last()) if trial else ()):
+            for attempt in part.attempts(attacker):
+                yield attempt.attack.name, partial(self.seen, exhibit, attempt, part)
 
     def seen(self, exhibit: Exhibit, attempt: Attempt, trial: Trial) -> dict[str, Any]:
         """Look for images; let the judge score them, and draw them below the originals."""
@@ -258,7 +258,7 @@ class Lab:
             try:
                 rows = trial.rows(originals)
                 if rows is None:
-                    found, rows = self.nearer(images, originals)
+                    judged, rows = self.nearer(images, originals)
                 else:
                     rows = rows[trial.places_n[: len(images)]]
                     own = rows >= 0  # behind the others are images of other institutions, which replay has put there
@@ -267,10 +267,10 @@ class Lab:
                             "all images that were attacked are of other institutions, which replay has put there"
                         )
                     images, rows = images[own], rows[own]
-                    found = self.scores(images, rows, trial.mixed, originals)
+                    judged = self.scores(images, rows, trial.mixed, originals)
                     if trial.mixed > 1:
                         rows = rows[assigned(images, originals.x_NCHW[rows])]
-                result |= {**found, "values-per-pixel": trial.values_per_pixel}
+                result |= {**judged, "values-per-pixel": trial.values_per_pixel}
                 pictured = {"original": originals.x_NCHW[rows[:SHOWN]], "reconstruction": images[:SHOWN]}
             except OtherOriginals as error:
                 why = NOT_ANEW if self.checked == DIGEST else str(error)
@@ -290,7 +290,7 @@ class Lab:
         if self.auxiliary is not None:
             scores["mean-image"] = judge.mean_image(self.auxiliary.images_mCHW, rows)
             scores["nearest-image"] = judge.nearest_auxiliary(self.auxiliary.images_mCHW, rows)
-        return {name: None if one is None else _finite(asdict(one)) for name, one in scores.items()}
+        return {name: None if score is None else _finite(asdict(score)) for name, score in scores.items()}
 
     def nearer(self, images: Tensor, originals: Originals) -> tuple[dict[str, Any], Tensor]:
         """Score images of unknown people beside as many other people's; return rows of the nearest."""
@@ -303,8 +303,8 @@ class Lab:
         judge, seed = Judge(originals.x_NCHW[own]), self.evidence.config.seed
         sides = originals.y_N[own], originals.others_NCHW[others], originals.other_y[others]
         rows = own[distances(as_input(images).cpu(), judge.originals_NCHW).argmin(1)]
-        found = {"scores": _finite(asdict(judge.nearer(images, *sides, seed))), "images": len(originals.y_N)}
-        return found | {"secret": bool(self.evidence.config.privacy.mechanisms)}, rows
+        nearer = {"scores": _finite(asdict(judge.nearer(images, *sides, seed))), "images": len(originals.y_N)}
+        return nearer | {"secret": bool(self.evidence.config.privacy.mechanisms)}, rows
 
     def as_others(self, images: Tensor, rows: Tensor, mixed: int, originals: Originals) -> ImageScores | None:
         """Score images as those of other people of the same labels, in their order; None if there are too few."""
@@ -324,7 +324,7 @@ def _raise(error: FlwrReplayError) -> dict[str, Any]:
 def _finite(value: Any) -> Any:
     """Return scores as JSON holds them: a number that is not finite becomes a text."""
     if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
+        return {name: _finite(part) for name, part in value.items()}
     return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 

@@ -99,21 +99,21 @@ def audit(
     )
     claim, charged = _claim(simulation, name, folder)
     report: dict[str, Any] = {"institution": name, "kind": kind, "claim": claim}
-    significance, found = SIGNIFICANCE, []
+    significance, refutations = SIGNIFICANCE, []
     if isinstance(probe, ImageCanaries):
         report["releases"] = probe.releases
     elif claim["epsilon"] is not None:
         require(
-            bool(probe.seen) and all(one.most for one in probe.seen),
+            bool(probe.seen) and all(steps.most for steps in probe.seen),
             f"steps of DP-SGD are tested; {name} has taken none that an example joined: choose another --institution, "
             "or more rounds",
         )
         significance /= 2  # the other half is for the guesses
         report["steps"] = judged(probe.seen, charged, probe.stray, claim["delta"], significance)
-        found = report["steps"]["found"]
+        refutations = report["steps"]["found"]
     report |= _guessed(probe.scores_m, tossed.was_in_m, claim["delta"], significance)
     above = claim["epsilon"] is not None and report["bounds"]["steinke"]["epsilon"] > claim["epsilon"]
-    report["refuted"] = above or bool(found)
+    report["refuted"] = above or bool(refutations)
     write_json(folder / "audit.json", report, indent=2)
     return report, folder
 
@@ -216,12 +216,12 @@ def _guessed(
         bool(np.isfinite(scores_m).all()), "an audit's scores must be finite; a model has diverged: choose a lower lr"
     )
     numbers = sorted({max(2, round(share * m)) for share in SHARES})
-    bound, one = lower_bound([guessed(scores_m, was_in_m, guesses) for guesses in numbers], delta, significance)
+    bound, best = lower_bound([guessed(scores_m, was_in_m, guesses) for guesses in numbers], delta, significance)
     most, _ = lower_bound([Guesses(m, guesses, guesses) for guesses in numbers], delta, significance)
     return {
         "canaries": m,
         "in": int(was_in_m.sum()),
         "auc": auc(scores_m[was_in_m], scores_m[~was_in_m]),
         "thresholds": len(numbers),
-        "bounds": {"steinke": {"epsilon": bound, "guesses": one.guesses, "right": one.right, "most": most}},
+        "bounds": {"steinke": {"epsilon": bound, "guesses": best.guesses, "right": best.right, "most": most}},
     }

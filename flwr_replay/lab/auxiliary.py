@@ -67,8 +67,8 @@ def without(auxiliary: Auxiliary | None, victims: Sequence[Tensor]) -> Auxiliary
     """
     if auxiliary is None:
         return None
-    known = {row.tobytes() for images in victims for row in images.numpy()}
-    own = [i for i, row in enumerate(auxiliary.images_mCHW.numpy()) if row.tobytes() not in known]
+    attacked = {row.tobytes() for images in victims for row in images.numpy()}
+    own = [i for i, row in enumerate(auxiliary.images_mCHW.numpy()) if row.tobytes() not in attacked]
     if len(own) == len(auxiliary.labels_m):
         return auxiliary
     removed = len(auxiliary.labels_m) - len(own)

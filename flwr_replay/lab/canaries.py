@@ -99,8 +99,8 @@ class Directions:
     def products(self, vector_d: Tensor) -> NDArray[np.float64]:
         """Return the inner product of a vector, float64, with each canary's, (m,)."""
         sums = torch.zeros(self.canaries + 1, dtype=torch.float64, device=vector_d.device)
-        found: NDArray[np.float64] = sums.index_add_(0, self.owner_d, vector_d * self.values_d)[:-1].cpu().numpy()
-        return found
+        products_m: NDArray[np.float64] = sums.index_add_(0, self.owner_d, vector_d * self.values_d)[:-1].cpu().numpy()
+        return products_m
 
 
 class GradientCanaries:
@@ -138,14 +138,14 @@ class GradientCanaries:
 
         def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if not self.within:
-                others.append([one for group in optimizer.param_groups for one in group["params"]])
+                others.append([parameter for group in optimizer.param_groups for parameter in group["params"]])
 
         hook = register_optimizer_step_pre_hook(note)
         try:
             yield
         finally:
             hook.remove()
-            self.stray += sum(any(id(one) in self.trained for one in moved) for moved in others)
+            self.stray += sum(any(id(parameter) in self.trained for parameter in moved) for moved in others)
 
     def directions(self, parameters: list[Tensor]) -> Directions:
         """Return the canaries' directions, the same in all trainings of a module."""

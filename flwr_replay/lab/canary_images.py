@@ -121,8 +121,8 @@ def scorers(config: RunConfig, images_m: Tensor, labels_m: Tensor, noise: bool) 
         return [partial(_of_drawn, canaries[0])]
     plan = ReplayPlan.of(config)
     assert plan is not None
-    found: list[Scorer] = [OfModel(lambda _: plan.fresh_generator(), partial(_by_generator, config, canaries))]
-    return [*found, partial(_of_prior, plan, canaries)] if config.replay.name == "pixelcnn" else found
+    scorers: list[Scorer] = [OfModel(lambda _: plan.fresh_generator(), partial(_by_generator, config, canaries))]
+    return [*scorers, partial(_of_prior, plan, canaries)] if config.replay.name == "pixelcnn" else scorers
 
 
 class OfModel:

@@ -101,11 +101,11 @@ class OfChange(Trial):
 
     def _begun(self, answers: Iterable[Answer]) -> tuple[Answer, Recorded, StateDict]:
         """Return the first of these answers with its request and the weights with which its training began."""
-        asked = [(answer, answer.request) for answer in answers if answer.request is not None]
-        for answer, request in asked:
+        recorded = [(answer, answer.request) for answer in answers if answer.request is not None]
+        for answer, request in recorded:
             if begun := begun_with(answer, self.evidence):
                 return answer, request, begun
-        raise RunError(UNKNOWN_NETWORK if asked else NO_MODEL)
+        raise RunError(UNKNOWN_NETWORK if recorded else NO_MODEL)
 
     def network(self) -> nn.Module:
         """Return what trained, with the weights with which it began, in training mode."""
@@ -128,7 +128,7 @@ class OfChange(Trial):
     def values_per_pixel(self) -> float:
         """Weights for each number of all images behind the answer."""
         channels, height, width = self.evidence.form
-        return sum(one.numel() for one in self.change.values()) / (self.mixed * channels * height * width)
+        return sum(array.numel() for array in self.change.values()) / (self.mixed * channels * height * width)
 
     def labels_n(self, attacker: Attacker) -> Tensor:
         """Infer the labels behind the answer, of a task with classes; sorted, since their order is not to be had."""
@@ -136,9 +136,9 @@ class OfChange(Trial):
             raise RunError(f"labels are inferred for classes; the task's kind is {self.evidence.config.task.kind}")
         if self.whole:
             return attacker.labels(self.model, self.change, self.mixed, self.local)
-        sent = [one for one in self.evidence.sent if one.institution == self.exhibit.institution]
-        told = [one for one in sent if one.means == "labels" and one.declared.kind != "synthetic"]
-        known = torch.cat([torch.tensor(told[0].array(one)) for one in told[0].answers]) if told else None
+        sent = [exhibit for exhibit in self.evidence.sent if exhibit.institution == self.exhibit.institution]
+        labels = [exhibit for exhibit in sent if exhibit.means == "labels" and exhibit.declared.kind != "synthetic"]
+        known = torch.cat([torch.tensor(labels[0].array(answer)) for answer in labels[0].answers]) if labels else None
         labels_n, source = attacker.likely_labels(self.evidence.config.task.classes, self.mixed, known)
         self.add(f"The head did not come back; labels were guessed by {source}.")
         return labels_n
@@ -180,10 +180,10 @@ class OfChange(Trial):
         plain = self.plain and config.strategy.name in PLAIN and not self.last_one
         kept_n = self.kept(number)
         if len(kept_n) != self.examples:
-            said = f"{len(kept_n)} examples, the message says {self.examples}"
+            counts = f"{len(kept_n)} examples, the message says {self.examples}"
             if plain and not same:
-                raise OtherOriginals(f"{OTHERS}: {said}")
-            raise DataError(f"{OTHERS}, or others' examples were added: {said}")
+                raise OtherOriginals(f"{OTHERS}: {counts}")
+            raise DataError(f"{OTHERS}, or others' examples were added: {counts}")
         x, y = originals.x_NCHW[kept_n], originals.y_N[kept_n]
         for anew, rows in self.anew(x, y):
             if self._near(anew):
@@ -197,8 +197,8 @@ class OfChange(Trial):
 
     def _near(self, anew: dict[str, Tensor]) -> bool:
         """Say whether a change that was computed anew is the one that came back."""
-        right, found = (torch.cat([one[name].flatten() for name in self.change]) for one in (self.change, anew))
-        return bool((found - right).norm() <= NEAR * right.norm())
+        right, again = (torch.cat([arrays[name].flatten() for name in self.change]) for arrays in (self.change, anew))
+        return bool((again - right).norm() <= NEAR * right.norm())
 
     def kept(self, number: int) -> Tensor:
         """Return which of an institution's examples it trains on."""
@@ -213,7 +213,7 @@ class OfChange(Trial):
         number = math.ceil(len(x) / at_once(x, BLOCK))
         blocks = list(zip(torch.chunk(x, number), torch.chunk(y, number), strict=True))
         parts = [(len(b) / len(y), change_of(self.model, self.task.loss, a, b, LocalSteps())) for a, b in blocks]
-        return {name: sum((share * one[name] for share, one in parts), torch.tensor(0.0)) for name in self.change}
+        return {name: sum((share * part[name] for share, part in parts), torch.tensor(0.0)) for name in self.change}
 
     def _trained_anew(self, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Train as FedAvg's and CWT's institutions do; return the change of weights, and the rows of the first pass."""

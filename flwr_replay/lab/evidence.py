@@ -161,7 +161,7 @@ class Evidence:
                     declared[stage, key] = known
                     exhibits.setdefault((who, stage, key), []).append(answer)
         sent = [Exhibit(*key, declared[key[1], key[2]], answers) for key, answers in exhibits.items()]
-        chosen = [one for one in sent if field in ("", one.field)]
+        chosen = [exhibit for exhibit in sent if field in ("", exhibit.field)]
         if not chosen:
             known_fields = sorted({key[2] for key in exhibits})
             if institution and institution not in institutions:
@@ -232,31 +232,31 @@ def begun_with(answer: Answer, evidence: Evidence) -> StateDict:
 
 def visit(answer: Answer, evidence: Evidence) -> list[Answer]:
     """Return the answers of one of SplitNN's visits that ends with this one; none if its first was not recorded."""
-    found: list[Answer] = []
-    for one in evidence.of_institution(str(answer.content.about["institution"])):
-        scalars = one.request.scalars if one.request else {}
+    answers: list[Answer] = []
+    for earlier in evidence.of_institution(str(answer.content.about["institution"])):
+        scalars = earlier.request.scalars if earlier.request else {}
         if scalars.get("message") == 0:
-            found = []  # a visit that failed begins anew
+            answers = []  # a visit that failed begins anew
         if "message" in scalars:
-            found.append(one)
-        if one.file == answer.file:
+            answers.append(earlier)
+        if earlier.file == answer.file:
             break
-    first = found[0].request if found else None
-    return found if first and first.scalars["message"] == 0 else []
+    first = answers[0].request if answers else None
+    return answers if first and first.scalars["message"] == 0 else []
 
 
 def _mixed(institution: str, exchange: int, evidence: Evidence) -> StateDict:
     """Mix what an institution released in an exchange with the parcels of that exchange that it acknowledged."""
     released: Answer | None = None
     delivered: Answer | None = None
-    for one in evidence.of_institution(institution):
-        scalars = one.request.scalars if one.request else {}
-        if "committed" in scalars and scalars["server-round"] == exchange and one.content.arrays:
-            released = one
-        elif scalars.get("exchange") == exchange and one.content.scalars.get("parcels", []) == scalars.get(
+    for answer in evidence.of_institution(institution):
+        scalars = answer.request.scalars if answer.request else {}
+        if "committed" in scalars and scalars["server-round"] == exchange and answer.content.arrays:
+            released = answer
+        elif scalars.get("exchange") == exchange and answer.content.scalars.get("parcels", []) == scalars.get(
             "parcels", []
         ):
-            delivered = one
+            delivered = answer
     if released is None or delivered is None or delivered.request is None:
         return {}
     scalars = delivered.request.scalars

@@ -103,11 +103,11 @@ def examine(
     for look in looks:
         sample_SF, real = look.embed_all(synthetic, device), [look.embed_all(x, device) for x, _ in sides]
         near = [look.embed_all(x, device) for x in made]
-        found = {
+        distances = {
             "nearest sample": [nearest(x_nF, sample_SF) for x_nF in real],
             "projection": [(x_nF - y_nF).square().sum(1) for x_nF, y_nF in zip(real, near, strict=True)],
         }
-        for attack, (members, others) in found.items():
+        for attack, (members, others) in distances.items():
             in_n, out_n = members.cpu().numpy(), others.cpu().numpy()
             auc = bootstrapped(-in_n, -out_n, seed)
             means = {"members": float(in_n.mean()), "others": float(out_n.mean())}

@@ -176,7 +176,7 @@ def rows_in_order(sent_n: Tensor, first: int, number: int, anew: Callable[[], Te
         raise OtherOriginals(f"{OTHERS}: {len(anew_NF)} examples, the answer says {number}")
     rows_n = first + torch.arange(len(sent_n))
     centred_nF, sent_nF = anew_NF[rows_n] - anew_NF.mean(0), sent_n.flatten(1).float()
-    own_n, next_n = ((sent_nF * one).sum(1) for one in (centred_nF, centred_nF.roll(1, 0)))
+    own_n, next_n = ((sent_nF * others_nF).sum(1) for others_nF in (centred_nF, centred_nF.roll(1, 0)))
     gain_n = own_n - next_n
     if not bool(gain_n.sum() > SURE * gain_n.square().sum().sqrt()):
         raise DataError("what was sent does not resemble these originals: they are others, or the noise hides it")

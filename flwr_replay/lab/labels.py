@@ -46,8 +46,8 @@ def label_attacks(
 
 def _read(exhibit: Exhibit, evidence: Evidence, originals: Originals) -> dict[str, Any]:
     """Read labels of the answer whose images the judge knows; under local DP some are not those of the images."""
-    beside = [one for one in evidence.sent if (one.institution, one.stage) == (exhibit.institution, exhibit.stage)]
-    trials = [trial_of(one, evidence) for one in beside if one.means in ROW_BY_ROW]
+    beside = [each for each in evidence.sent if (each.institution, each.stage) == (exhibit.institution, exhibit.stage)]
+    trials = [trial_of(each, evidence) for each in beside if each.means in ROW_BY_ROW]
     if not trials or not (trial := trials[0]):
         raise RunError("they are sent as they are; which image each is of, the judge cannot see")
     if (rows_n := trial.rows(originals)) is None:
@@ -62,10 +62,10 @@ def _counted(trial: OfChange, originals: Originals, attacker: Attacker) -> dict[
     if (rows_n := trial.rows(originals)) is None:
         raise RunError(SECRET)
     sides = (trial.labels_n(attacker), originals.y_N[rows_n].long())
-    counts_C, true_C = (torch.bincount(one, minlength=trial.evidence.config.task.classes) for one in sides)
+    counts_C, true_C = (torch.bincount(labels, minlength=trial.evidence.config.task.classes) for labels in sides)
     classes = trial.evidence.config.task.classes
     even_C = torch.bincount(torch.arange(trial.mixed) % classes, minlength=classes)
-    right, guessed = (int(torch.minimum(one, true_C).sum()) for one in (counts_C, even_C))
+    right, guessed = (int(torch.minimum(counts, true_C).sum()) for counts in (counts_C, even_C))
     return {"labels": {"right": right, "number": trial.mixed, "equal-counts": guessed}}
 
 
@@ -76,13 +76,13 @@ def _at_cut(exhibit: Exhibit, evidence: Evidence, originals: Originals) -> dict[
     are.
     """
     first = exhibit.answers[0]
-    begun = [one for one in evidence.sent if one.institution == exhibit.institution and one.field == "activations"]
-    entered = next((one.answers[0] for one in begun if one.stage.startswith("enter")), None)
+    begun = [each for each in evidence.sent if each.institution == exhibit.institution and each.field == "activations"]
+    entered = next((entry.answers[0] for entry in begun if entry.stage.startswith("enter")), None)
     if first.request is None or entered is None or entered.request is None:
         raise RunError(NO_MODEL)
     *_, head = split_before_head(evidence.model(), str(entered.request.scalars.get("cut", "")))
     load_arrays(head, {name: entered.request.arrays[name] for name in head.state_dict()})
-    inputs, gradients = (torch.tensor(one) for one in (first.request.arrays["outputs"], exhibit.array(first)))
+    inputs, gradients = (torch.tensor(array) for array in (first.request.arrays["outputs"], exhibit.array(first)))
     task = evidence.config.task
     found_n = labels_at_cut(head, inputs, gradients, make_task(task).losses, task.classes)
     rows_n = OfActivations(begun[0], evidence).rows(originals)

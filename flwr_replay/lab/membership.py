@@ -131,7 +131,7 @@ def _by_references(
 ) -> dict[str, Any]:
     """Compare with models that the attacker has trained as long, without the candidates: offline LiRA."""
     task, training = make_task(evidence.config.task), evidence.config.training
-    epochs = sum(int(one.request.scalars.get("local-epochs", 1)) if one.request else 1 for one in exhibit.answers)
+    epochs = sum(int(each.request.scalars.get("local-epochs", 1)) if each.request else 1 for each in exhibit.answers)
     references = reference_models(
         evidence.model,
         task.loss,

@@ -22,30 +22,30 @@ IMAGES = (
 MEMBERS = (*FIELD, "members, others", "AUC [95 %]", "found at 1 % false alarms", "at 0.1 %")
 
 
-def write_page(folder: Path, found: dict[str, Any]) -> Path:
+def write_page(folder: Path, document: dict[str, Any]) -> Path:
     """Write the content of `attacks.json` as `report.html` beside the pictures; return its path."""
-    results = found["attacks"]
+    results = document["attacks"]
     by_institution: dict[str, list[dict[str, Any]]] = {}
-    for one in results:
-        shown = {**one, "image": "", "alt": "", "caption": ""}
-        if one.get("picture") and (folder / one["picture"]).exists():
-            rows = "Above the originals, below" if one.get("scores") else "In the picture"
-            if "nearer" in (one.get("scores") or ()):
+    for result in results:
+        shown = {**result, "image": "", "alt": "", "caption": ""}
+        if result.get("picture") and (folder / result["picture"]).exists():
+            rows = "Above the originals, below" if result.get("scores") else "In the picture"
+            if "nearer" in (result.get("scores") or ()):
                 rows = "Above the nearest of the institution's images, below"
-            shown["image"] = base64.b64encode(read_bytes(folder / one["picture"])).decode()
+            shown["image"] = base64.b64encode(read_bytes(folder / result["picture"])).decode()
             shown["caption"] = (
-                f"{one['field']} of stage {one['stage']}, {one['attack']}, attacker's images: {one['auxiliary']}. "
-                f"{rows} what the attack made of the message."
+                f"{result['field']} of stage {result['stage']}, {result['attack']}, attacker's images: "
+                f"{result['auxiliary']}. {rows} what the attack made of the message."
             )
-            shown["alt"] = f"Reconstructions of {one['institution']}'s images by the attack {one['attack']}"
-        by_institution.setdefault(one["institution"], []).append(shown)
-    images = [_image_row(one) for one in results if one.get("scores")]
-    members = [_member_row(one) for one in results if "membership" in one]
+            shown["alt"] = f"Reconstructions of {result['institution']}'s images by the attack {result['attack']}"
+        by_institution.setdefault(result["institution"], []).append(shown)
+    images = [_image_row(result) for result in results if result.get("scores")]
+    members = [_member_row(result) for result in results if "membership" in result]
     text = render(
         "attacks",
         title="What the messages of this run show",
-        about=found["run"]["about"],
-        claim=found["run"]["claim"],
+        about=document["run"]["about"],
+        claim=document["run"]["claim"],
         by_institution=by_institution,
         images={"caption": "Reconstructed images", "heads": IMAGES, "rows": images},
         members={"caption": "Who was in the training", "heads": MEMBERS, "rows": members},
@@ -57,40 +57,40 @@ def write_page(folder: Path, found: dict[str, Any]) -> Path:
     return path
 
 
-def _image_row(one: dict[str, Any]) -> list[str]:
-    scores = one["scores"]
-    beside = [one.get(name) for name in ("mean-image", "nearest-image")]
+def _image_row(result: dict[str, Any]) -> list[str]:
+    scores = result["scores"]
+    beside = [result.get(name) for name in ("mean-image", "nearest-image")]
     return [
-        f"{one['institution']}, {one['stage']} {one['field']}",
-        one["attack"],
+        f"{result['institution']}, {result['stage']} {result['field']}",
+        result["attack"],
         str(scores["number"]),
         f"{_shown(scores['psnr'])} ± {_shown(scores['psnr_sd'])}",
         "" if scores["ssim"] is None else _shown(scores["ssim"], 2),
-        *_identified(one),
+        *_identified(result),
         *("" if other is None else _shown(other["psnr"]) for other in beside),
-        _shown(one["values-per-pixel"], 2),
-        str(one["settings"].get("steps", "")),
-        _shown(one["seconds"]),
+        _shown(result["values-per-pixel"], 2),
+        str(result["settings"].get("steps", "")),
+        _shown(result["seconds"]),
     ]
 
 
-def _identified(one: dict[str, Any]) -> tuple[str, str]:
+def _identified(result: dict[str, Any]) -> tuple[str, str]:
     """Return the cells of identified images and of the control; of pictures that are only nearer, what chance gives."""
-    scores, control = one["scores"], one.get("control")
+    scores, control = result["scores"], result.get("control")
     if "nearer" in scores:
         return f"{scores['nearer']} of {scores['number']} nearer to own (p = {scores['p']:.3f})", "half, by chance"
     return between(scores["identified"], SHARE), between(control["identified"], SHARE) if control else ""
 
 
-def _member_row(one: dict[str, Any]) -> list[str]:
-    found = one["membership"]
+def _member_row(result: dict[str, Any]) -> list[str]:
+    rates = result["membership"]
     return [
-        f"{one['institution']}, {one['stage']} {one['field']}",
-        one["attack"],
-        f"{found['members']:,}, {found['non_members']:,}",
-        between(found["auc"]),
-        between(found["tpr_at_1_percent"], SHARE),
-        between(found["tpr_at_01_percent"], SHARE),
+        f"{result['institution']}, {result['stage']} {result['field']}",
+        result["attack"],
+        f"{rates['members']:,}, {rates['non_members']:,}",
+        between(rates["auc"]),
+        between(rates["tpr_at_1_percent"], SHARE),
+        between(rates["tpr_at_01_percent"], SHARE),
     ]
 
 

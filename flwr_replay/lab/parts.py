@@ -78,10 +78,10 @@ class OfHalf(OfChange):
 
     def __init__(self, exhibit: Exhibit, evidence: Evidence, last: bool = False) -> None:
         super().__init__(exhibit, evidence, last)
-        requests = [one.request for one in visit(self.answer, evidence) if one.request]
+        requests = [answer.request for answer in visit(self.answer, evidence) if answer.request]
         if (batches := int(self.request.scalars["micro-batches"])) > 1:
             raise RunError(f"a search steps after each batch; with micro-batches={batches} the institution steps later")
-        self.gradients = [torch.tensor(one.arrays["gradients"]) for one in requests if "gradients" in one.arrays]
+        self.gradients = [torch.tensor(sent.arrays["gradients"]) for sent in requests if "gradients" in sent.arrays]
         if len(self.gradients) != self.local.steps:
             raise RunError(
                 f"the change is of {self.local.steps} steps; the gradients of {len(self.gradients)} were recorded: "

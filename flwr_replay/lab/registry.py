@@ -81,7 +81,7 @@ class Only:
     attack: str = ""
 
     def __post_init__(self) -> None:
-        names = [one.name for known in KNOWN.values() for one in known.attacks]
+        names = [attack.name for known in KNOWN.values() for attack in known.attacks]
         if self.own:
             allow([self.own])  # whoever attacks has named it
             import_part("--attack", self.own)
@@ -105,7 +105,7 @@ def trial_of(exhibit: Exhibit, evidence: Evidence) -> Trial | None:
 
 def number_timed(meaning: Meaning, messages: int) -> int:
     """Return how many attacks share the time for a field that came in so many messages."""
-    return sum(one.timed for one in KNOWN[meaning].attacks if one is not LAST or messages > 1)
+    return sum(attack.timed for attack in KNOWN[meaning].attacks if attack is not LAST or messages > 1)
 
 
 def nothing_tried(meaning: Meaning, drawn: bool) -> str:
@@ -133,7 +133,7 @@ def checked(institution: str, evidence: Evidence, originals: Originals) -> str:
         raise OtherOriginals("the examples of all institutions were trained on together; the judge has those of one")
     if same_data(originals, evidence.digests(institution)):
         return DIGEST
-    own = [one for one in evidence.exhibits if one.institution == institution]
+    own = [exhibit for exhibit in evidence.exhibits if exhibit.institution == institution]
     for exhibit in own:
         try:
             if trial := trial_of(exhibit, evidence):
@@ -143,8 +143,8 @@ def checked(institution: str, evidence: Evidence, originals: Originals) -> str:
             raise
         except FlwrReplayError:  # nothing of this field can be computed anew
             continue
-    said = [answer.content.scalars for exhibit in own for answer in exhibit.answers]
-    numbers = {int(scalars["num-examples"]) for scalars in said if "num-examples" in scalars}
+    scalars_of = [answer.content.scalars for exhibit in own for answer in exhibit.answers]
+    numbers = {int(scalars["num-examples"]) for scalars in scalars_of if "num-examples" in scalars}
     if numbers and len(originals.y_N) not in numbers:
         some = ", ".join(map(str, sorted(numbers)))
         raise OtherOriginals(f"{OTHERS}: {len(originals.y_N)} examples, the answers say {some}")

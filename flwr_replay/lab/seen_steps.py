@@ -104,7 +104,7 @@ class SeenSteps:
         """Return the p-value of each test, by its key in `FINDINGS`; many tests of a kind are corrected."""
         n, d, variance = self.steps, len(self.total_d), (self.cost.sigma * self.most) ** 2
         layers = [part.sum() for part in np.split(self.squares_d, np.cumsum(self.sizes)[:-1])]
-        found = {
+        values = {
             "noise": chi2.cdf(sum(self.squares_n) / variance, n * d),
             "noise of a step": n * chi2.cdf(min(self.squares_n) / variance, d),
             "noise of a layer": len(layers) * min(chi2.cdf(np.array(layers) / variance, n * np.array(self.sizes))),
@@ -114,11 +114,11 @@ class SeenSteps:
             "clipping": norm.sf(sum(self.along_n) / sqrt(n * variance)),
         }
         q, steps = self.cost.rate, len(self.batches)
-        found["rate"] = binom.sf(sum(self.batches) - 1, steps * self.examples, q)
+        values["rate"] = binom.sf(sum(self.batches) - 1, steps * self.examples, q)
         if q < 1:
-            found["batches"] = _dispersion(np.array(self.batches), self.examples, q)
-            found["rows"] = _dispersion(self.drawn_D, steps, q)
-        return {name: min(1.0, float(p)) for name, p in found.items()}
+            values["batches"] = _dispersion(np.array(self.batches), self.examples, q)
+            values["rows"] = _dispersion(self.drawn_D, steps, q)
+        return {name: min(1.0, float(p)) for name, p in values.items()}
 
     def undetected(self, significance: float) -> dict[str, float]:
         """Return the largest faults that tests at this significance could miss in more than 5 of 100 audits.
@@ -164,29 +164,29 @@ def judged(
         `found`, in words.
     """
     share = significance / (len(FINDINGS) * len(seen))
-    found = {name for one in seen for name, p in one.p_values().items() if p <= share}
-    found -= {name for name in found if name.startswith("noise of")} if "noise" in found else set()
-    words, steps = [FINDINGS[name] for name in FINDINGS if name in found], _steps(charged)
-    taken = _steps([replace(one.cost, steps=one.steps) for one in seen])
+    broken = {name for kind_seen in seen for name, p in kind_seen.p_values().items() if p <= share}
+    broken -= {name for name in broken if name.startswith("noise of")} if "noise" in broken else set()
+    words, steps = [FINDINGS[name] for name in FINDINGS if name in broken], _steps(charged)
+    taken = _steps([replace(kind_seen.cost, steps=kind_seen.steps) for kind_seen in seen])
     if over := sum(max(0, n - steps.get(kind, 0)) for kind, n in taken.items()):
         words.append(f"{over:,} steps that were not charged")
     if stray:
         words.append(f"{stray:,} steps without DP-SGD on weights that it trains")
     spent = [SampledGaussian(*kind, n) for kind, n in steps.items() if kind not in taken]
-    missed = [one.undetected(share) for one in seen]
-    for one, most in zip(seen, missed, strict=True):
-        spent.append(SampledGaussian(most["rate"], one.cost.sigma * most["noise"], one.steps))
+    missed = [kind_seen.undetected(share) for kind_seen in seen]
+    for kind_seen, most in zip(seen, missed, strict=True):
+        spent.append(SampledGaussian(most["rate"], kind_seen.cost.sigma * most["noise"], kind_seen.steps))
     return {
         "steps": sum(taken.values()),
         "charged": sum(steps.get(kind, 0) for kind in taken),
         "stray": stray,
         "kinds": [
             {
-                "sigma": {"seen": one.sigma, "charged": one.cost.sigma},
-                "rate": {"seen": one.rate, "charged": one.cost.rate},
-                "most": one.most,
+                "sigma": {"seen": kind_seen.sigma, "charged": kind_seen.cost.sigma},
+                "rate": {"seen": kind_seen.rate, "charged": kind_seen.cost.rate},
+                "most": kind_seen.most,
             }
-            for one in seen
+            for kind_seen in seen
         ],
         "detectable": epsilon(spent, delta),
         "growth": max(most["growth"] for most in missed),
@@ -196,10 +196,10 @@ def judged(
 
 def _steps(costs: Sequence[SampledGaussian]) -> Mapping[tuple[float, float], int]:
     """Return how many steps there are of each rate and sigma."""
-    found: dict[tuple[float, float], int] = {}
+    steps: dict[tuple[float, float], int] = {}
     for cost in costs:
-        found[cost.rate, cost.sigma] = found.get((cost.rate, cost.sigma), 0) + cost.steps
-    return found
+        steps[cost.rate, cost.sigma] = steps.get((cost.rate, cost.sigma), 0) + cost.steps
+    return steps
 
 
 def _dispersion(counts: NDArray[np.int64], trials: int, q: float) -> float:

@@ -39,17 +39,17 @@ def sentence(result: dict[str, Any]) -> str:
     sent = f"{whose} sent {shown_bytes(result['bytes'])} ({what}, {_count(result['messages'], 'message')})."
     unsure = f" The originals were checked {NUMBER}." if result["originals"] == NUMBER else ""
     if "membership" in result:
-        found = result["membership"]
+        rates = result["membership"]
         return (
             f"{sent} Whether an image was in the training, {result['attack']} tells with an AUC of "
-            f"{between(found['auc'])}, where 0.5 is guessing. Of {found['members']:,} members it finds "
-            f"{found['tpr_at_1_percent']['value']:.1%} if it may be wrong about 1 % of the others.{unsure}"
+            f"{between(rates['auc'])}, where 0.5 is guessing. Of {rates['members']:,} members it finds "
+            f"{rates['tpr_at_1_percent']['value']:.1%} if it may be wrong about 1 % of the others.{unsure}"
         )
     if "labels" in result:
-        found = result["labels"]
-        even = f" Equal counts would be right for {found['equal-counts']:,}." if "equal-counts" in found else ""
+        tally = result["labels"]
+        even = f" Equal counts would be right for {tally['equal-counts']:,}." if "equal-counts" in tally else ""
         return (
-            f"{sent} Labels, by {result['attack']}: {found['right']:,} of {found['number']:,} are right.{even}{unsure}"
+            f"{sent} Labels, by {result['attack']}: {tally['right']:,} of {tally['number']:,} are right.{even}{unsure}"
         )
     if "picture" not in result:
         name = result["attack"]

@@ -75,11 +75,11 @@ class Trial(ABC):
 
     def with_network(self) -> tuple[Answer, Recorded]:
         """Return the first answer whose request was recorded and brought a network; raise `RunError` without one."""
-        asked = [(answer, answer.request) for answer in self.exhibit.answers if answer.request is not None]
-        for answer, request in asked:
+        recorded = [(answer, answer.request) for answer in self.exhibit.answers if answer.request is not None]
+        for answer, request in recorded:
             if request.arrays:
                 return answer, request
-        raise RunError(UNKNOWN_NETWORK if asked else NO_MODEL)
+        raise RunError(UNKNOWN_NETWORK if recorded else NO_MODEL)
 
     def some_of(self, number: int) -> Tensor:
         """Return the places of some images, drawn at random."""
@@ -172,12 +172,12 @@ class OfCodes(Trial):
 
     def rows(self, originals: Originals) -> Tensor:
         """Find each row's original by encoding all of them; -1 for those of others, which replay has put there."""
-        parts = (torch.split(one, self.plan.at_once) for one in (originals.x_NCHW, originals.y_N))
+        parts = (torch.split(array, self.plan.at_once) for array in (originals.x_NCHW, originals.y_N))
         with torch.no_grad():
-            found = [self.generator.encode(self.plan.generator_input(x, y)) for x, y in zip(*parts, strict=True)]
+            codes = [self.generator.encode(self.plan.generator_input(x, y)) for x, y in zip(*parts, strict=True)]
         size = self.generator.codes_per_image, self.generator.codebook_size
         codes_n = torch.from_numpy(unpack_codes(self.packed, *size))
-        return rows_behind(codes_n, partial(torch.cat, found), others=True, near=0.0)
+        return rows_behind(codes_n, partial(torch.cat, codes), others=True, near=0.0)
 
     @property
     def values_per_pixel(self) -> float:
