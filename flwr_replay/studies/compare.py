@@ -116,7 +116,7 @@ def planned(
     reported_by_all = [name for name in reported[0] if all(name in names for names in reported)]
     mixed = all(config.evaluate_before_mixing for config in configs.values())
     prefixes = ["external-"] * config.external + ["before-mixing-"] * mixed
-    prefixes += [f"validation-{one}" for one in ("", *["before-mixing-"] * mixed)] * (config.split != "test")
+    prefixes += [f"validation-{prefix}" for prefix in ("", *["before-mixing-"] * mixed)] * (config.split != "test")
     known = [f"{prefix}{name}" for prefix in ["", *prefixes] for name in reported_by_all]
     if metric not in known:
         raise ConfigError(f"--metric must be one that all methods report; got {metric!r}: {nearest(metric, known)}")
@@ -168,8 +168,8 @@ def _plan(
     methods: Sequence[Method], shared: Sequence[str], seeds: Sequence[int], runs_dir: Path
 ) -> tuple[Path, dict[str, RunConfig], list[Cell], dict[str, Any]]:
     """Resolve and check every cell; say how methods differ, and their noise. Nothing is written yet."""
-    given = [f"strategy={methods[0].strategy}", *shared]
-    _, common = resolve(given, ".", "")  # the shared options, without any method's own
+    options = [f"strategy={methods[0].strategy}", *shared]
+    _, common = resolve(options, ".", "")  # the shared options, without any method's own
     alike = {key: value for key, value in asdict(common).items() if key not in NOT_THE_RESULT}
     name = f"compare-{common.task.name}-{common.partition.name}-{short_hash(alike)}"
     folder = runs_dir.expanduser().absolute() / name
@@ -203,8 +203,8 @@ def _refuse_equal(methods: Sequence[Method], configs: Sequence[RunConfig]) -> No
 def _own_name(methods: Sequence[Method], seeds: Sequence[int], metric: str, against: str) -> str:
     """Name a comparison's own folder by its methods, and by a hash of all that makes it another comparison."""
     names = "-".join(dict.fromkeys(method.strategy for method in methods))
-    told = [[method.label, method.strategy, *method.options] for method in methods]
-    return f"{names[:60]}-{short_hash([told, list(seeds), metric, against])}"
+    described = [[method.label, method.strategy, *method.options] for method in methods]
+    return f"{names[:60]}-{short_hash([described, list(seeds), metric, against])}"
 
 
 def _differing(methods: Sequence[Method], configs: Mapping[str, RunConfig]) -> list[str]:
@@ -213,11 +213,11 @@ def _differing(methods: Sequence[Method], configs: Mapping[str, RunConfig]) -> l
     sections = {label: asdict(config) for label, config in configs.items()}
     lines = []
     for section, option in MAY_DIFFER:
-        found: dict[str, list[str]] = {}
+        labels_of: dict[str, list[str]] = {}
         for label, values in sections.items():
-            found.setdefault(str(values[section].get(option, "none")), []).append(label)
-        if len(found) > 1 and f"{section}.{option}" not in written and section not in written:
-            shown = "; ".join(f"{value} ({', '.join(labels)})" for value, labels in found.items())
+            labels_of.setdefault(str(values[section].get(option, "none")), []).append(label)
+        if len(labels_of) > 1 and f"{section}.{option}" not in written and section not in written:
+            shown = "; ".join(f"{value} ({', '.join(labels)})" for value, labels in labels_of.items())
             lines.append(f"{section}.{option}: {shown}")
     return lines
 
@@ -254,8 +254,8 @@ def _title(configs: Sequence[RunConfig]) -> str:
     """Say on what all methods were compared; what they differ in is only counted."""
 
     def alike(values: Iterable[str], many: str) -> str:
-        found = list(dict.fromkeys(values))
-        return found[0] if len(found) == 1 else f"different {many}"
+        distinct = list(dict.fromkeys(values))
+        return distinct[0] if len(distinct) == 1 else f"different {many}"
 
     tasks = alike((config.task.name for config in configs), "tasks")
     nodes = alike((f"{config.nodes} institutions" for config in configs), "numbers of institutions")
@@ -301,8 +301,8 @@ def _written(comparison: PlannedComparison, outcomes: Mapping[Path, dict[str, An
         label: [folder / cell["folder"] for cell in report["cells"] if cell["label"] == label and "result" in cell]
         for label in labels
     }
-    spending = {label: by_epsilon(found, metric) for label, found in runs.items()}
-    histories = {label: [by_round(run, metric) for run in found] for label, found in runs.items()}
+    spending = {label: by_epsilon(cells, metric) for label, cells in runs.items()}
+    histories = {label: [by_round(run, metric) for run in cells] for label, cells in runs.items()}
     pictures = {"compare.png": partial(points, report), "curves.png": partial(curves, report, histories)}
     if any(map(any, spending.values())):
         pictures["epsilon.png"] = partial(curves, report, spending, "largest epsilon so far")

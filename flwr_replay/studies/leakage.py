@@ -49,24 +49,24 @@ def attacked(asked: Sequence[Asked], minutes: float, jobs: int) -> list[list[dic
     All attacks on one run take about so many minutes. Returns by comparison a line for each attack and run: its result,
     with the method's `label` and the run's `metric`.
     """
-    todo = [(one.folder(cell), one.aux, one.field, minutes) for one in asked for cell in one.cells]
+    todo = [(part.folder(cell), part.aux, part.field, minutes) for part in asked for cell in part.cells]
     if jobs == 1 or not todo:
-        seen = iter([_attack(*one) for one in todo])
+        seen = iter([_attack(*job) for job in todo])
     else:
         # as one list, so that no process waits for the end of a comparison, and each imports PyTorch once
         with share_of_cores(jobs), ProcessPoolExecutor(jobs, get_context("spawn"), initializer=end_with_parent) as pool:
             seen = iter(list(pool.map(_attack, *zip(*todo, strict=True))))
-    found: list[list[dict[str, Any]]] = []
-    for one in asked:
-        lines = [(cell, line) for cell in one.cells for line in next(seen)["attacks"]]
-        metric = one.report["metric"]
-        found.append(
+    attacks: list[list[dict[str, Any]]] = []
+    for comparison in asked:
+        lines = [(cell, line) for cell in comparison.cells for line in next(seen)["attacks"]]
+        metric = comparison.report["metric"]
+        attacks.append(
             [
                 {**line, "label": cell["label"], "metric": cell["result"]["final"]["global"][metric]}
                 for cell, line in lines
             ]
         )
-    return found
+    return attacks
 
 
 def _attack(folder: Path, aux: str, field: str, minutes: float) -> dict[str, Any]:
@@ -79,37 +79,37 @@ def share_of_cores(jobs: int) -> Iterator[None]:
 
     Libraries read the number when they are imported. Two processes with all cores each take several times as long.
     """
-    said = os.environ.get(THREADS)
+    threads = os.environ.get(THREADS)
     os.environ.setdefault(THREADS, str(max(1, (os.cpu_count() or 1) // jobs)))
     try:
         yield
     finally:
-        if said is None:
+        if threads is None:
             del os.environ[THREADS]
 
 
-def leakage(found: list[dict[str, Any]], metric: str) -> list[str]:
+def leakage(attacks: list[dict[str, Any]], metric: str) -> list[str]:
     """Write a table of attacks, over the seeds: PSNR as mean and standard deviation, identified images as a share."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for one in found:
-        if one.get("scores") or "membership" in one:
-            groups.setdefault((one["label"], f"{one['stage']} {one['field']}", one["attack"]), []).append(one)
+    for line in attacks:
+        if line.get("scores") or "membership" in line:
+            groups.setdefault((line["label"], f"{line['stage']} {line['field']}", line["attack"]), []).append(line)
     lines = [HEAD.format(metric=metric), "|---|---|---|---|---|---|---|---|---|"]
     for (label, field, attack), results in groups.items():
-        cells = [label, f"{fmean(one['metric'] for one in results):.4f}", field, attack]
+        cells = [label, f"{fmean(result['metric'] for result in results):.4f}", field, attack]
         if "membership" in results[0]:
-            cells += ["", "", "", f"{fmean(one['membership']['auc']['value'] for one in results):.2f}", ""]
+            cells += ["", "", "", f"{fmean(result['membership']['auc']['value'] for result in results):.2f}", ""]
         else:
-            controls = [one["control"] for one in results if one.get("control")]
+            controls = [result["control"] for result in results if result.get("control")]
             cells += [
-                _decibels([one["scores"]["psnr"] for one in results]),
-                _found([one["scores"] for one in results]),
+                _decibels([result["scores"]["psnr"] for result in results]),
+                _found([result["scores"] for result in results]),
                 _identified(controls) if controls else "",
                 "",
                 f"{results[0]['values-per-pixel']:.2f}",
             ]
         lines.append(f"| {' | '.join(cells)} |")
-    silent = {(one["label"], one["not-judged"]) for one in found if one.get("not-judged")}
+    silent = {(line["label"], line["not-judged"]) for line in attacks if line.get("not-judged")}
     return [*lines, "", *(f"- {label}: {reason}" for label, reason in sorted(silent))]
 
 
@@ -121,16 +121,16 @@ def _decibels(values: list[Any]) -> str:
 
 
 def _found(scores: list[dict[str, Any]]) -> str:
-    if any("nearer" in one for one in scores):
-        return "; ".join(_nearer(one) for one in scores)
+    if any("nearer" in score for score in scores):
+        return "; ".join(_nearer(score) for score in scores)
     return _identified(scores)
 
 
-def _nearer(one: dict[str, Any]) -> str:
-    return f"{one['nearer']} of {one['number']} nearer, by chance {one['by_chance']:.1f} (p = {one['p']:.3f})"
+def _nearer(score: dict[str, Any]) -> str:
+    return f"{score['nearer']} of {score['number']} nearer, by chance {score['by_chance']:.1f} (p = {score['p']:.3f})"
 
 
 def _identified(scores: list[dict[str, Any]]) -> str:
-    number = sum(one["number"] for one in scores)
-    found = share(round(sum(one["identified"]["value"] * one["number"] for one in scores)), number)
-    return f"{found.value:.1%} [{found.low:.1%}, {found.high:.1%}] of {number}"
+    number = sum(score["number"] for score in scores)
+    portion = share(round(sum(score["identified"]["value"] * score["number"] for score in scores)), number)
+    return f"{portion.value:.1%} [{portion.low:.1%}, {portion.high:.1%}] of {number}"

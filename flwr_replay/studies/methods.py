@@ -63,7 +63,7 @@ def swept(names: Sequence[str], options: Sequence[str]) -> tuple[list[str], list
         of_one = prefix in strategies
         if not of_one:
             _refuse_of_some(key.replace("-", "_"), value, strategies)
-        ends = [f":{rest if of_one else key}={one}" for one in value.split("|")]
+        ends = [f":{rest if of_one else key}={choice}" for choice in value.split("|")]
         several = [[name] if of_one and _strategy(name) != prefix else _ending(name, ends) for name in methods]
         methods = [name for variants in several for name in variants]
     return methods, others
@@ -179,10 +179,10 @@ def methods_of(names: Sequence[str], own: dict[str, list[str]]) -> list[Method]:
         strategy, *variants = re.split(r":(?=[\w.-]+=)", spec)
         if ":" in strategy:
             raise ConfigError(f"a variant is written strategy:option=value; got {name!r}")
-        found = [_own_option(strategy, option) for option in variants]
-        if twice := [key for key, count in Counter(key for key, _ in found).items() if count > 1]:
+        pairs = [_own_option(strategy, option) for option in variants]
+        if twice := [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]:
             raise ConfigError(f"a variant sets an option once; got {twice[0]} twice in {name.strip()!r}: leave one")
-        merged = dict([*(_own_option(strategy, option) for option in own[strategy]), *found])
+        merged = dict([*(_own_option(strategy, option) for option in own[strategy]), *pairs])
         method = Method(label, strategy, tuple(f"{key}={value}" for key, value in merged.items()))
         if any(method.slug == other.slug or label == other.label for other in methods):
             raise ConfigError(f"every method is compared once; got {name.strip()!r} twice: remove one")
@@ -210,8 +210,8 @@ def _own_option(strategy: str, option: str) -> tuple[str, str]:
     classes = {name: [SECTIONS[name]] for name in OF_A_METHOD}
     classes["generator"] = [load_generator(name) for name in choices("generator")]
     sections = {
-        name: [field.name for cls in found for field in fields(cls) if field.name != "name"]
-        for name, found in classes.items()
+        name: [field.name for cls in variants for field in fields(cls) if field.name != "name"]
+        for name, variants in classes.items()
     }
     sections["strategy"] = _own_fields(strategy)
     full = {f"{section}.{name}" for section, names in sections.items() for name in names}

@@ -152,8 +152,8 @@ def run_study(
     name = f"{name}-quick" if quick else name
     minutes = minutes / 60 if quick else minutes
     asked = {part.name: Asked(reports[part.name], part.attack, part.field) for part in chosen if part.attack}
-    found = attacked(list(asked.values()), minutes, jobs)
-    leaks = {one: leakage(lines, reports[one]["metric"]) for one, lines in zip(asked, found, strict=True)}
+    attacks = attacked(list(asked.values()), minutes, jobs)
+    leaks = {stem: leakage(lines, reports[stem]["metric"]) for stem, lines in zip(asked, attacks, strict=True)}
     some = f" --only {','.join(only)}" if only else ""
     some += f" --seeds {seeds}" if seeds else ""
     some += f" --minutes {minutes:g}" if minutes != MINUTES and not quick else ""
@@ -195,11 +195,11 @@ def forecast(comparisons: Sequence[PlannedComparison]) -> str:
         parts.append(
             f"{comparison.cells[0].part}: {len(cells)} run{'s' * (len(cells) != 1)}, {len(done)} finished{also}"
         )
-    told = [fmean(seconds[label]) for label in waiting if label in seconds]
-    unknown = len(waiting) - len(told)
+    means = [fmean(seconds[label]) for label in waiting if label in seconds]
+    unknown = len(waiting) - len(means)
     rest = f"all: {len(counted)} runs, {len(waiting)} to run"
-    if told:
-        rest += f"; {len(told)} of them take about {sum(told) / 3600:.1f} hours of one job"
+    if means:
+        rest += f"; {len(means)} of them take about {sum(means) / 3600:.1f} hours of one job"
     if unknown:
         rest += f"; {unknown} are of methods of which no run has finished, so that nothing is known of their time"
     return "\n".join([*parts, rest])
@@ -245,8 +245,8 @@ def _report(
     What all parts would say in the same words stands once, before the tables. A part whose means stand in an
     overview has no table of its own.
     """
-    said = {part.name: findings(reports[part.name]) for part in parts}
-    alike = [note for note in said[parts[0].name] if len(parts) > 1 and all(note in own for own in said.values())]
+    notes = {part.name: findings(reports[part.name]) for part in parts}
+    alike = [note for note in notes[parts[0].name] if len(parts) > 1 and all(note in own for own in notes.values())]
     alike += [note for note in dict.fromkeys(chain(*map(of_methods, reports.values()))) if note not in alike]
     text = [f"# Study: {name}", "", document.strip(), "", f"Written by `{command}`.", ""]
     if name.endswith("-quick"):
@@ -258,7 +258,7 @@ def _report(
         report = reports[part.name]
         text += [f"### {part.name}", "", f"{part.about} {report['title']}, {_seeds(report['seeds'])}.", ""]
         text += [] if part.group else [*markdown(report, costs=False), ""]
-        text += [f"- {note}" for note in said[part.name] if note not in alike]
+        text += [f"- {note}" for note in notes[part.name] if note not in alike]
         text += [*_forgotten(report), "", *gaps(report), ""]
         text += [*leaks.get(part.name, []), ""]
     return "\n".join(text)
@@ -274,16 +274,16 @@ def _seeds(seeds: Sequence[int]) -> str:
 def _numbers(reports: Mapping[str, dict[str, Any]]) -> str:
     """Write the numbers of all parts as CSV, a line for each part and method."""
     heads = ("part", *lines_of(next(iter(reports.values())))[0])
-    return csv_text([heads, *((name, *line) for name, one in reports.items() for line in lines_of(one)[1:])])
+    return csv_text([heads, *((name, *line) for name, report in reports.items() for line in lines_of(report)[1:])])
 
 
 def _groups(parts: Sequence[Part], reports: dict[str, dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
     """Return the reports by group and part."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    groups: dict[str, dict[str, dict[str, Any]]] = {}
     for part in parts:
         if part.group:
-            found.setdefault(part.group, {})[part.name] = reports[part.name]
-    return found
+            groups.setdefault(part.group, {})[part.name] = reports[part.name]
+    return groups
 
 
 def _picture(stem: str, group: str) -> str:
@@ -292,9 +292,9 @@ def _picture(stem: str, group: str) -> str:
 
 def _forgotten(report: dict[str, Any]) -> list[str]:
     """Write how much runs with `forgetting=true` lost on institutions that an exchange did not train on."""
-    found = [(cell, cell["result"].get("forgetting")) for cell in report["cells"] if "result" in cell]
+    matrices = [(cell, cell["result"].get("forgetting")) for cell in report["cells"] if "result" in cell]
     text = []
-    for cell, matrix in found:
+    for cell, matrix in matrices:
         if matrix:
             text.append(
                 f"- {cell['label']} seed {cell['seed']}: mean drop {matrix['mean-drop']:+.3f}, largest "
