@@ -276,7 +276,9 @@ class Lab:
                 why = NOT_ANEW if self.checked == DIGEST else str(error)
             except DataError as error:
                 why = str(error)
-        path = self.place / f"{_plain(exhibit.institution, exhibit.stage, exhibit.field, attempt.attack.name)}.png"
+        parts = (exhibit.institution, exhibit.stage, exhibit.field, attempt.attack.name)
+        plain = "-".join("".join(c if c.isalnum() else "-" for c in part) for part in parts)
+        path = self.place / f"{plain}.png"
         draw_grid(path, pictured)
         return {**result, "not-judged": why, "picture": path.name}
 
@@ -326,7 +328,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _finite(part) for name, part in value.items()}
     return str(value) if isinstance(value, float) and not isfinite(value) else value
-
-
-def _plain(*parts: str) -> str:
-    return "-".join("".join(c if c.isalnum() else "-" for c in part) for part in parts)

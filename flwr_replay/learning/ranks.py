@@ -219,7 +219,9 @@ def _serve(pipe: Connection, rank: int, ranks: int, device: torch.device, meetin
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     torch.set_num_threads(threads)
     for backend in ("GLOO", "NCCL"):  # nothing listens on the network
-        os.environ[f"{backend}_SOCKET_IFNAME"] = _loopback()
+        os.environ[f"{backend}_SOCKET_IFNAME"] = next(  # this machine's loopback interface
+            name for name, at in psutil.net_if_addrs().items() if any(entry.address == "127.0.0.1" for entry in at)
+        )
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -261,8 +263,3 @@ def _train(
     losses = torch.stack(epoch(together, optimizer, share_of_loss, on_device(batches(share=share), device))) / ranks
     dist.all_reduce(losses)
     return to_arrays(module), optimizer_arrays(optimizer), losses.cpu().numpy()
-
-
-def _loopback() -> str:
-    """Return the name of this machine's loopback interface."""
-    return next(name for name, at in psutil.net_if_addrs().items() if any(entry.address == "127.0.0.1" for entry in at))

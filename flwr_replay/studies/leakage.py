@@ -122,12 +122,9 @@ def _decibels(values: list[Any]) -> str:
 
 def _found(scores: list[dict[str, Any]]) -> str:
     if any("nearer" in score for score in scores):
-        return "; ".join(_nearer(score) for score in scores)
+        by_chance = "{nearer} of {number} nearer, by chance {by_chance:.1f} (p = {p:.3f})"
+        return "; ".join(by_chance.format_map(score) for score in scores)
     return _identified(scores)
-
-
-def _nearer(score: dict[str, Any]) -> str:
-    return f"{score['nearer']} of {score['number']} nearer, by chance {score['by_chance']:.1f} (p = {score['p']:.3f})"
 
 
 def _identified(scores: list[dict[str, Any]]) -> str:
