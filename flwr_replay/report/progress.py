@@ -9,8 +9,6 @@ import time
 from dataclasses import dataclass, field
 from math import inf
 
-from flwr_replay.report.metrics import BESIDE, VALIDATION
-
 __all__ = ["Display", "LogDisplay", "Progress", "TerminalDisplay", "without_colours"]
 
 SOON = 2.0  # seconds
@@ -58,6 +56,8 @@ def shown_metrics(metrics: dict[str, float]) -> str:
     >>> shown_metrics({"accuracy": 0.4, "validation-accuracy": 0.5, "validation-auc": 0.6, "validation-loss": 1.0})
     'validation accuracy 0.5000, auc 0.6000, loss 1.0000'
     """
+    from flwr_replay.report.metrics import BESIDE, VALIDATION  # late, as NumPy is: a wrong option is said before
+
     validated = {name.removeprefix(VALIDATION): value for name, value in metrics.items() if name.startswith(VALIDATION)}
     shown_of = validated or metrics
     leading = [name for name in shown_of if name != "loss"][:1]
