@@ -48,4 +48,4 @@ def test_a_picture_is_of_the_page_its_colours_letters_and_names_and_the_same_eac
     assert "&lt;i&gt;$x$" in svg
     assert "&lt;b&gt;$y$" in svg
     assert svg == curves(lines, "<i>$x$").svg + bars(dict.fromkeys(["<b>$y$", "病院"], (1.0, 0.5)))
-    assert not recwarn.list
+    assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
