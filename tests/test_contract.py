@@ -35,7 +35,7 @@ def test_strategy_keeps_the_contract(name):
     check_strategy(name, [SMALL, *GENERATOR, *FEW.get(name, [])])
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "job",
     [
@@ -72,7 +72,7 @@ def test_options_keep_the_contract(job):
     check_strategy(name, [*options, SMALL, *GENERATOR, *FEW.get(name, [])])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "job",
     [
@@ -99,7 +99,7 @@ def test_replay_and_privacy_keep_the_contract(job):
     check_strategy(name, [*options, *GENERATOR, *FEW.get(name, []), "partition.size=40"])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", sorted({*choices("strategy")} - CLASSES))
 def test_a_regression_keeps_the_contract(name):
     check_strategy(name, ["task=diabetes", "model=mlp"])

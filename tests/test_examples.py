@@ -121,7 +121,7 @@ def test_flower_finds_all_that_an_example_lists(name: str) -> None:
     assert project["dependencies"] == []
 
 
-@pytest.mark.sampled(2, of="Ray")
+@pytest.mark.sampled(1, of="Ray")
 def test_runs_on_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """How a refused option is shown: tests/integration/test_deployment.py."""
     name = "fedreplay"

@@ -170,7 +170,7 @@ def state(home, folder):
     }
 
 
-@pytest.mark.sampled(2, of="Ray")
+@pytest.mark.sampled(1, of="Ray")
 def test_the_actors_end_with_the_process_that_started_them(cluster, tmp_path):
     command = [sys.executable, "-c", "from flwr_replay.cli.main import main; main()", "run", "--engine", "ray"]
     command += [*SMALL, "strategy=fedavg", "model=mlp", "width=4", "rounds=5000", "device=cpu", f"client-cpus={HEAD}"]

@@ -36,7 +36,7 @@ def at(tmp_path, monkeypatch):
     return at
 
 
-@pytest.mark.parametrize("engine", ["workers", pytest.param("ray", marks=pytest.mark.sampled(2, of="Ray"))])
+@pytest.mark.parametrize("engine", ["workers", pytest.param("ray", marks=pytest.mark.sampled(1, of="Ray"))])
 def test_proxyfl_leaves_the_same_proxies_optimizers_and_private_models(at, engine, forks):
     (inline, ours), (other, theirs) = at("inline"), at(engine)
     kinds = {name.rpartition("-")[0] for _, name in ours}

@@ -81,7 +81,7 @@ def check_resumed(folder: Path, may_fail: bool = False) -> None:
         assert (folder / name).read_bytes() == (once / name).read_bytes()
 
 
-@pytest.mark.sampled(2, of="Ray")
+@pytest.mark.sampled(1, of="Ray")
 def test_a_simulation_that_is_interrupted_leaves_no_process_and_can_go_on(started, tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))  # where the institutions' state lies, then too
     run = start(started, tmp_path, *ON_RAY, "run-name=x")
@@ -97,7 +97,7 @@ def test_a_simulation_that_is_interrupted_leaves_no_process_and_can_go_on(starte
     check_resumed(tmp_path / "x")
 
 
-@pytest.mark.sampled(2, of="Ray")
+@pytest.mark.sampled(1, of="Ray")
 @pytest.mark.parametrize("killed", KILLED)
 def test_whoever_is_killed_no_process_stays_and_the_run_goes_on(started, tmp_path, monkeypatch, killed):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
