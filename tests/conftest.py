@@ -6,6 +6,7 @@ milliseconds in which its core rests. What a real disk does is tested on mounted
 
 import gc
 import os
+import socket
 from hashlib import sha256
 from pathlib import Path
 
@@ -17,6 +18,14 @@ os.environ.setdefault(
     "RAY_prestart_worker_first_driver", "0"
 )  # none for nothing: actors have an environment of their own
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the processes of tests share what one has compiled
+
+for port in (
+    "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT",
+    "FLWR_LOCAL_CONTROL_API_PORT",
+):  # else `flwr run` of two workers meet
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ[port] = str(free.getsockname()[1])
 
 IN_MEMORY = Path("/dev/shm")
 ROOM = 2**31  # bytes; all tests leave a fifth of it
