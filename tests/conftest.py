@@ -14,26 +14,12 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: workers do not fight over the cores
 os.environ.pop("UV_RUN_RECURSION_DEPTH", None)  # hints name `uv run` under it, and the tests may run so
-os.environ.setdefault(
-    "RAY_prestart_worker_first_driver", "0"
-)  # none for nothing: actors have an environment of their own
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # none for nothing: actors have their own environment
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the processes of tests share what one has compiled
 
-for port in (
-    "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT",
-    "FLWR_LOCAL_CONTROL_API_PORT",
-):  # else `flwr run` of two workers meet
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ[port] = str(free.getsockname()[1])
-
+PORTS = ("FLWR_LOCAL_SUPERLINK_HTTP_API_PORT", "FLWR_LOCAL_CONTROL_API_PORT")  # of the SuperLink that `flwr run` starts
 IN_MEMORY = Path("/dev/shm")
 ROOM = 2**31  # bytes; all tests leave a fifth of it
-CHARTED = {"report", "studies", "cli", "test_syncentral.py"}
-PIXEL = bytes.fromhex(  # a PNG
-    "89504e470d0a1a0a0000000d4948445200000001000000010804000000b51c0c02"
-    "0000000b4944415478da6364600000000600023081d02f0000000049454e44ae426082"
-)
 LONGEST = (
     "test_deployment.py",
     "test_readme.py",
@@ -55,6 +41,12 @@ LONGEST = (
 )
 
 
+for name in PORTS:  # each worker's own: else the runs of two meet in one
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ[name] = str(free.getsockname()[1])
+
+
 def in_memory():
     """Return whether there is a folder in memory with enough room, whose scripts can be executed."""
     try:
@@ -73,15 +65,6 @@ def own_parts():
     """Begin each file with no code of its own allowed: what one file allows, the next must not inherit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLWR_REPLAY_OWN_PARTS", "")
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def charts(request):
-    """Draw charts only where tests look at them: one takes as long as a round of a small run."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not {request.path.parent.name, request.path.name} & CHARTED:
-            patch.setattr("flwr_replay.report.plots._png", lambda figure: PIXEL)
         yield
 
 
