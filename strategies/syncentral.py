@@ -14,14 +14,14 @@ Deviations: An institution that is late draws its buffer when it comes, and trai
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_replay.config.sections import within
@@ -82,6 +82,10 @@ class SynCentral(Movement):
         """The optimizer of θ, which keeps its state over rounds."""
         return make_optimizer(self.model, self.settings.training, self.settings.training.lr)
 
+    def exchanges_per_round(self) -> int:
+        """One epoch at the server."""
+        return 1
+
     def data_of(self, answered: list[str]) -> list[str]:
         """Return none: the server trains on what all have drawn."""
         return []
@@ -109,6 +113,18 @@ class SynCentral(Movement):
             losses.append(step(self.model, self.optimizer, self.task.loss(self.model(x_B), y_B)))
             self.recorder.saw(len(y_B))
         return array_record(to_arrays(self.model)), MetricRecord({"train-loss": mean_loss(losses)})
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask nobody to train a model: the server does."""
+        return []
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Change nothing: only the server's training changes the weights."""
+        return None, None
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
         """Return the optimizer's state, and what is known of buffers, which are in files."""

@@ -41,8 +41,8 @@ LONGEST = (
 )
 
 
-for name in PORTS:  # each worker's own: else the runs of two meet in one
-    with socket.socket() as free:
+with socket.socket() as one, socket.socket() as other:  # each worker's own: else the runs of two meet in one
+    for name, free in zip(PORTS, (one, other), strict=True):
         free.bind(("127.0.0.1", 0))
         os.environ[name] = str(free.getsockname()[1])
 

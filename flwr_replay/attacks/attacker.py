@@ -76,8 +76,9 @@ class Attempt:
 class Attacker:
     """Runs the attacks that need choices; all others are single functions.
 
-    `form` is (C, H, W) of an image; auxiliary images have it, too, and lie on the device of the messages. All attempts
-    follow from the seed. Each may take so many seconds, about: a search or a decoder's training takes as many steps.
+    `form` is (C, H, W) of an image; auxiliary images of another form are a `ConfigError`, and lie on the device of the
+    messages. All attempts follow from the seed. Each may take so many seconds, about: a search or a decoder's training
+    takes as many steps.
     """
 
     def __init__(

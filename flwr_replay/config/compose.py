@@ -63,7 +63,7 @@ COUNTS = ("nodes", "rounds", "seed")  # Flower's run config needs a number for t
 LONGEST = 20_000  # characters of all options; the time of Hydra's parser grows with their square, here seconds
 WHOLE = 10**18
 _default: dict[str, dict[str, str]] = {}  # by a preset's file: the groups' choices where none is made, as far as known
-WORDS = lru_cache(maxsize=16)(shlex.split)  # the same text comes with every message
+WORDS = lru_cache(maxsize=16)(lambda text: tuple(shlex.split(text)))  # the same text comes with every message
 CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 HINTS = cache(get_type_hints)  # of a section, they take a millisecond
 SECTIONS = {name: kind for name, kind in HINTS(RunConfig).items() if isinstance(kind, type) and is_dataclass(kind)}

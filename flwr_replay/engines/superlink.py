@@ -103,7 +103,7 @@ def superlink(scratch: Path, simulation: bool = True, secured: bool = False) -> 
         environment[MARK] = mark
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         deadline = time.monotonic() + WAITED
-        while not answers(f"127.0.0.1:{port}"):
+        while not answers(f"127.0.0.1:{port}", patience=0.5):
             if server.poll() is not None or time.monotonic() > deadline:
                 ending = (scratch / "superlink.log").read_text()[-500:]
                 busy = f"it said nothing in {WAITED} s: is the machine busy? Try again"
@@ -143,12 +143,12 @@ def free_port() -> int:
         return port
 
 
-def answers(address: str) -> bool:
-    """Say whether something accepts connections at HOST:PORT."""
+def answers(address: str, patience: float = PATIENCE) -> bool:
+    """Say whether something accepts connections at HOST:PORT, within so many seconds."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=PATIENCE).close()
-    except OSError:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=patience).close()
+    except (OSError, ValueError, OverflowError):  # nothing does at what is no port
         return False
     return True
 

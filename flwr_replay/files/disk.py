@@ -189,9 +189,9 @@ def lock(file: IO[Any] | int, wait: bool, shared: bool = False) -> bool:
         import fcntl
 
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        raise
-    except (ImportError, OSError):  # Windows, or a file system without locks
+    except (ImportError, OSError) as error:  # Windows, or a file system without locks
+        if isinstance(error, BlockingIOError) and not wait:
+            raise
         return False
     return True
 

@@ -203,8 +203,9 @@ def _tests(policy: Policy, own: Sequence[Expected]) -> dict[str, str]:
     """Return the verdict on how many tests an institution is asked for."""
     made: Counter[str] = Counter()
     for sent in own:
-        made[sent.member.name] += sent.times * isinstance(sent.answer, Evaluation)
-    last = max(1, *made.values()) - 1
+        if isinstance(sent.answer, Evaluation):
+            made[sent.member.name] += sent.times
+    last = max(made.values(), default=1) - 1
     return _verdict("max-evaluations", partial(policy.check_evaluations, last))
 
 

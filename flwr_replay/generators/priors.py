@@ -61,8 +61,8 @@ class CodePrior(nn.Module, ABC):
 def build_prior(config: PriorConfig, generator: VQVAE2, classes: int, seed: int) -> CodePrior:
     """Build a prior over a generator's codes; labels lie in [0, classes), a regression's by `LabelBins`.
 
-    It is on the CPU, in training mode. Its fresh weights depend on the seed alone; PyTorch's global rng is left as it
-    was.
+    The generator has two levels, and its bottom grid twice the top's height and width. The prior is on the CPU, in
+    training mode. Its fresh weights depend on the seed alone; PyTorch's global rng is left as it was.
     """
     module = importlib.import_module(f"flwr_replay.generators.{config.name}")
     with seeded(seed), torch.device("cpu"):

@@ -26,7 +26,10 @@ ROUNDING = 1e-6  # by which epsilon may differ between versions of a library
 
 
 class PrivacyBudget:
-    """What an institution may spend in a run, and what it has spent; noise comes from `seed` only in tests."""
+    """What an institution may spend in a run, and what it has spent.
+
+    Noise comes from `seed` only with `privacy.noise=seeded`, which is for tests and protects nothing.
+    """
 
     def __init__(self, plan: PrivacyPlan, institution: Institution, state: StateStore, seed: int) -> None:
         self.plan, self.institution, self.state, self.seed = plan, institution, state, seed
@@ -101,10 +104,10 @@ class PrivacyBudget:
         """Charge the account, unless it states less than the institution stated before, or the data have changed."""
         self.state.check_data(request.run, dp=True, pooled=self.plan.pooled)
         account, stated = self.account(request.run), request.stated
-        if (epsilon := account.epsilon()) < (1 - ROUNDING) * stated:
+        if (known := account.epsilon()) < (1 - ROUNDING) * stated:
             raise PrivacyError(
                 f"a privacy account never states less than before; this institution has stated epsilon {stated:.4g}, "
-                f"its account of run {request.run!r} states {epsilon:.4g}, so it is missing or an older copy and lacks "
+                f"its account of run {request.run!r} states {known:.4g}, so it is missing or an older copy and lacks "
                 "later releases: restore the newest copy, or begin a new run"
             )
         account.charge(mechanism, cost, self.plan.config.noise)

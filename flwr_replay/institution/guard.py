@@ -172,7 +172,7 @@ def check_request(
 ) -> None:
     """Refuse what can be refused before any data are read.
 
-    Refused is what the policy forbids, or a promise that the run's options make. `request` is the message's
+    Refused is what the policy, or a promise that the run's options make, forbids. `request` is the message's
     declaration, None if it is not one of this package; `private_model` the model that the institution has chosen
     itself, empty if one of the run's options.
     """

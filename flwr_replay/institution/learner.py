@@ -74,7 +74,7 @@ class Learner:
     def step(self, x_B: Tensor, y_B: Tensor, penalty: Tensor | None = None) -> None:
         """Take a step on a batch: θ ← θ − η ∇(L(θ; x_U) + penalty). The reported loss has no penalty.
 
-        Under DP there can be no penalty: the clipped gradients of single examples do not hold it.
+        Under DP a penalty is a TrainingError: the clipped gradients of single examples do not hold it.
         """
         self.steps += 1
         self._tell()

@@ -213,7 +213,7 @@ class SynthesisStages:
         return {"images": torch.cat(parts)[:size].numpy(), "labels": labels[:size].numpy()}
 
     def keep_buffer(self, request: KeepBuffer) -> Kept:
-        """Keep another institution's buffer, with a number, and as many images, of the shape, as the options say."""
+        """Keep another institution's buffer; refuse one without a number, or with other images than the options say."""
         form, labels = self.plan.form, request.labels
         shape = (request.buffer, form.channels, form.size, form.size)
         in_range = request.number >= 1 and ((labels >= 0) & (labels < form.classes)).all()

@@ -79,7 +79,7 @@ class ReplayTraining(Training):
 
     @abstractmethod
     def result(self, budget: PrivacyBudget | None, request: ChargedRequest) -> StateDict:
-        """Return what is `found`; called once, after the last step, with the budget where this training is under DP."""
+        """Return what is `further`; called once, after the last step, with the budget if this training is under DP."""
 
     def begin(self, weights: StateDict) -> None:
         """Load the weights that a request has brought."""
@@ -102,7 +102,7 @@ class ReplayTraining(Training):
 
 
 class GeneratorTraining(ReplayTraining):
-    """Trains a generator on an institution's images and on replays, if there is a `sampler` of them."""
+    """Trains a generator, in training mode, on an institution's images, and on replays if there is a `sampler`."""
 
     mechanism, releases = "generator", ("generator",)
     model: VQVAE2
@@ -241,8 +241,9 @@ def train_piece(
 ) -> None:
     """Train the next piece, and keep it; call it within `pieces.alone`. A complete training is left as it is.
 
-    `weights` are those that the request has brought; none: it asks to go on. `around` is a digest of what the
-    training depends on beside options and weights. Afterwards the training's model has the trained weights.
+    `training` has fresh weights; `weights` are those that the request has brought, none: it asks to go on. `around` is
+    a digest of what the training depends on beside options and weights. Afterwards the training's model has the trained
+    weights.
 
     Raises
     ------

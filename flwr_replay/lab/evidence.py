@@ -101,8 +101,8 @@ class Evidence:
     def of(cls, folder: Path, institution: str = "", field: str = "", run: str = "") -> Self:
         """Read a run directory with recorded messages; or an institution's state directory, whose run is the last one.
 
-        Only this institution's answers are taken, only fields of this name, another run of a state directory; empty:
-        all, and the last.
+        Only answers of this institution and fields of this name are taken; empty: all. `run` is another run of a state
+        directory; empty: the last.
 
         Raises
         ------

@@ -54,6 +54,8 @@ def _logits(model: nn.Module, x: Tensor) -> Tensor:
 def weights_of(f_NC: Tensor, h_NC: Tensor, y_N: Tensor) -> tuple[float, float]:
     """Choose a and b by the least mean cross-entropy of the pool of logits; of equals the first, which listens least.
 
+    Logits are (N, C), labels (N,) int64.
+
     >>> sure, wrong = torch.tensor([[9.0, 0.0], [0.0, 9.0]]), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
     >>> weights_of(sure, wrong, torch.tensor([0, 1]))
     (1.0, 0.0)

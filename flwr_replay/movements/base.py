@@ -135,9 +135,9 @@ class Movement(Strategy):
 
     # --- what a movement or a method defines --------------------------------------------------------------------------
 
+    @abstractmethod
     def exchanges_per_round(self) -> int:
         """Return how many exchanges make one pass over the institutions' data, or one epoch at the server."""
-        return 1
 
     def begin_run(self) -> None:
         """Fix what holds for the whole run; called after the roll call and after `restore`."""
@@ -164,18 +164,6 @@ class Movement(Strategy):
     @abstractmethod
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """Return the exchanges of training if every institution stays: member, request, answer, how often."""
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Return the requests to train; none where only the server does."""
-        return []
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Return the new weights, None if nothing changes them, and the metrics."""
-        return None, None
 
     def exchange_round(
         self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord

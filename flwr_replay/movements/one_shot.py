@@ -7,6 +7,7 @@ still counts.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
@@ -47,6 +48,10 @@ class OneShot(Movement):
     def learn(self, exchange: int, arrays: StateDict) -> tuple[StateDict, float]:
         """Train one epoch at the server; return the whole model's weights and the mean training loss."""
 
+    def exchanges_per_round(self) -> int:
+        """One epoch at the server; uploads come before the first, or when a late institution joins."""
+        return 1
+
     def data_of(self, answered: list[str]) -> list[str]:
         """Return none: the server trains on what all have uploaded."""
         return []
@@ -70,8 +75,20 @@ class OneShot(Movement):
         trained, loss = self.learn(exchange, weights)
         return array_record(trained), MetricRecord({"train-loss": loss})
 
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask each institution for its next missing chunk."""
+        return [self.message(member, request, config) for member, request in self.requests(server_round)]
+
     def requests(self, exchange: int) -> list[tuple[Member, Request]]:
         """Return the institutions with missing uploads, and their requests; without those that failed in this round."""
         failed = {failure["institution"] for failure in self.recorder.failures[self.failed_before :]}
         pairs = [(member, self.missing(member, exchange)) for member in self.members if member.name not in failed]
         return [(member, request) for member, request in pairs if request is not None]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Change nothing: uploads are stored as they arrive, and only `learn` changes the global weights."""
+        return None, None

@@ -45,6 +45,10 @@ class AtOnce(Movement):
 
     missed: frozenset[str] = frozenset()  # who has been asked since the last answer, and failed
 
+    def exchanges_per_round(self) -> int:
+        """One: all institutions train in it."""
+        return 1
+
     def trainers(self, exchange: int) -> list[Member]:
         """Return the institutions that train in an exchange, by name."""
         present = {member.name: member for member in self.members}

@@ -174,6 +174,7 @@ def _rdp(steps: tuple[tuple[tuple[float, float], int], ...], delta: float, order
     A divergence grows with its order. So one order bounds all above it, and most are never computed.
     """
     orders_A = np.sort(np.array(orders, float))
+    orders_A = orders_A[(orders_A > 1) & np.isfinite(orders_A)]
     first_A = np.log1p(-1 / orders_A)
     second_A = (np.log(delta) + np.log(orders_A)) / (orders_A - 1)
 

@@ -23,6 +23,7 @@ __all__ = ["Curves", "bars", "curves"]
 WIDTH, HEIGHT = 640, 260  # of a line chart, in units of its view box
 LEFT, RIGHT, TOP, BOTTOM = 72, 12, 12, 40  # around its axes
 NAMES, VALUES, ROW = 200, 70, 26  # of bars: room for names and for values, height of a row
+STEPS = (1, 2, 2.5, 5, 10)  # between ticks, times a power of ten
 LOGARITHMIC = 10  # times the smallest value that the largest is, from which an axis of given values is logarithmic
 POINTS = 40  # a line with more has no marks
 INK, GRID = "#1b1b1b", "#c9c9c9"
@@ -34,9 +35,10 @@ NOT_OF_A_PAGE = (  # of a file that stands alone: its size, its own styles, numb
     r"<metadata>.*?</metadata>",
     r"<defs>\s*<style.*?</defs>",
     r' (width|height)="[\d.]+pt"',
-    r' id="\w+_\d+"',
-    r"(font|font-size|font-family): [^;\"]*;? ?",
+    r' id="[a-zA-Z0-9.]+_\d+"',
 )
+LETTERS = re.compile(r"(font|font-size|font-family): [^;\"]*;? ?")
+STYLE = re.compile(r'style="[^"]*"')
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,10 @@ def curves(
         axes.xaxis.set_minor_locator(NullLocator())
         x_name = f"{x_name}, logarithmic" if log else x_name
     else:
-        axes.xaxis.set_major_locator(MaxNLocator(8, integer=x_name == "round"))
-    axes.yaxis.set_major_locator(MaxNLocator(4))
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=x_name == "round", steps=STEPS, min_n_ticks=1))
+        axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_locator(MaxNLocator(4, steps=STEPS))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(axis="y", color=GRID)
     axes.set_xlabel(x_name, color=INK, parse_math=False)
     return Curves(_svg(figure), legend)
@@ -96,21 +100,16 @@ def bars(values: Mapping[str, tuple[float, float | None]]) -> str:
     figure, axes = _axes(WIDTH, ROW * len(values), NAMES, VALUES, 0, 0)
     axes.set_axis_off()
     axes.set_ylim(len(values) - 0.5, -0.5)
-    drawn = {
-        name: tuple(abs(v) if v is not None and math.isfinite(v) else 0.0 for v in pair)
-        for name, pair in values.items()
-    }
-    axes.set_xlim(0, max(map(max, drawn.values()), default=0.0) or 1.0)
-    for at, (name, (length, mark)) in enumerate(drawn.items()):
-        short = name if len(name) <= 20 else f"{name[:19]}…"
-        near: dict[str, Any] = {"va": "center", "color": INK, "parse_math": False, "textcoords": "offset points"}
-        axes.barh(at, length, 0.7, color=COLOURS[0])
-        axes.annotate(short, (0, at), (-8, 0), ha="right", **near)
-        axes.annotate(f"{values[name][0]:.3f}", (max(length, mark), at), (8, 0), **near)
-        if values[name][1] is not None:
-            axes.plot(
-                [mark, mark], [at - 0.45, at + 0.45], color=INK, linestyle=(0, (3, 2)), linewidth=2, clip_on=False
-            )
+    ends = [[abs(v) if v is not None and math.isfinite(v) else 0.0 for v in pair] for pair in values.values()]
+    axes.set_xlim(0, max(map(max, ends), default=0.0) or 1.0)
+    axes.barh(range(len(ends)), [length for length, _ in ends], 0.7, color=COLOURS[0])
+    marked = [at for at, (_, mark) in enumerate(values.values()) if mark is not None]
+    low, high = [at - 0.45 for at in marked], [at + 0.45 for at in marked]
+    axes.vlines([ends[at][1] for at in marked], low, high, INK, (0, (3, 2)), linewidth=2, clip_on=False)
+    near: dict[str, Any] = {"va": "center", "color": INK, "parse_math": False, "textcoords": "offset points"}
+    for at, (name, (value, _)) in enumerate(values.items()):
+        axes.annotate(name if len(name) <= 20 else f"{name[:19]}…", (0, at), (-8, 0), ha="right", **near)
+        axes.annotate(f"{value:.3f}", (max(ends[at]), at), (8, 0), **near)
     return _svg(figure)
 
 
@@ -137,6 +136,11 @@ def _svg(figure: Figure) -> str:
     text = file.getvalue()
     for superfluous in NOT_OF_A_PAGE:
         text = re.sub(superfluous, "", text, flags=re.DOTALL)
+    return STYLE.sub(lambda style: _styled(style[0]), text)
+
+
+def _styled(style: str) -> str:
+    """Return a style without letters of its own, and with the page's colours."""
     for colour, variable in VARIABLES.items():
-        text = text.replace(colour, f"var({variable})")
-    return text
+        style = style.replace(colour, f"var({variable})")
+    return LETTERS.sub("", style)

@@ -41,6 +41,8 @@ COMPARED = {
     "cells": [lambda cell: fits(cell, CELL | ({"error": str} if "error" in cell else {"result": FORMS[RESULT]}))],
 }
 
+Point = tuple[float, Mapping[str, Any]]  # the value of a swept option, and the summary of the method that has it
+
 
 def write_page(place: Path) -> Path:
     """Write the page of a run, a comparison or a study; return its path.
@@ -160,9 +162,7 @@ def _drawn(
     report: Mapping[str, Any], key: str, swept: Sequence[Mapping[str, float]], level: Sequence[str]
 ) -> tuple[Curves, str, str] | None:
     rows, metric = report["strategies"], report["metric"]
-    lines: dict[
-        str, list[tuple[float, Mapping[str, Any]]]
-    ] = {}  # the option's value, and the summary of the method that has it
+    lines: dict[str, list[Point]] = {}
     told, best, (judging, by) = {}, max if report["higher-is-better"] else min, _judging(report)
     for group in swept:
         name = next(iter(stems)) if len(stems := {_stem(label, key) for label in group}) == 1 else " / ".join(group)

@@ -56,7 +56,7 @@ from flwr_replay.report.forgetting import ForgettingMatrix
 from flwr_replay.report.metrics import VALIDATION, judged, largest, without_beside
 from flwr_replay.report.progress import Display, Progress
 from flwr_replay.report.run_files import CONFUSION, FORMS, mark_of, write_of, write_result
-from flwr_replay.report.summary import warnings
+from flwr_replay.report.summary import confusion_of, warnings
 from flwr_replay.runs.best import BestModel, best_of
 from flwr_replay.runs.checkpoints import Checkpoints, TakingPart
 from flwr_replay.runs.environment import environment, versions
@@ -165,11 +165,12 @@ class RunDirectory(Recorder):
         if spent := largest(self.released.values()):
             named = f"epsilon (dp={spent.dp}{'' if spent.proven else ', no proof'})"
             self.spent_then = {named: inf if spent.epsilon is None else spent.epsilon}
-        self.confusion = {name: list(test.confusion) for name, test in self.tested.items() if test.confusion}
+        counts = {name: list(test.confusion) for name, test in self.tested.items() if test.confusion}
         if examples := {name: test.num_examples for name, test in self.tested.items()}:
-            write_of(self.path, CONFUSION, {"round": exchange, "institutions": self.confusion, "examples": examples})
+            write_of(self.path, CONFUSION, {"round": exchange, "institutions": counts, "examples": examples})
+            self.confusion = counts
         so_far = {"metric": self.leading, "final": {"global": pooled}}
-        warned = warnings(so_far, self.confusion, self.config.task.class_names, {})
+        warned = warnings(so_far, counts, self.config.task.class_names, {})
         self.worthless = self.worthless + 1 if warned else 0
         for line in warned if self.worthless == IN_A_ROW else []:
             self.log(f"warning: {line}")
@@ -259,6 +260,7 @@ class RunDirectory(Recorder):
         self._best.rewind(values["server-round"], self.log)
         self.examples_seen, self.seconds = values["examples-seen"], values["seconds"]
         self._rewind(values["server-round"])
+        self.confusion = confusion_of(self.path)
         parts = unnested(arrays, mark="/")
         scale = tuple(values["label-scale"]) if values["label-scale"] else None
         return Snapshot(

@@ -87,7 +87,8 @@ class Recording:
                 return ""
             name = f"{self._last + 1:08d}-{secrets.token_hex(4)}.safetensors"
             write_tensors(path := self.folder / name, arrays, texts, to_disk=False)
-            self._last, self.messages, self.bytes = self._last + 1, self.messages + 1, self.bytes + path.stat().st_size
+            size = sum(status.st_size for status in looked([path]).values())  # 0 of one removed meanwhile
+            self._last, self.messages, self.bytes = self._last + 1, self.messages + 1, self.bytes + size
             with suppress(OSError):  # the system's own time may be as coarse as 4 ms, in which another may write, too
                 os.utime(self.folder, ns=(time.time_ns(),) * 2)
             self._counted = self.folder.stat().st_mtime_ns

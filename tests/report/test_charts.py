@@ -39,6 +39,20 @@ def test_a_band_lies_around_its_line_and_given_values_far_apart_are_logarithmic(
 def test_rounds_are_whole_numbers():
     texts = [text for text, _ in drawn(curves({"a": [(1, 0.5), (3, 0.7)]}, "round").svg)[2]]
     assert [text for text in texts if "." not in text] == ["1", "2", "3", "round"]
+    assert "1" in (one := [text for text, _ in drawn(curves({"a": [(1, 0.5)]}, "round").svg)[2]])
+    assert not [text for text in one[: one.index("round")] if "." in text]
+
+
+def test_ticks_say_their_numbers_whole():
+    texts = [text for text, _ in drawn(curves({"a": [(10**6, 0.98100), (2 * 10**6, 0.98102)]}, "examples").svg)[2]]
+    ends = texts.index("examples")
+    assert [float(text) >= 10**6 for text in texts[:ends]] == [True] * ends
+    assert [0.98 < float(text) < 0.982 for text in texts[ends + 1 :]] == [True] * (len(texts) - ends - 1)
+
+
+def test_a_name_that_looks_like_a_style_stays():
+    texts = dict(drawn(bars({"font: #0072b2": (1.0, None)}))[2])
+    assert "font: #0072b2" in texts
 
 
 def test_a_picture_is_of_the_page_its_colours_letters_and_names_and_the_same_each_time(recwarn):
