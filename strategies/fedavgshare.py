@@ -56,6 +56,11 @@ class FedAvgShareConfig(FedAvgConfig):
         super().__post_init__()
         within("strategy.", self, share=SHARE)
 
+    @property
+    def own_images(self) -> bool:
+        """Institutions train on others' images, too."""
+        return False
+
 
 class FedAvgShare(FedAvg):
     """FedAvg, after all institutions have shared some examples with each other."""

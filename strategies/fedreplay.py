@@ -106,6 +106,11 @@ class FedReplayConfig(StrategyConfig):
         return {**trained, "latents": self.upload_views}
 
     @property
+    def own_images(self) -> bool:
+        """Views are changed images."""
+        return self.upload_views == 1
+
+    @property
     def instructed(self) -> Mapping[str, object]:
         """The views of an upload: as many as the options say."""
         return {"views": self.upload_views}
@@ -153,11 +158,13 @@ class FedReplay(OneShot):
         self.at_once = max(1, int(UNDER_WAY_MB / self.config.chunk_mb))
         if self.encoder is not None:
             return
-        if self.config.encoder == "institution":
+        if (
+            self.config.encoder == "institution" and self.encoder_shapes
+        ):  # with model.train=head nothing is left to train
             self.encoder = self.train_encoder(grid, exchange, arrays, config)
         else:
-            random = self.config.encoder == "random"
-            weights = arrays if random else read_encoder(Path(self.config.encoder_file), self.encoder_shapes)
+            file = self.config.encoder_file
+            weights = read_encoder(Path(file), self.encoder_shapes) if file else arrays
             self.encoder = {name: weights[name] for name in self.encoder_shapes}
         self.store = LatentStore(self.recorder.folder("latents", fresh=True), self.settings.run)
         self.checkpoint(exchange - 1, arrays)
@@ -270,18 +277,17 @@ class FedReplay(OneShot):
         """One encoder, if an institution trains it, and every institution's latents, chunk by chunk, once."""
         encoder = {name: arrays[name] for name in self.encoder_shapes}
         exchanges: list[Exchange] = []
-        if self.config.encoder == "institution":
+        if self.config.encoder == "institution" and encoder:
             counts = dict.fromkeys(("num_examples", "examples_seen", "epochs"), 0)
             blank = Encoder(arrays=encoder, train_loss=0.0, validation_loss=0.0, **counts)
             exchanges.append((self.encoder_candidates()[0], self.encode_request(0, arrays), blank, 1))
-        config, shape = self.config, self.latent_shape
-        fit = self.fitting_rows()
+        config, fit = self.config, self.fitting_rows()
         for member in self.members:
             total = member.num_examples * config.upload_views
             for first in range(0, total, fit):
                 n = min(fit, total - first)
                 chunk = Latents(
-                    latents=np.broadcast_to(np.zeros((), config.latent_dtype), (n, *shape)),
+                    latents=np.broadcast_to(np.zeros((), config.latent_dtype), (n, *self.latent_shape)),
                     labels=self.blank_labels(n),
                     scales=np.zeros(n, np.float32) if config.latent_dtype == "int8" else None,
                     num_examples=0,

@@ -123,7 +123,10 @@ class RunConfig:
             f"sealed=true is for methods whose server only hands on what institutions send; that of strategy={name} "
             "computes with it: leave sealed out, or choose another strategy",
         )
-        unset = {"replay": (self.replay.name, "none"), "model.weights": (self.model.weights, "")}
+        unset = {
+            "replay": (self.replay.name, "none"),
+            "model.weights": (not self.model.everywhere and self.model.weights, ""),
+        }
         _refuse_beside("with sealed=true the server has nothing but sealed parcels", unset)
 
     def _check_masked(self) -> None:
@@ -158,6 +161,12 @@ class RunConfig:
         """What the run imports that is not ours: functions of its model, data and partition, a package's strategy."""
         functions = (self.model.build, self.task.load, self.partition.deal)
         return (*filter(None, functions), *parts_of(self.strategy.name))
+
+    @property
+    def features_once(self) -> bool:
+        """Whether an institution's models need of its images only their features, which one frozen encoder computes."""
+        only_own = self.strategy.own_images and self.replay.name == "none" and not self.draws_images
+        return self.model.train != "all" and only_own and not self.training.changes
 
     @property
     def draws_images(self) -> bool:

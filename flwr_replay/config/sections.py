@@ -36,6 +36,7 @@ __all__ = [
     "TaskConfig",
     "TrainingConfig",
     "bare",
+    "is_name",
     "one_of",
     "require",
     "spelled",
@@ -51,10 +52,12 @@ CLASSES = 4_096  # a confusion matrix has their square
 EXAMPLE = 2**26  # numbers of an input, channels x size x size
 NODES = 10_000
 PASSES = 1_000_000  # epochs
+PIXELS = 4_096  # of an image's side, as a pretrained encoder takes it
 ROUNDS = 1_000_000
 SECONDS = 366 * 86_400.0  # of waiting
 THREADS = 256  # if more cannot be started, OpenMP ends the process without a message
 VIEWS = 1_000  # uploads of one image
+WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")  # what files of weights are called
 WIDTH = 4_096  # channels of a model's first stage; some models double it with every stage
 
 
@@ -240,23 +243,47 @@ class PartitionConfig:
         within("partition.", self, size=NOT_NEGATIVE, contrast=FRACTION)
 
 
+def is_name(weights: str) -> bool:
+    """Return whether this says which weights, and is no path of their file."""
+    return "/" not in weights and not weights.lower().endswith(WEIGHTS)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A backbone: an ordered list of named stages."""
 
     name: str
+    library: str = ""  # timm: its name is one of timm's architectures
     build: str = ""  # own: package.module:function
     width: int = 64  # channels after the first stage (mlp: units per hidden layer; unet: 32 in the paper)
     stem: str = "small"  # resnet: published = 7x7/2 + pool, small = 3x3/1 + pool
     norm: str = "batch"  # batch | group
     weights: str = ""  # a file with the initial weights, read by the server; empty: fresh weights
+    train: str = "all"  # all | head | from:STAGE: what trains; what lies before stays as it is, and does not travel
+    size: int = 0  # timm: pixels to which images are brought; 0: as its publisher says
 
     def __post_init__(self) -> None:
-        one_of("model.name", self.name, (*MODELS, "own"))
+        one_of("model.library", self.library, ("", "timm"))
+        if not self.library:
+            one_of("model.name", self.name, (*MODELS, "own"))
+        require(
+            self.train in ("all", "head") or self.train.startswith("from:"),
+            f"model.train must be all, head or from:STAGE; got {self.train!r}",
+        )
         _check_own("model", self.name, self.build)
         one_of("model.stem", self.stem, ("published", "small"))
         one_of("model.norm", self.norm, ("batch", "group"))
-        within("model.", self, width=(1, WIDTH))
+        within("model.", self, width=(1, WIDTH), size=(0, PIXELS))
+
+    @property
+    def weights_file(self) -> str:
+        """The file of the weights; empty if there are none, or if their name says where to find them."""
+        return "" if self.library and is_name(self.weights) else self.weights
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether institutions read the weights, too: what does not train does not travel; lite0's are a package's."""
+        return bool(self.weights) and (self.train != "all" or self.weights == "lite0")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,6 +108,11 @@ class StrategyConfig:
         return "released"
 
     @property
+    def own_images(self) -> bool:
+        """Whether an institution trains on nothing but its own images, as they are, by models with one encoder."""
+        return not self.private_models
+
+    @property
     def private_models(self) -> tuple[str, ...]:
         """Names in conf/model of models that never leave the institutions, which take them in turn."""
         return ()

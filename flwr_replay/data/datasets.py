@@ -73,6 +73,8 @@ class Examples:
         The institution each example comes from, where the data name it.
     patients : ndarray of str, shape (N,), or None
         The patient each example comes from, where the data name it.
+    image_bytes : int
+        Bytes of an image, if `x` has features that were computed of images; 0: `x` has what the institution owns.
 
     Raises
     ------
@@ -84,6 +86,7 @@ class Examples:
     y: NDArray[np.int64] | NDArray[np.float32] | NDArray[np.uint8]
     sites: NDArray[np.str_] | None = None
     patients: NDArray[np.str_] | None = None
+    image_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.x.ndim != 4 or self.x.dtype not in (np.uint8, np.float32):
@@ -123,12 +126,12 @@ class Examples:
     @property
     def nbytes(self) -> int:
         """Bytes of images and labels."""
-        return self.x.nbytes + self.y.nbytes
+        return (len(self) * self.image_bytes or self.x.nbytes) + self.y.nbytes
 
     def take(self, indices: NDArray[np.int64]) -> Examples:
         """Return the examples at these indices, in their order, as copies."""
         sites, patients = (None if of is None else of[indices] for of in (self.sites, self.patients))
-        return Examples(self.x[indices], self.y[indices], sites, patients)
+        return Examples(self.x[indices], self.y[indices], sites, patients, self.image_bytes)
 
 
 def examples_of(given: Any) -> Examples:

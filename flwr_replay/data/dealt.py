@@ -26,10 +26,9 @@ def dealt(task: TaskConfig, how: PartitionConfig, nodes: int, seed: int) -> Part
 
 
 @remembered(maxsize=1)  # one copy, although every institution asks for the number of examples
-def pooled(task: TaskConfig, how: PartitionConfig, nodes: int, seed: int) -> Dataset:
-    """Return the union of all institutions' training examples, for strategy=central."""
-    part, dataset = dealt(task, how, nodes, seed), loaded(task)
+def pooled(task: TaskConfig, how: PartitionConfig, nodes: int, seed: int, dataset: Dataset) -> Dataset:
+    """Return the union of all institutions' training examples, for strategy=central; `dataset` has these."""
+    part = dealt(task, how, nodes, seed)
     owned = [part.examples(dataset, k).train for k in range(nodes)]
-    return replace(
-        dataset, train=Examples(np.concatenate([own.x for own in owned]), np.concatenate([own.y for own in owned]))
-    )
+    x, y = np.concatenate([own.x for own in owned]), np.concatenate([own.y for own in owned])
+    return replace(dataset, train=Examples(x, y, image_bytes=dataset.train.image_bytes))

@@ -1,6 +1,8 @@
 """Images that were decoded once: an institution keeps them on its disk, and reads them as a memory map.
 
-    <folder>/<form>.images      all images one after the other, in the order of the splits
+So it does with the features that a frozen encoder computes (`flwr_replay.institution.features`).
+
+    <folder>/<form>.images      all examples one after the other, in the order of the splits
     <folder>/<form>.json        what they were made of, how they are divided, and the file that was written
 
 A deployment starts a process for every message, and decoding takes longer than most messages. A map's pages are read
@@ -26,7 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -36,7 +38,7 @@ from flwr_replay.errors import DamagedError
 from flwr_replay.files.atomic import private_folder, read_json, sweep, sync, write_json
 from flwr_replay.files.disk import claimed, folder_locked, looked, reading, writing
 
-__all__ = ["FOLDER", "DecodedImages", "ImageSource", "decoded", "each"]
+__all__ = ["FOLDER", "DecodedImages", "ImageSource", "Source", "decoded", "digest_of", "each", "form_of", "versions"]
 
 FOLDER = "decoded"  # in a state directory
 FORMAT = 3  # a higher one where an image's bits, or the form of an entry, change
@@ -49,28 +51,68 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+class Source(Protocol):
+    """Examples that are made once."""
+
+    what: ClassVar[str]
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """Of an example's numbers."""
+
+    @property
+    def total(self) -> int:
+        """How many examples there are."""
+
+    @property
+    def form(self) -> str:
+        """What an entry is named by."""
+
+    @property
+    def key(self) -> str:
+        """All that the examples and their division depend on, as a digest."""
+
+    def shape(self, n: int) -> tuple[int, int, int, int]:
+        """Return the shape of n examples."""
+
+    def divide(self) -> Mapping[str, Indices]:
+        """Return the indices of the examples in each split; together they are all."""
+
+    def examples(self, members: Mapping[str, Indices]) -> Iterator[NDArray[Any]]:
+        """Make them split by split; yield some at a time, (n, C, H, W)."""
+
+
 @dataclass(frozen=True)
 class ImageSource:
     """Files to decode, one example each."""
 
+    what: ClassVar[str] = "decoded images"
     task: TaskConfig  # with the form of an example, (task.channels, task.size, task.size)
     files: Sequence[Path]
     about: object  # what else the division depends on, as JSON has it
-    divide: Callable[[], Mapping[str, Indices]]  # returns the indices of the files in each split
+    divided: Callable[[], Mapping[str, Indices]]  # returns the indices of the files in each split
     read: Callable[[int], NDArray[Any]]  # decodes the n-th file
     dtype: DTypeLike = np.uint8  # of an example
 
     @property
+    def total(self) -> int:
+        """How many examples there are."""
+        return len(self.files)
+
+    @property
     def form(self) -> str:
         """What an entry is named by: the data folder, and the task without what changes no example."""
-        plain = replace(self.task, name="", mean=(), std=(), unit="", class_names=(), class_groups=())
-        return _digest(asdict(plain))
+        return form_of(self.task)
 
     @property
     def key(self) -> str:
         """All that the examples and their division depend on, as a digest."""
         files = [(str(file), *_stamp(file)) for file in self.files]
-        return _digest([FORMAT, self.form, np.dtype(self.dtype).str, _versions(), self.about, files])
+        return digest_of([FORMAT, self.form, np.dtype(self.dtype).str, versions(PACKAGES), self.about, files])
+
+    def divide(self) -> Mapping[str, Indices]:
+        """Return the indices of the files in each split."""
+        return self.divided()
 
     def examples(self, members: Mapping[str, Indices]) -> Iterator[NDArray[Any]]:
         """Decode split by split; yield some at a time, (n, C, H, W)."""
@@ -100,7 +142,7 @@ class DecodedImages:
     def __init__(self, folder: Path, limit: float) -> None:
         self.folder, self.limit = folder, limit if os.name == "posix" else 0  # elsewhere no open file is renamed
 
-    def decoded(self, source: ImageSource) -> tuple[Mapping[str, Indices], NDArray[Any]]:
+    def decoded(self, source: Source) -> tuple[Mapping[str, Indices], NDArray[Any]]:
         """Return the indices of the files in each split, and all examples in the order of the splits.
 
         Raises
@@ -110,13 +152,14 @@ class DecodedImages:
         RunError
             If an entry cannot be written.
         """
-        size = prod(source.shape(len(source.files))) * np.dtype(source.dtype).itemsize
+        size = prod(source.shape(source.total)) * np.dtype(source.dtype).itemsize
         if size > self.limit:
             self._make_room(0)
             if self.limit:
                 logging.getLogger("flwr").warning(
-                    "decoded images take %.3g GB, and cache-gb=%g: they are decoded for every message, and all are in "
-                    "memory; set cache-gb in --node-config to more",
+                    "%s take %.3g GB, and cache-gb=%g: they are made for every message, and all are in memory; set "
+                    "cache-gb in --node-config to more",
+                    source.what,
                     size / 1e9,
                     self.limit / 1e9,
                 )
@@ -145,7 +188,7 @@ class DecodedImages:
             return None
         return {split: np.asarray(rows, np.int64) for split, rows in about["splits"].items()}, x
 
-    def _write(self, form: str, key: str, source: ImageSource) -> None:
+    def _write(self, form: str, key: str, source: Source) -> None:
         """Decode all files and write them; no part of a file is left if one cannot be decoded."""
         members, path = source.divide(), self._images(form)
         shape = source.shape(sum(map(len, members.values())))
@@ -186,7 +229,7 @@ class DecodedImages:
         return self.folder / f"{form}.json"
 
 
-def decoded(source: ImageSource, kept: DecodedImages | None) -> dict[str, tuple[Indices, NDArray[Any]]]:
+def decoded(source: Source, kept: DecodedImages | None) -> dict[str, tuple[Indices, NDArray[Any]]]:
     """Decode files, or find them decoded.
 
     Returns for each split the indices of its files, and their examples, (n, C, H, W): a slice of one array, which must
@@ -205,7 +248,7 @@ def each(read: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         return list(pool.map(read, items))
 
 
-def _in_memory(source: ImageSource) -> tuple[Mapping[str, Indices], NDArray[Any]]:
+def _in_memory(source: Source) -> tuple[Mapping[str, Indices], NDArray[Any]]:
     members = source.divide()
     x, first = np.empty(source.shape(sum(map(len, members.values()))), source.dtype), 0
     for part in source.examples(members):
@@ -225,9 +268,10 @@ def _times(stat: os.stat_result) -> tuple[int, ...]:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
-def _versions() -> list[str]:
+def versions(packages: Sequence[str]) -> list[str]:
+    """Return the packages' versions; empty for one that is not there."""
     versions = []
-    for package in PACKAGES:
+    for package in packages:
         try:
             versions.append(version(package))
         except PackageNotFoundError:
@@ -235,5 +279,11 @@ def _versions() -> list[str]:
     return versions
 
 
-def _digest(values: object) -> str:
+def digest_of(values: object) -> str:
+    """Return a digest of what JSON can hold."""
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def form_of(task: TaskConfig) -> str:
+    """Return a digest of the data folder, and of the task without what changes no example."""
+    return digest_of(asdict(replace(task, name="", mean=(), std=(), unit="", class_names=(), class_groups=())))

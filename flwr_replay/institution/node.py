@@ -19,19 +19,23 @@ from flwr_replay.config.parts import VARIABLE, allow, check_allowed
 from flwr_replay.config.quoting import digits
 from flwr_replay.config.run import RECORD, RunConfig
 from flwr_replay.config.sections import BATCH, TaskConfig
-from flwr_replay.data import institution_names, load, load_bounded
+from flwr_replay.data import Dataset, institution_names, load, load_bounded
 from flwr_replay.data.dealt import dealt, loaded, pooled
 from flwr_replay.data.decoded import FOLDER, DecodedImages
 from flwr_replay.errors import ConfigError, nearest
 from flwr_replay.files.atomic import home
+from flwr_replay.institution.features import featured
 from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.learning.training import select_device
 from flwr_replay.memory import remembered
+from flwr_replay.models.timm_models import LITE0
+from flwr_replay.models.zoo import encoder_digest, encoder_of
 from flwr_replay.processes import end_those_left
 
 __all__ = ["institution_of", "own_task"]
 
+CACHE_GB = 20  # the most that decoded images and features may take, unless the node's configuration says otherwise
 FILES = {"checkpoint": "generator-checkpoint", "perceptual_weights": "perceptual-weights"}  # options, and a node's keys
 NODE_KEYS = (
     "name",
@@ -47,6 +51,7 @@ NODE_KEYS = (
     "own-parts",
     "seal-key",
     "seal-peers",
+    "weights",
     *FILES.values(),
 )
 
@@ -68,7 +73,8 @@ def _institution(
     config = from_run_config(dict(run_config))
     if deployed:
         end_those_left()
-        return _deployed(config, owned), _with_own_files(config, owned)
+        config = _with_own_files(config, owned)
+        return _deployed(config, owned), config
     if "partition-id" not in owned:
         raise ConfigError(
             f"a SuperNode must say what it owns; got keys {', '.join(owned) or 'none'}: start it with "
@@ -102,10 +108,10 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
     rules = owned.get("policy") or "none: everything may leave"
     logging.getLogger("flwr").info("%s: data %s, policy %s", owned["name"], owned["data"], rules)
     root = _root(owned)
-    read = load_bounded if config.privacy.end_to_end else load
+    kept = DecodedImages(root / owned["name"] / FOLDER, _cache_gb(owned) * 1e9)
     return Institution(
         name=owned["name"],
-        read=partial(read, task, DecodedImages(root / owned["name"] / FOLDER, _cache_gb(owned) * 1e9)),
+        read=partial(_own, task, kept, config),
         device=select_device(config.device),
         policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
         state_root=root,
@@ -115,6 +121,7 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
         batch_size=_batch_size(config, owned),
         classes=_classes(config, owned),
         private_model=_private_model(config, owned),
+        encoder=encoder_digest(config.model, config.task),
         read_seal=_seal(owned),
         record=_record(owned),
         digested=_record(owned) != "none",
@@ -180,7 +187,7 @@ def _record_mb(owned: Mapping[str, str]) -> float:
 
 
 def _cache_gb(owned: Mapping[str, str]) -> float:
-    most = owned.get("cache-gb", "20")
+    most = owned.get("cache-gb", str(CACHE_GB))
     if not (size := _number(most)) >= 0:
         raise ConfigError(f"cache-gb in --node-config must be a number of GB, 0 for no cache; got {most!r}")
     return size
@@ -202,8 +209,33 @@ def _classes(config: RunConfig, owned: Mapping[str, str]) -> str:
     return own or (declared[0] if declared else "")
 
 
+def _own(task: TaskConfig, kept: DecodedImages, config: RunConfig) -> Dataset:
+    """Read an institution's own data."""
+    read = load_bounded if config.privacy.end_to_end else load
+    return _featured(read(task, kept), config, task, kept)
+
+
+def _featured(dataset: Dataset, config: RunConfig, task: TaskConfig, kept: DecodedImages) -> Dataset:
+    """Return a data set as the run's models see it: images, or their features, if nothing else is needed of them."""
+    encoder = encoder_of(config.model, config.task) if config.features_once else None
+    return featured(dataset, task, encoder, select_device(config.device), kept) if encoder else dataset
+
+
+@remembered(maxsize=2)
+def _inputs(config: RunConfig) -> Dataset:
+    """Return a simulation's data set as its models see it; features are computed once for all institutions."""
+    return _featured(loaded(config.task), config, config.task, DecodedImages(home() / FOLDER, CACHE_GB * 1e9))
+
+
 def _with_own_files(config: RunConfig, owned: Mapping[str, str]) -> RunConfig:
-    """Put the institution's own files into the generator's options; a server must not name any."""
+    """Put the institution's own files into the options of model and generator; a server must not name any."""
+    if config.model.everywhere and config.model.weights != LITE0:
+        if not owned.get("weights"):
+            raise ConfigError(
+                f"with model.train={config.model.train} the encoder does not travel, and every institution has its own "
+                f"""copy: start the SuperNode with --node-config '… weights="FILE"', a copy of {config.model.weights}"""
+            )
+        config = replace(config, model=replace(config.model, weights=owned["weights"]))
     if not config.draws_images:
         return config
     options = [option.name for option in fields(config.generator) if option.name in FILES]
@@ -232,9 +264,9 @@ def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) 
     private, sizes, classes = config.strategy.private_models, config.training.batch_sizes, config.generator.classes
     return Institution(
         name=all_names[k],
-        read=lambda: dealt(config.task, config.partition, nodes, config.seed).examples(loaded(config.task), k),
-        read_pooled=lambda: pooled(config.task, config.partition, nodes, config.seed),
-        read_external=lambda: dealt(config.task, config.partition, nodes, config.seed).external(loaded(config.task), k),
+        read=lambda: dealt(config.task, config.partition, nodes, config.seed).examples(_inputs(config), k),
+        read_pooled=lambda: pooled(config.task, config.partition, nodes, config.seed, _inputs(config)),
+        read_external=lambda: dealt(config.task, config.partition, nodes, config.seed).external(_inputs(config), k),
         device=select_device(config.device),
         policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
         state_root=root,
@@ -245,6 +277,7 @@ def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) 
         batch_size=sizes[k % len(sizes)] if sizes else 0,
         classes=classes[k % len(classes)] if classes else "",
         private_model=private[k % len(private)] if private else "",
+        encoder=encoder_digest(config.model, config.task),
         digested=config.record != "none",
         reports_losses=not config.masked,
     )

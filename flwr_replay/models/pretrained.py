@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from flwr_replay.config.sections import is_name
 from flwr_replay.errors import ConfigError
+from flwr_replay.models.timm_models import LITE0, fetched, for_channels, packaged
 
 __all__ = ["load_pretrained", "read_encoder", "read_weights"]
 
@@ -42,27 +44,36 @@ class Found(NamedTuple):
 
 
 def load_pretrained(model: nn.Module, file: str) -> nn.Module:
-    """Copy a file's weights into a model, in place; a head of another shape keeps its fresh weights.
+    """Copy the weights of `model.weights` into a model, in place; a head of another shape keeps its fresh weights.
 
     It is a .safetensors file, or a .pt or .pth file of a state dict or of a checkpoint that holds one, with the model's
-    names, torchvision's (ResNet) or those of Buda et al. 2019 (U-Net); a prefix as `module.` may stand before. The
-    model's last stage is `head`.
+    names, timm's, torchvision's (ResNet) or those of Buda et al. 2019 (U-Net); a prefix as `module.` may stand before.
+    It may also be the name of weights on timm's hub that were fetched, or `lite0`. The model's last stage is `head`.
 
     Raises
     ------
     ConfigError
         If the file cannot be read, or if a weight outside the head is missing or has another shape.
     """
-    own = model.state_dict()
-    weights, where = read_weights(Path(file).expanduser().absolute(), "model.weights", own)
+    own, foreign = model.state_dict(), getattr(model, "foreign", {})
+    if file == LITE0:
+        found = Found(packaged({foreign[name]: tensor for name, tensor in own.items() if name in foreign}), "")
+    else:
+        path = fetched(file) if foreign and is_name(file) else Path(file).expanduser().absolute()
+        found = read_weights(path, "model.weights", {*own, *foreign.values()})
     for name, tensor in own.items():
-        fits = name in weights and weights[name].shape == tensor.shape
-        if fits:
-            tensor.copy_(weights[name])
+        published = foreign.get(name, name)
+        held = found.arrays.get(published, found.arrays.get(name))
+        if held is not None and foreign:
+            held = for_channels(held, tensor)
+        if held is not None and held.shape == tensor.shape:
+            tensor.copy_(held)
+        elif name.startswith("head.") and foreign:
+            continue  # it was built for this task
         elif name.startswith("head."):
             logging.getLogger("flwr").info("%s: %s keeps its fresh weights", file, name)
         elif not name.endswith("num_batches_tracked"):  # older files lack it
-            raise _lacking("model.weights", name, tuple(tensor.shape), file, Found(weights, where))
+            raise _lacking("model.weights", published, tuple(tensor.shape), file, found)
     return model
 
 

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flwr_replay.config.sections import one_of, require
+from flwr_replay.models.frozen import Frozen
 
 __all__ = ["StagedModel", "has_batch_norm", "placed", "split", "split_before_head"]
 
@@ -26,6 +29,7 @@ class StagedModel(nn.Sequential):
     """
 
     channels_last = False  # whether it is faster on a CPU with weights in this memory order; `placed` uses it
+    foreign: Mapping[str, str] = MappingProxyType({})  # its publisher's names of the weights, by ours
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -106,9 +110,11 @@ def split_before_head(model: nn.Module, cut: str) -> tuple[StagedModel, StagedMo
 
 
 def has_batch_norm(module: nn.Module) -> bool:
-    """Say whether a module contains batch norm, which mixes the examples of a batch and keeps statistics.
+    """Say whether a module contains batch norm that trains: it mixes the examples of a batch and keeps statistics.
 
     Such a module has no per-example gradients, so it cannot be trained by DP-SGD. If its feature map is one pixel, it
     cannot be trained on a batch of one.
     """
-    return any(isinstance(layer, _BatchNorm) for layer in module.modules())
+    if isinstance(module, Frozen):
+        return False
+    return isinstance(module, _BatchNorm) or any(map(has_batch_norm, module.children()))

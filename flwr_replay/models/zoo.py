@@ -13,6 +13,7 @@ model        stages                                     source
 `gabor`      energies, head                             Tramèr and Boneh 2021; `flwr_replay.models.gabor`
 `deepset`    elements, hidden1, hidden2, head           ProxyFL, appendix A.3
 `unet`       enc1, rest, head                           Ronneberger et al. 2015; `flwr_replay.models.unet`
+`timm`       as its blocks are, features, head          `flwr_replay.models.timm_models`; `lite0` is one of them
 `own`        the user's                                 `flwr_replay.models.own`
 ===========  =========================================  =====================================================
 
@@ -37,14 +38,17 @@ from torch import Tensor, nn
 from flwr_replay.config.sections import ModelConfig, TaskConfig, require
 from flwr_replay.errors import ConfigError
 from flwr_replay.memory import remembered
+from flwr_replay.models.frozen import Frozen, frozen_stages
 from flwr_replay.models.gabor import gabor
 from flwr_replay.models.layers import Standardize, norm_layer, stage
 from flwr_replay.models.own import own
+from flwr_replay.models.pretrained import load_pretrained
 from flwr_replay.models.seeding import seeded
 from flwr_replay.models.staged import StagedModel
+from flwr_replay.models.timm_models import timm_model
 from flwr_replay.models.unet import unet
 
-__all__ = ["backbone", "build", "bytes_of"]
+__all__ = ["backbone", "build", "bytes_of", "encoder_digest", "encoder_of"]
 
 # With this memory order, steps take 0.7 to 0.9 of the time; those of ResNets take 1.1. Models with norm layers are left
 # out: a norm after a cut would sum over an image in another order, with other last bits.
@@ -87,18 +91,49 @@ def build(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
         f"model {model.name}{stem} needs images of at least {smallest}x{smallest} pixels; got task.size {task.size}: "
         "choose a model with fewer poolings, such as mlp",
     )
+    built, encoder = _whole(model, task, seed), encoder_of(model, task)
+    if encoder:
+        fixed, stages = len(encoder.stages), list(built._modules.items())
+        built = StagedModel(OrderedDict([(stages[fixed - 1][0], encoder), *stages[fixed:]]))
+    return built
+
+
+def _whole(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
+    """Build a model all of which trains, with the weights that everyone has beforehand."""
     with seeded(seed), torch.device("cpu"):
         built = _fresh(model, task)
-    built.channels_last = model.name in CHANNELS_LAST
-    if task.mean:
+    built.channels_last = model.name in CHANNELS_LAST and not model.library
+    if task.mean and not model.library:
         name, first = next(iter(built.named_children()))
         inner = dict(first._modules) if type(first) is nn.Sequential else {"layer": first}
         layers = OrderedDict(standardize=Standardize(task.mean, task.std), **inner)
         setattr(built, name, nn.Sequential(layers))
+    if model.everywhere:
+        load_pretrained(built, model.weights)
     return built
 
 
+@remembered(maxsize=2)  # all models of a process share it: nothing in it changes
+def encoder_of(model: ModelConfig, task: TaskConfig) -> Frozen | None:
+    """Return the stages that do not train, with the same weights whatever a model's seed; None if all train."""
+    if model.train == "all":
+        return None
+    built = _whole(model, task, 0)
+    stages = OrderedDict((name, built.get_submodule(name)) for name in frozen_stages(built.stages, model.train))
+    image = torch.zeros(1, task.channels, task.size, task.size)
+    return Frozen(stages, image, alone=bool(model.build)) if stages else None
+
+
+@remembered(maxsize=2)
+def encoder_digest(model: ModelConfig, task: TaskConfig) -> str:
+    """Return the SHA-256 of the stages that do not train; empty if all train."""
+    encoder = encoder_of(model, task)
+    return encoder.digest if encoder else ""
+
+
 def _fresh(model: ModelConfig, task: TaskConfig) -> StagedModel:
+    if model.library:
+        return timm_model(model, task)
     if model.name in BUILDERS:
         return BUILDERS[model.name](model, task)
     from flwr_replay.models.resnet import resnet  # torchvision takes seconds to import
@@ -108,7 +143,7 @@ def _fresh(model: ModelConfig, task: TaskConfig) -> StagedModel:
 
 def _smallest(model: ModelConfig) -> int:
     """Return the smallest image size, in pixels, at which the poolings (ResNet: the stem) leave at least one pixel."""
-    if model.name in ("mlp", "deepset", "unet", "gabor", "own"):
+    if model.library or model.name in ("mlp", "deepset", "unet", "gabor", "own"):
         return 1
     if model.name in ("cnn1", "cnn2"):
         return 10
@@ -242,8 +277,9 @@ def bytes_of(model: ModelConfig, task: TaskConfig) -> int:
     except ConfigError:
         if model.name != "own":
             raise
-        built = build(model, task, 0)
-    return sum(value.numel() * value.element_size() for value in built.state_dict().values())
+        built = _whole(model, task, 0)
+    trained = list(built.children())[len(frozen_stages(built.stages, model.train)) :]
+    return sum(value.numel() * value.element_size() for part in trained for value in part.state_dict().values())
 
 
 @remembered(maxsize=4)

@@ -23,7 +23,7 @@ from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import select_device
 from flwr_replay.models.pretrained import load_pretrained
-from flwr_replay.models.zoo import backbone
+from flwr_replay.models.zoo import backbone, encoder_digest
 from flwr_replay.movements.base import Movement, Settings
 from flwr_replay.movements.relay import Relay
 from flwr_replay.payloads.common import Evaluation
@@ -114,6 +114,7 @@ def settings_of(config: RunConfig) -> Settings:
         wait=config.wait,
         task=make_task(config.task),
         model=beginning(config),
+        encoder=encoder_digest(config.model, config.task),
         private_models=tuple(backbone(model_named(name), config.task) for name in config.strategy.private_models),
         input_shape=(config.task.channels, config.task.size, config.task.size),
         device=select_device(config.device),
@@ -126,10 +127,12 @@ def settings_of(config: RunConfig) -> Settings:
 def beginning(config: RunConfig) -> Callable[[int], nn.Module]:
     """Return the builder of the server's initial model: fresh, or with the user's weights."""
     fresh, file = backbone(config.model, config.task), config.model.weights
+    if config.model.everywhere:
+        return fresh
     require(
         not file or load_strategy(config.strategy.name)[0].begins_at_server,
         f"model.weights is read by the server, but strategy={config.strategy.name} begins with models of the "
-        "institutions: remove one of the two options",
+        "institutions: remove one of the two options, or freeze what they share, model.train=head",
     )
     return (lambda seed: load_pretrained(fresh(seed), file)) if file else fresh
 

@@ -59,7 +59,7 @@ def resolve(
         overrides = [*_read_off(options), *options, f"runs_dir={quoted(Path(runs_dir).expanduser().absolute())}"]
     config = compose_own(overrides, typed)
     values = asdict(config.strategy)
-    files = {"task.data_dir": config.task.data_dir, "model.weights": config.model.weights}
+    files = {"task.data_dir": config.task.data_dir, "model.weights": config.model.weights_file}
     files |= {"partition.file": config.partition.file}
     files |= {f"strategy.{name}": values[name] for name in config.strategy.files}
     for option, file in files.items():

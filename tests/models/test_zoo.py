@@ -251,7 +251,7 @@ def test_hooks_of_per_example_gradients(config: ModelConfig) -> None:
 
 
 def test_yaml_files_are_the_models() -> None:
-    assert {path.stem for path in CONF.glob("*.yaml")} == {*NAMES, "unet", "gabor", "own"}
+    assert {path.stem for path in CONF.glob("*.yaml")} == {*NAMES, "unet", "gabor", "own", "timm", "lite0"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -263,6 +263,6 @@ def test_yaml_keys_are_fields(name: str) -> None:
         "cnn": {"width", "norm"},
         **{key: set() for key in ("lenet5", "lenet5_unpadded", "cnn1", "cnn2")},
     }
-    assert keys.keys() == {"name", "weights"} | matter.get(name, {"width", "stem", "norm"})
+    assert keys.keys() == {"name", "weights", "train"} | matter.get(name, {"width", "stem", "norm"})
     assert keys.keys() <= {field.name for field in fields(ModelConfig)}
     assert ModelConfig(**keys).name == name

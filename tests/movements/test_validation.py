@@ -109,7 +109,7 @@ def test_the_examples_are_nobody_elses():
     part = dealt(held.task, held.partition, 3, 0)
     owned = [part.examples(loaded(held.task), k) for k in range(3)]
     assert sum(len(one.val) for one in owned) == len(after.val)
-    assert len(pooled(held.task, held.partition, 3, 0).train) == len(after.train)
+    assert len(pooled(held.task, held.partition, 3, 0, loaded(held.task)).train) == len(after.train)
 
 
 def test_a_further_example_moves_no_other(tmp_path):

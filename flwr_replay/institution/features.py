@@ -1,0 +1,98 @@
+"""Features once: what a frozen encoder makes of an institution's images is computed once and kept on its disk.
+
+It lies beside the decoded images, under the same limit, is removed with them, and never leaves by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flwr_replay.config.sections import TaskConfig
+from flwr_replay.data import Dataset, Examples
+from flwr_replay.data.decoded import DecodedImages, Indices, decoded, digest_of, form_of, versions
+from flwr_replay.files.tensors import digest
+from flwr_replay.models.frozen import Frozen
+from flwr_replay.models.layers import as_input
+
+__all__ = ["featured"]
+
+FORMAT = 1  # a higher one where the features' bits change
+PACKAGES = ("flwr-replay", "torch", "timm")  # whose version may change them
+TOGETHER = 64  # images that pass the encoder at a time: always so many, since their number may change the last bits
+
+
+@dataclass(frozen=True)
+class FeatureSource:
+    """Images of a data set, and the encoder that they pass."""
+
+    what: ClassVar[str] = "features"
+    dtype: ClassVar[type[np.float32]] = np.float32
+
+    task: TaskConfig
+    parts: Mapping[str, Examples]  # by split
+    encoder: Frozen
+    device: torch.device
+
+    @property
+    def total(self) -> int:
+        """How many examples there are."""
+        return sum(map(len, self.parts.values()))
+
+    @property
+    def form(self) -> str:
+        """What an entry is named by: the data folder, the task and the encoder."""
+        return digest_of([form_of(self.task), self.encoder.digest, repr(self.encoder)])
+
+    @property
+    def key(self) -> str:
+        """All that the features depend on, as a digest: images, encoder, device, versions, and a user's own code."""
+        images = [[split, digest({"x": part.x})] for split, part in self.parts.items()]
+        first = next(part.x[:1] for part in self.parts.values() if len(part))
+        probe = digest({"x": self.encoded(first)}) if self.encoder.alone else ""
+        return digest_of([FORMAT, self.form, images, self.device.type, versions(PACKAGES), probe])
+
+    def shape(self, n: int) -> tuple[int, int, int, int]:
+        """Return the shape of n examples."""
+        return n, *self.encoder.stored
+
+    def divide(self) -> Mapping[str, Indices]:
+        """Return the indices of the examples in each split."""
+        return {split: np.arange(len(part)) for split, part in self.parts.items()}
+
+    def examples(self, members: Mapping[str, Indices]) -> Iterator[NDArray[Any]]:
+        """Encode split by split; yield some at a time."""
+        for split in members:
+            x = self.parts[split].x
+            for first in range(0, len(x), TOGETHER):
+                yield self.encoded(x[first : first + TOGETHER])
+
+    def encoded(self, x: NDArray[Any]) -> NDArray[np.float32]:
+        """Return the features of at most `TOGETHER` images."""
+        alone = 1 if self.encoder.alone else TOGETHER
+        filled = np.concatenate([x, np.repeat(x[:1], -len(x) % alone, axis=0)])
+        with torch.inference_mode():
+            features = self.encoder(as_input(torch.from_numpy(filled).to(self.device)))[: len(x)]
+        made: NDArray[np.float32] = features.reshape(self.shape(len(x))).cpu().numpy()
+        return made
+
+
+def featured(dataset: Dataset, task: TaskConfig, encoder: Frozen, device: torch.device, kept: DecodedImages) -> Dataset:
+    """Return a data set with features in the place of images; labels and splits stay.
+
+    The encoder has the same bits for every image, whichever others it is computed with: on a CPU, and with equal
+    numbers of threads.
+    """
+    parts = {split: part for split, part in vars(dataset).items() if isinstance(part, Examples)}
+    made = decoded(FeatureSource(task, parts, encoder.to(device), device), kept)
+    bytes_of = {split: part.x.itemsize * prod(part.x.shape[1:]) for split, part in parts.items()}
+    changed: dict[str, Any] = {
+        split: replace(part, x=made[split][1], image_bytes=bytes_of[split]) for split, part in parts.items()
+    }
+    return replace(dataset, **changed)

