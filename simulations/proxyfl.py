@@ -50,6 +50,8 @@ TEACHERS = [
     "distilled := proxyfl:listen=loss:alpha=0.5",
     f"{NOISELESS}{REGULAR}",
 ]
+UNSHARED = "dp=none:target_epsilon=0"
+OWN_HEADS = [f"own Gabor head := local:{UNSHARED}", f"own Gabor head, pooled := proxyfl:{UNSHARED}:topology=none"]
 
 
 def part(
@@ -89,7 +91,7 @@ def ablation(
 
 def sound(budget: int) -> Part:
     """Return a part with a proven epsilon on MNIST."""
-    methods = [f"ProxyFL := proxyfl:target_epsilon={budget}{BUDGETS[budget]}", *TEACHERS]
+    methods = [f"ProxyFL := proxyfl:target_epsilon={budget}{BUDGETS[budget]}", *TEACHERS, *OWN_HEADS]
     about = f"A proven epsilon of {budget}."
     return part(f"sound-{budget}", about, methods, SOUND, group="sound, private models by epsilon")
 
@@ -101,6 +103,7 @@ def sound_on(name: str) -> Part:
     methods = [
         "ProxyFL := proxyfl",
         *(method.replace("batch_size=250", f"batch_size={size // 4}") for method in TEACHERS),
+        *OWN_HEADS,
     ]
     return part(f"sound-{name}", "The same settings on other data; epsilon 8.", methods, options, data=data)
 

@@ -1,7 +1,7 @@
 """Partitions of one data set among simulated institutions.
 
 Letters: N examples, K institutions, C classes. A partition holds ascending indices into the data set. Each training
-example has at most one owner, each test example exactly one.
+or validation example has at most one owner, each test example exactly one.
 """
 
 from __future__ import annotations
@@ -124,8 +124,10 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
     Where the data name patients, these are dealt, each with all examples of theirs: a size counts patients then, and
     labels are their most frequent ones.
 
-    Test and validation examples are dealt IID in equal shards. With `config.test="mirror"`, each class (or decile of a
-    continuous label) is dealt in the proportions of its training examples. natural deals them by site.
+    Test examples are dealt IID in equal shards. With `config.test="mirror"`, each class (or decile of a continuous
+    label) is dealt in the proportions of its training examples. So are validation examples always, since an institution
+    has none but of its own mix: who has a tenth of a class's training examples gets a tenth of its validation examples,
+    and those of training examples that are nobody's are left out. natural deals both by site.
 
     There are K `nodes`. The same seed gives the same partition.
 
@@ -303,16 +305,19 @@ def _by_site(examples: Examples, names: Sequence[str]) -> list[Indices]:
 def _shards(
     held: Examples, split: str, train: Examples, parts: list[Indices], config: PartitionConfig, seed: int
 ) -> list[Indices]:
-    """Deal every test (or validation) example to one institution, a patient's all to the same."""
+    """Deal test or validation examples, each patient's all to the same institution."""
     rng, patients = derived_rng(seed, "partition", split), patients_of(held)
-    if config.test == "iid":
+    if split == "test" and config.test == "iid":
         return patients.examples(np.array_split(rng.permutation(len(patients.labels)), len(parts)))
     groups = label_groups(patients.labels, train.labels)
     groups_train = label_groups(train.labels, train.labels)
-    shards: list[list[Indices]] = [[] for _ in parts]
+    shards: list[list[Indices]] = [[np.empty(0, np.int64)] for _ in parts]
     for group in np.unique(groups):
         members = rng.permutation(np.flatnonzero(groups == group))
         owned_K = np.asarray([np.count_nonzero(groups_train[part] == group) for part in parts])
+        if split == "val":  # one for as many training examples as in the whole set: the rest is nobody's
+            whole = max(np.count_nonzero(groups_train == group), 1)
+            members = members[: -(-len(members) * owned_K.sum() // whole)]
         if not owned_K.any():  # no institution trains on this class: deal it by size
             owned_K = np.asarray([len(part) for part in parts])
         ends = np.cumsum(_apportion(len(members), owned_K, rng))

@@ -41,13 +41,14 @@ CONFIGS = st.one_of(
 
 
 def check_owners(dataset: Dataset, part: Partition) -> None:
-    """No training example twice; every test and validation example exactly once; nobody empty."""
-    train = np.concatenate(part.train)
-    assert len(np.unique(train)) == len(train)
+    """No example twice; every test example once, and every validation example if all train; nobody empty."""
+    train, test = np.concatenate(part.train), np.concatenate(part.test)
     assert part.val is not None
     assert dataset.val is not None
-    for shards, held in ((part.test, dataset.test), (part.val, dataset.val)):
-        np.testing.assert_array_equal(np.sort(np.concatenate(shards)), np.arange(len(held)))
+    val = np.concatenate(part.val)
+    assert all(len(np.unique(dealt)) == len(dealt) for dealt in (train, test, val))
+    assert len(test) == len(dataset.test)
+    assert len(val) == len(dataset.val) or len(train) < len(dataset.train)
     for shards in (part.train, part.test, part.val):
         assert all(len(shard) and shard.dtype == np.int64 and (np.diff(shard) > 0).all() for shard in shards)
     assert list(part.names) == sorted(part.names)
@@ -309,11 +310,33 @@ def test_mirrored_test_examples_have_their_institutions_mix(dataset: Make, nodes
     assert np.abs(test_KC - shares_KC * test_KC.sum(0)).max() < 1
 
 
+@quick
+@given(config=CONFIGS, nodes=st.integers(2, 6), seed=st.integers(0, 99), size=st.sampled_from([0, 40]))
+def test_validation_examples_have_their_institutions_mix(
+    dataset: Make, config: PartitionConfig, nodes: int, seed: int, size: int
+) -> None:
+    """Also where most training examples are nobody's: a class without a major has no more than it would have had."""
+    data = dataset(4000)
+    part = partition(data, replace(config, size=size), nodes, seed)
+    assert data.val is not None
+    assert part.val is not None
+    train_KC, val_KC = (
+        np.stack([np.bincount(split.y[shard], minlength=10) for shard in shards])
+        for split, shards in ((data.train, part.train), (data.val, part.val))
+    )
+    rate = len(data.val) / len(data.train)  # the same in every class of these data
+    assert np.abs(val_KC.sum(0) - rate * train_KC.sum(0)).max() < 1
+    assert np.abs(val_KC - val_KC.sum(0) * train_KC / np.maximum(train_KC.sum(0), 1)).max() < 1
+
+
 def test_mirror_of_continuous_labels_goes_by_deciles(dataset: Make) -> None:
     data = dataset(800, continuous=True)
     part = partition(data, PartitionConfig(name="ks", ks=1.0, test="mirror"), 4, 0)
-    means = [data.test.y[shard].mean() for shard in part.test]
-    assert all(a < b for a, b in pairwise(means))
+    assert data.val is not None
+    assert part.val is not None
+    for held, shards in ((data.test, part.test), (data.val, part.val)):
+        means = [held.y[shard].mean() for shard in shards]
+        assert all(a < b for a, b in pairwise(means))
 
 
 # -------------------------------------------------------------------------------------------------------- real data

@@ -112,6 +112,17 @@ def test_the_examples_are_nobody_elses():
     assert len(pooled(held.task, held.partition, 3, 0, loaded(held.task)).train) == len(after.train)
 
 
+def test_an_institutions_examples_have_its_own_mix():
+    """As many as a tenth of its own images would be: a hospital has no others."""
+    config = compose(["task=digits", "partition=majority", "majors=random", "partition.size=90", "nodes=4"])
+    part = dealt(config.task, config.partition, 4, 0)
+    for k in range(4):
+        own = part.examples(loaded(config.task), k)
+        major = np.bincount(own.train.y).argmax()
+        assert 6 <= len(own.val) <= 16
+        assert 0.6 < np.mean(own.val.y == major) < 0.95
+
+
 def test_a_further_example_moves_no_other(tmp_path):
     """Neighbouring data differ by one example: else no epsilon would be of one example."""
     rng = np.random.default_rng(0)

@@ -9,12 +9,14 @@ import pytest
 
 from flwr_replay.cli.main import app
 from flwr_replay.config.compose import compose
+from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.comparison import gaps
 from flwr_replay.report.metrics import by_epsilon
+from flwr_replay.report.progress import Display
 from flwr_replay.simulations import boneage, brats, feder, leakage, partitions, proxyfl, replay, retina, skew
 from flwr_replay.studies.leakage import share_of_cores
 from flwr_replay.studies.methods import methods_of, named, options_of
@@ -111,6 +113,27 @@ def test_a_quick_study_has_every_method_with_the_first_seed_and_two_rounds(tmp_p
     assert text == (tmp_path / "study-skew-quick.md").read_text()
     results = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
     assert [(found["rounds"], found["seed"]) for found in results] == [(2, 7), (2, 7)]
+
+
+def test_an_institutions_own_head_is_trained_by_its_own_examples_alone(tmp_path, monkeypatch):
+    """ProxyFL's control: the head that is pooled with the private model is the one that `local` trains."""
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
+    options = [
+        "task=digits",
+        "partition=majority",
+        "nodes=2",
+        "preset=sound",
+        "rounds=2",
+        "seed=3",
+        f"runs_dir={tmp_path}",
+    ]
+    alone, pooled = (
+        run_inline([f"strategy={method.strategy}", *options, *method.options], Display())[0]["final"]["institutions"]
+        for method in methods_of(proxyfl.OWN_HEADS, {"local": [], "proxyfl": []})
+    )
+    for name, metrics in alone.items():
+        assert pooled[name]["proxy-loss"] == metrics["loss"]
+        assert pooled[name]["loss"] != metrics["loss"]
 
 
 def test_a_studys_parts_are_listed_with_what_they_are(capsys):
