@@ -161,7 +161,11 @@ def test_runs_share_no_state(client):
 @pytest.mark.parametrize(
     ("ours", "kind", "options"),
     [
-        (TrainingConfig(momentum=0.9, weight_decay=0.01), torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}),
+        (
+            TrainingConfig(momentum=0.9, weight_decay=0.01),
+            torch.optim.SGD,
+            {"foreach": False, "momentum": 0.9, "weight_decay": 0.01},
+        ),
         (TrainingConfig(optimizer="adam", weight_decay=0.01), torch.optim.Adam, {"fused": True, "weight_decay": 0.01}),
     ],
 )
