@@ -49,6 +49,7 @@ def binding(config: RunConfig) -> str:
     return json.dumps({key: value for key, value in sorted(flat(plain(config)).items()) if key not in FREE})
 
 
+@lru_cache(maxsize=64)
 def digest_of(bound: str) -> str:
     """Return a digest of these options, which every file of the run's state contains."""
     return sha256(bound.encode()).hexdigest()[:16]

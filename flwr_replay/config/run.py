@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from math import inf
+from typing import Any
 
 from flwr_replay.config.catalogue import parts_of
 from flwr_replay.config.privacy import PrivacyConfig
@@ -150,6 +152,18 @@ class RunConfig:
             "forgetting": (self.forgetting, False),
         }
         _refuse_beside("with masked=true the server gets nothing but the mean of all", unset)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Of all values; each message asks some ten times."""
+        return hash(tuple(getattr(self, option.name) for option in fields(self)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the hash out of a copy for another process, where texts have others."""
+        return {option.name: getattr(self, option.name) for option in fields(self)}
 
     @property
     def pinned(self) -> bool:
