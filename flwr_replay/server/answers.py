@@ -70,7 +70,7 @@ def check_answer(
     sealed_by: str = "",
     masked: bool = False,
 ) -> None:
-    """Refuse an invalid answer before it is used.
+    """Refuse an invalid answer, which `read_answer` has read, before it is used.
 
     `asked` are the request's records: returned weights must have the names, shapes and dtypes of those sent. `examples`
     are the numbers of examples that the answer may report. `sealed_by` is, in a sealed run, the institution that must
@@ -84,7 +84,8 @@ def check_answer(
     DivergedError
         If its weights are not finite.
     """
-    payload: Any = declared.decode(answer)
+    read = arrays_in(answer).state_dict()
+    payload: Any = declared.of(read, {**config_in(answer), **metrics_in(answer)})
     if "num_examples" in declared.declared() and payload.num_examples not in examples:
         wanted = f"{examples[0]}, by the roll call" if len(examples) == 1 else f"{examples[0]} to {examples[-1]}"
         raise WireError(f"num_examples must be {wanted}; got {payload.num_examples}")
@@ -111,9 +112,9 @@ def check_answer(
     if weights and sent_weights and isinstance(sent, ArrayRecord) and not (weights.optional and arrays is None):
         _check_weights(_forms(sent), _forms(answer.get("arrays", ArrayRecord())), weights.part)  # type: ignore[arg-type]
     if weights:
-        check_weights(arrays_in(answer).state_dict())
+        check_weights(read)
     else:
-        _check_numbers(arrays_in(answer).state_dict(), declared)
+        _check_numbers(read, declared)
 
 
 def check_foreign(answer: RecordDict, asked: RecordDict, trained: bool) -> None:

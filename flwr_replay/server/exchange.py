@@ -137,7 +137,8 @@ class Exchanger:
         for message, reply in ask(grid, noted, self.timeout, at_once, self.silent):
             member = self.members.by_node(message.metadata.dst_node_id)
             assert member is not None
-            fault = self.fault_of(exchange, member, message, reply)
+            request = request_of(message)
+            fault = self.fault_of(exchange, member, message, reply, request)
             if reply is None or (reply.has_error() and reply.error.code in LOST):
                 lost.append(member.name)
             elif worker_failed(grid, reply):
@@ -158,7 +159,6 @@ class Exchanger:
                     missed(member)
                 continue
             answered.append(member.name)
-            request = request_of(message)
             if request is not None:
                 took = int(time.time() - message.metadata.created_at)
                 self.longest[request.stage_name] = max(took, self.longest[request.stage_name])
@@ -189,12 +189,11 @@ class Exchanger:
         return message
 
     def fault_of(
-        self, exchange: int, member: Member, message: Message, reply: Message | None
+        self, exchange: int, member: Member, message: Message, reply: Message | None, request: type[Request] | None
     ) -> FlwrReplayError | None:
         """Write an answer to the ledger; return why it is invalid, or None."""
         if reply is None or reply.has_error():
             return RunError(reason_of(message, reply))
-        request = request_of(message)
         stage = request.stage_name if request else ""
         try:
             with legible():

@@ -136,18 +136,17 @@ class Payload:
             If the payload does not declare a record or key that arrived, or if a declared one is missing.
         """
         list(rows(content, cls))
-        cls.check_scalars(content)
-        return cls.of(arrays_in(content).state_dict(), {**config_in(content), **metrics_in(content)})
+        return cls.of(arrays_in(content).state_dict(), cls.check_scalars(content))
 
     @classmethod
-    def check_scalars(cls, content: RecordDict) -> None:
-        """Check the types and values of metrics, instructions and notices.
+    def check_scalars(cls, content: RecordDict) -> dict[str, Any]:
+        """Check the types and values of metrics, instructions and notices; return them by key.
 
         A WireError if one is undeclared, of another type than declared, not finite, too large, or a negative count.
         """
-        scalars = {**config_in(content), **metrics_in(content)}
-        declared = cls.by_key()
-        for record, names in (("metrics", metrics_in(content)), ("config", config_in(content))):
+        config, metrics = config_in(content), metrics_in(content)
+        scalars, declared = {**config, **metrics}, cls.by_key()
+        for record, names in (("metrics", metrics), ("config", config)):
             for name in names:  # a user's own ServerApp may add undeclared instructions, but no metrics
                 if (name in declared or record == "metrics") and (
                     name not in declared or RECORD_OF[declared[name].kind] != record
@@ -165,6 +164,7 @@ class Payload:
                     f"{cls.__name__}.{name} must be {kind}, finite, and not negative if a count; numbers reach to "
                     f"{LARGEST_NUMBER:g}, counts to {MOST_COUNTED:.0e}; got {str(value)[:40]}"
                 )
+        return scalars
 
     @classmethod
     @cache
