@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flwr_replay.files.tensors import StateDict
 
@@ -14,6 +16,7 @@ __all__ = [
     "MOST_COUNTED",
     "NEVER_NEGATIVE",
     "STATE",
+    "bounded",
     "cut_back",
     "is_statistic",
     "largest",
@@ -47,6 +50,11 @@ def cut_back(arrays: StateDict) -> StateDict:
     floating = {name: array for name, array in arrays.items() if np.issubdtype(array.dtype, np.floating)}
     too_large = {name: array for name, array in floating.items() if largest({name: array}) > most_of(name) / 2}
     return {name: np.clip(array, -most_of(name) / 2, most_of(name) / 2) for name, array in too_large.items()}
+
+
+def bounded(array: NDArray[Any], most: float) -> bool:
+    """Say whether all numbers are at most so large; one that is none is not."""
+    return not array.size or bool(array.max() <= most and array.min() >= -most)
 
 
 def largest(arrays: StateDict) -> float:

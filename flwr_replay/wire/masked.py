@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.errors import DivergedError, RunError
-from flwr_replay.wire.bounds import LARGEST, NEVER_NEGATIVE, is_statistic, largest
+from flwr_replay.wire.bounds import LARGEST, NEVER_NEGATIVE, bounded, is_statistic, largest
 from flwr_replay.wire.records import StateDict, Weights, opened
 
 __all__ = ["MASKED", "blank_masked", "check_room", "fixed_point", "is_masked", "mean_of"]
@@ -43,7 +43,7 @@ def check_room(weights: StateDict) -> None:
     """
     for name, array in weights.items():
         most = LARGEST if _bits(name, array) == BITS else LARGEST_COARSE
-        if not largest({name: array}) <= most:  # NaN fails, too
+        if not bounded(array, most):
             raise DivergedError(
                 f"under masks weights must be finite and at most {most:g} in size; {name!r} is not: lower training.lr"
             )

@@ -103,7 +103,12 @@ def _encoded(array: NDArray[Any]) -> Array:
         raise WireError(f"arrays in messages must hold numbers or texts; got dtype {array.dtype}")
     array = np.ascontiguousarray(array).reshape(array.shape)
     data = b"".join([_header(array.dtype.str, array.shape), array.data])
-    return Array(str(array.dtype), array.shape, NUMPY_FORMAT, data)
+    return Array(_name(array.dtype), array.shape, NUMPY_FORMAT, data)
+
+
+@lru_cache(maxsize=64)
+def _name(dtype: np.dtype[Any]) -> str:
+    return str(dtype)
 
 
 @lru_cache(maxsize=1024)

@@ -14,7 +14,7 @@ from torch import nn
 
 from flwr_replay.errors import DivergedError, WireError
 from flwr_replay.files.tensors import nested, unnested
-from flwr_replay.wire.bounds import NEVER_NEGATIVE, STATE, largest, most_of
+from flwr_replay.wire.bounds import NEVER_NEGATIVE, STATE, bounded, most_of
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened
 
 __all__ = [
@@ -117,7 +117,7 @@ def check_weights(arrays: StateDict) -> None:
     """
     for name, array in arrays.items():
         most = most_of(name)
-        if np.issubdtype(array.dtype, np.floating) and not largest({name: array}) <= most:  # NaN fails, too
+        if np.issubdtype(array.dtype, np.floating) and not bounded(array, most):
             raise DivergedError(
                 f"weights must be finite and at most {most:g} in size; {name!r} is not: lower training.lr"
             )
