@@ -8,6 +8,7 @@ A file is closed to a part by its new name, under its lock. So a kill at any mom
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -105,8 +106,9 @@ def sound_lines(path: Path, form: Form) -> tuple[list[dict[str, Any]], str]:
 
 def parts(path: Path) -> list[Path]:
     """Return the parts of a file that is divided: the closed ones, the oldest first, then the file itself."""
+    like = f"{glob.escape(path.stem)}-*{glob.escape(path.suffix)}"
     form = re.compile(rf"{re.escape(path.stem)}-([0-9]{{4,}}){re.escape(path.suffix)}")
-    closed = [(int(match[1]), file) for file in entries(path.parent) if (match := form.fullmatch(file.name))]
+    closed = [(int(match[1]), file) for file in entries(path.parent, like) if (match := form.fullmatch(file.name))]
     return [*(file for _, file in sorted(closed)), path]
 
 
