@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flwr_replay.config.sections import ModelConfig, TaskConfig, require
-from flwr_replay.models.layers import stage
+from flwr_replay.models.layers import centred, stage
 from flwr_replay.models.staged import StagedModel
 
 __all__ = ["gabor"]
@@ -26,7 +26,6 @@ __all__ = ["gabor"]
 ORIENTATIONS, SIDE = 8, 7  # filters of SIDE x SIDE pixels
 WAVE, WIDTH = 4.0, 2.0  # wavelength, and standard deviation of the Gaussian, pixels
 GRID = 7  # places along each side, at most
-NORM = 10.0  # of an image's features
 AT_ONCE = 64  # images: filtered a thousand at a time, they take six times as long
 
 
@@ -56,9 +55,7 @@ class Energies(nn.Module):
         places = min(GRID, height), min(GRID, width)
         energies = functional.adaptive_avg_pool2d(squares.clamp_min(1e-12).sqrt(), places)
         means = functional.adaptive_avg_pool2d(x_BCHW, places)
-        features_BF = torch.cat([energies, means], 1).flatten(1)
-        features_BF = features_BF - features_BF.mean(1, keepdim=True)
-        return NORM * functional.normalize(features_BF, dim=1, eps=1e-6)
+        return centred(torch.cat([energies, means], 1).flatten(1))
 
 
 def filters() -> Tensor:

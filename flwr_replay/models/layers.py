@@ -7,8 +7,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-__all__ = ["Standardize", "as_input", "norm_layer", "stage"]
+__all__ = ["Centred", "Standardize", "as_input", "centred", "norm_layer", "stage"]
+
+NORM = 10.0  # of an example's features, where they are centred
 
 
 class Standardize(nn.Module):
@@ -31,6 +34,20 @@ class Standardize(nn.Module):
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return (B, C, H, W)."""
         return (x_BCHW - self.mean_C11) / self.std_C11
+
+
+def centred(features_BF: Tensor) -> Tensor:
+    """Bring each example's features to mean 0 and norm 10; examples of one norm lose the least to clipping."""
+    features_BF = features_BF - features_BF.mean(1, keepdim=True)
+    return NORM * functional.normalize(features_BF, dim=1, eps=1e-6)
+
+
+class Centred(nn.Module):
+    """`centred` as a layer."""
+
+    def forward(self, features_BF: Tensor) -> Tensor:
+        """Return (B, F)."""
+        return centred(features_BF)
 
 
 def stage(**layers: nn.Module) -> nn.Sequential:

@@ -1,8 +1,9 @@
 """Architectures of timm (Wightman 2019, doi:10.5281/zenodo.4414861) as staged models.
 
 Stages: an architecture's own blocks, as `stem`, `blocks0` .. `blocks6` (EfficientNet) or `stem`, `layer1` .. `layer4`
-(ResNet), then `features`, which ends with one vector for an image, and `head`, a linear layer that begins at zero. Of
-an architecture that is no plain sequence of blocks, such as a vision transformer, all but the head is `features`.
+(ResNet), then `features`, which ends with one vector for an image, and `head`, a linear layer that begins at zero, on
+the features brought to mean 0 and norm 10. Of an architecture that is no plain sequence of blocks, such as a vision
+transformer, all but the head is `features`.
 
 Images come as numbers from 0 to 1. They are made ready as the weights' publisher says: grey ones repeated to three
 channels, brought to the published size, standardised by the published mean and standard deviation.
@@ -23,7 +24,7 @@ from torch.nn import functional
 
 from flwr_replay.config.sections import ModelConfig, TaskConfig, require
 from flwr_replay.errors import ConfigError, nearest
-from flwr_replay.models.layers import Standardize, stage
+from flwr_replay.models.layers import Centred, Standardize, stage
 from flwr_replay.models.staged import StagedModel
 
 __all__ = ["LITE0", "Prepared", "fetched", "for_channels", "packaged", "timm_model"]
@@ -118,7 +119,7 @@ def timm_model(model: ModelConfig, task: TaskConfig) -> StagedModel:
     head = nn.Linear(features, task.classes)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
-    built = StagedModel(stages | OrderedDict(head=stage(fc=head))).train()
+    built = StagedModel(stages | OrderedDict(head=stage(centred=Centred(), fc=head))).train()
     built.foreign = {ours: names[id(tensor)] for ours, tensor in _state(built) if id(tensor) in names}
     return built
 
