@@ -168,9 +168,9 @@ class InstitutionClient(NumPyClient):
         options than the server's.
         """
         train = self.institution.train
-        if request.encoder != (own := self.institution.encoder):
+        if request.frozen != (own := self.institution.encoder):
             raise WireError(
-                f"server and institutions must have one encoder; the server's is {request.encoder or 'none'}, this "
+                f"server and institutions must have one encoder; the server's is {request.frozen or 'none'}, this "
                 f"institution's {own or 'none'}: use the same model.* and copies of one file of weights everywhere"
             )
         if request.form and form_of(to_arrays(self.fresh(0))) != request.form:

@@ -128,7 +128,7 @@ class RollCall(Request, stage="roll-call", answer=Present, message_type="query")
         "all: arrays are sealed for other institutions; sums: under masks; empty: neither", default=""
     )
     form: str = instruction("digest of names, shapes and dtypes of the model that institutions exchange", default="")
-    encoder: str = instruction("SHA-256 of the model's stages that do not train; empty: all train", default="")
+    frozen: str = instruction("SHA-256 of the model's stages that do not train; empty: all train", default="")
     training: str = instruction("digest of the server's optimizer, batch size and so on", default="")
 
 
