@@ -224,9 +224,9 @@ def first_input(model: nn.Module, gradient: Arrays, form: tuple[int, int, int]) 
 
 
 def has_linear_input(model: nn.Module) -> bool:
-    """Say whether `first_input` applies: the image goes into a linear layer with a bias."""
+    """Say whether `first_input` applies: the image goes into a linear layer with a bias, which trains."""
     first = next(layer for _, layer in _layers(model) if not isinstance(layer, PASSED))
-    return isinstance(first, nn.Linear) and first.bias is not None
+    return isinstance(first, nn.Linear) and isinstance(first.bias, nn.Parameter)
 
 
 def labels_at_cut(

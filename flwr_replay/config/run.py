@@ -179,8 +179,18 @@ class RunConfig:
     @property
     def features_once(self) -> bool:
         """Whether an institution's models need of its images only their features, which one frozen encoder computes."""
-        only_own = self.strategy.own_images and self.replay.name == "none" and not self.draws_images
-        return self.model.train != "all" and only_own and not self.training.changes
+        return self.model.train != "all" and not self.features_anew
+
+    @property
+    def features_anew(self) -> str:
+        """Why a frozen encoder computes features anew in every step, not once; empty: it need not."""
+        if self.training.changes:
+            return "training.augment changes the images"
+        if self.replay.name != "none":
+            return f"replay={self.replay.name} adds images"
+        if self.draws_images or not self.strategy.own_images:
+            return f"strategy={self.strategy.name} needs more than each institution's images as they are"
+        return ""
 
     @property
     def draws_images(self) -> bool:

@@ -115,7 +115,7 @@ def card(folder: Path, model: TrainedModel, institution: str, best: bool = False
         [
             f"# {result['strategy']} on {result['task']}: {whose}",
             "",
-            f"- Network: {sum(parameter.numel() for parameter in model.parameters()):,} parameters.",
+            f"- Network: {result.get('network') or _size(model)}",
             f"- Input: {_inputs(model)}. Output: {_outputs(model, unit)}.",
             f"- Trained by {result['strategy']} at {_trained_at(result)} institutions, {result['rounds']} rounds, seed "
             f"{result['seed']}; replay: {result['replay']}.",
@@ -139,6 +139,10 @@ def card(folder: Path, model: TrainedModel, institution: str, best: bool = False
             "",
         ]
     )
+
+
+def _size(model: TrainedModel) -> str:
+    return f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters."
 
 
 def _trained_at(result: Mapping[str, Any]) -> str:

@@ -26,8 +26,8 @@ from flwr_replay.files.tensors import OF_RUN, StateDict, read_with_texts, unnest
 from flwr_replay.learning.pooling import Pool
 from flwr_replay.learning.tasks import Regression, make_task
 from flwr_replay.models.layers import as_input
-from flwr_replay.models.zoo import build
-from flwr_replay.report.run_files import model_of, read_run_id
+from flwr_replay.models.zoo import build, encoder_digest
+from flwr_replay.report.run_files import RESULT, model_of, read_result, read_run_id
 from flwr_replay.runs.best import BestModel
 from flwr_replay.runs.checkpoints import Checkpoints
 from flwr_replay.runs.options import kept_overrides, run_overrides
@@ -133,6 +133,7 @@ def load_model(place: str | Path, institution: str = "", run: str = "", *, best:
         raise RunError("only a run's global model has a best round: give the run directory, and no institution")
     if (folder / "config.yaml").exists():
         config = compose_own(run_overrides(folder))
+        _check_encoder(folder, config)
         if best:
             network = _network(config, model_of(folder, BestModel(folder).file()))
         else:
@@ -152,6 +153,16 @@ def load_model(place: str | Path, institution: str = "", run: str = "", *, best:
             "`flwr-replay runs list` names the runs"
         )
     return TrainedModel(network, config.task, *(scale or (0.0, 1.0))).eval()
+
+
+def _check_encoder(folder: Path, config: RunConfig) -> None:
+    """Refuse a file of weights that is not the one whose encoder the run had; older runs had none."""
+    then = read_result(folder).get("encoder", "") if there(folder / RESULT) else ""
+    if then and (now := encoder_digest(config.model, config.task)) != then:
+        raise RunError(
+            f"the encoder must be the run's, {then}; that of model.weights={config.model.weights} is {now}: put the "
+            "file of then back"
+        )
 
 
 def _of_run(folder: Path, institution: str, config: RunConfig) -> nn.Module:

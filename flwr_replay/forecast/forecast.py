@@ -25,7 +25,7 @@ from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.noise import noise_of, shown_noise
 from flwr_replay.report.progress import shown_bytes
 from flwr_replay.report.summary import RECONSTRUCT
-from flwr_replay.runs.execute import Job, claim
+from flwr_replay.runs.execute import Job, claim, network_of
 from flwr_replay.runs.opening import new_run_id
 from flwr_replay.server.members import Member
 from flwr_replay.server.recorder import Recorder
@@ -157,6 +157,7 @@ def forecast_page(simulation: Simulation) -> str:
     raw = sum(train.take(indices).nbytes for indices in simulation.part.train)
     what = f"{config.strategy.name} on {config.task.name}, {len(names)} institutions, {config.rounds} rounds"
     text = [f"Forecast of the ledger: {what}", "", idea_of(config.strategy.name)[0]]
+    text += ["", f"Network: {network}"] if (network := network_of(config)) else []
     merged: dict[tuple[str, str, str, str, str], tuple[int, int]] = {}
     small: dict[str, int] = {}
     for line in lines:

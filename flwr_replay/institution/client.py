@@ -167,12 +167,12 @@ class InstitutionClient(NumPyClient):
         A model of another form than those that institutions exchange is a WireError, and so is a training with other
         options than the server's.
         """
-        train = self.institution.train
-        if request.frozen != (own := self.institution.encoder):
+        if request.frozen != (own := self.institution.frozen()):
             raise WireError(
                 f"server and institutions must have one encoder; the server's is {request.frozen or 'none'}, this "
                 f"institution's {own or 'none'}: use the same model.* and copies of one file of weights everywhere"
             )
+        train = self.institution.train
         if request.form and form_of(to_arrays(self.fresh(0))) != request.form:
             raise WireError(
                 "institutions exchange models of one form; this one's has other names or shapes than the server's: use "

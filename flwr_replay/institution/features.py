@@ -53,7 +53,7 @@ class FeatureSource:
     @property
     def key(self) -> str:
         """All that the features depend on, as a digest: images, encoder, device, versions, and a user's own code."""
-        images = [[split, digest({"x": part.x})] for split, part in self.parts.items()]
+        images = [[split, part.digest] for split, part in self.parts.items()]
         first = next(part.x[:1] for part in self.parts.values() if len(part))
         probe = digest({"x": self.encoded(first)}) if self.encoder.alone else ""
         return digest_of([FORMAT, self.form, images, self.device.type, versions(PACKAGES), probe])
@@ -93,6 +93,7 @@ def featured(dataset: Dataset, task: TaskConfig, encoder: Frozen, device: torch.
     made = decoded(FeatureSource(task, parts, encoder.to(device), device), kept)
     bytes_of = {split: part.x.itemsize * prod(part.x.shape[1:]) for split, part in parts.items()}
     changed: dict[str, Any] = {
-        split: replace(part, x=made[split][1], image_bytes=bytes_of[split]) for split, part in parts.items()
+        split: replace(part, x=made[split][1], image_bytes=bytes_of[split], image_digest=part.digest)
+        for split, part in parts.items()
     }
     return replace(dataset, **changed)

@@ -270,7 +270,8 @@ def _sizes(config: RunConfig, private_model: str) -> dict[str, int]:
     models = [config.model, *map(model_named, private)]
     sizes = {f"model={model.name}": bytes_of(model, config.task) for model in reversed(models)}
     first = f"model={config.model.name}"
-    return {first: sizes.pop(first), **sizes, "generator and prior": generator_bytes(config)}
+    whole = bytes_of(config.model, config.task, whole=True)
+    return {first: sizes.pop(first), **sizes, f"all of {first}": whole, "generator and prior": generator_bytes(config)}
 
 
 def _keep_counts(reply: Message, answer: type[Payload]) -> None:

@@ -111,7 +111,7 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
     kept = DecodedImages(root / owned["name"] / FOLDER, _cache_gb(owned) * 1e9)
     return Institution(
         name=owned["name"],
-        read=partial(_own, task, kept, config),
+        read=partial(_own, task, kept, config, private=bool(owned.get("private-model"))),
         device=select_device(config.device),
         policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
         state_root=root,
@@ -121,7 +121,7 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
         batch_size=_batch_size(config, owned),
         classes=_classes(config, owned),
         private_model=_private_model(config, owned),
-        encoder=encoder_digest(config.model, config.task),
+        frozen=partial(encoder_digest, config.model, config.task),
         read_seal=_seal(owned),
         record=_record(owned),
         digested=_record(owned) != "none",
@@ -209,15 +209,20 @@ def _classes(config: RunConfig, owned: Mapping[str, str]) -> str:
     return own or (declared[0] if declared else "")
 
 
-def _own(task: TaskConfig, kept: DecodedImages, config: RunConfig) -> Dataset:
+def _own(task: TaskConfig, kept: DecodedImages, config: RunConfig, private: bool) -> Dataset:
     """Read an institution's own data."""
     read = load_bounded if config.privacy.end_to_end else load
-    return _featured(read(task, kept), config, task, kept)
+    return _featured(read(task, kept), config, task, kept, private)
 
 
-def _featured(dataset: Dataset, config: RunConfig, task: TaskConfig, kept: DecodedImages) -> Dataset:
-    """Return a data set as the run's models see it: images, or their features, if nothing else is needed of them."""
-    encoder = encoder_of(config.model, config.task) if config.features_once else None
+def _featured(
+    dataset: Dataset, config: RunConfig, task: TaskConfig, kept: DecodedImages, private: bool = False
+) -> Dataset:
+    """Return a data set as the run's models see it: images, or their features, if nothing else is needed of them.
+
+    A `private` model that an institution has chosen itself needs images.
+    """
+    encoder = encoder_of(config.model, config.task) if config.features_once and not private else None
     return featured(dataset, task, encoder, select_device(config.device), kept) if encoder else dataset
 
 
@@ -225,6 +230,15 @@ def _featured(dataset: Dataset, config: RunConfig, task: TaskConfig, kept: Decod
 def _inputs(config: RunConfig) -> Dataset:
     """Return a simulation's data set as its models see it; features are computed once for all institutions."""
     return _featured(loaded(config.task), config, config.task, DecodedImages(home() / FOLDER, CACHE_GB * 1e9))
+
+
+def _share(config: RunConfig, nodes: int, k: int) -> Dataset:
+    """Return what a simulated institution owns; if messages are recorded, with the digest of its images."""
+    part = dealt(config.task, config.partition, nodes, config.seed)
+    own = part.examples(_inputs(config), k)
+    if config.record == "none" or not config.features_once:
+        return own
+    return replace(own, train=replace(own.train, image_digest=part.examples(loaded(config.task), k).train.digest))
 
 
 def _with_own_files(config: RunConfig, owned: Mapping[str, str]) -> RunConfig:
@@ -264,7 +278,7 @@ def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) 
     private, sizes, classes = config.strategy.private_models, config.training.batch_sizes, config.generator.classes
     return Institution(
         name=all_names[k],
-        read=lambda: dealt(config.task, config.partition, nodes, config.seed).examples(_inputs(config), k),
+        read=partial(_share, config, nodes, k),
         read_pooled=lambda: pooled(config.task, config.partition, nodes, config.seed, _inputs(config)),
         read_external=lambda: dealt(config.task, config.partition, nodes, config.seed).external(_inputs(config), k),
         device=select_device(config.device),
@@ -277,7 +291,7 @@ def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) 
         batch_size=sizes[k % len(sizes)] if sizes else 0,
         classes=classes[k % len(classes)] if classes else "",
         private_model=private[k % len(private)] if private else "",
-        encoder=encoder_digest(config.model, config.task),
+        frozen=partial(encoder_digest, config.model, config.task),
         digested=config.record != "none",
         reports_losses=not config.masked,
     )

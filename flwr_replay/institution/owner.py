@@ -80,7 +80,7 @@ class Institution:
     batch_size: int = 0  # examples in a batch; 0: as many as the run says
     classes: str = ""  # for which its generator draws images: all, or numbers; empty: those of which it has enough
     private_model: str = ""  # in conf/model, of the private model φ; empty: like the common model
-    encoder: str = ""  # SHA-256 of what does not train in its copy of the model; empty: all of it trains
+    frozen: Callable[[], str] = str  # SHA-256 of what does not train in its copy of the model; empty: all of it trains
     read_seal: Callable[[], Seal] | None = None  # its key, and those that it has pinned; None: nothing is sealed
     record: str = "none"  # none | up | all: of its messages, those that it keeps in its state directory
     record_mb: float = inf  # the most that these may take

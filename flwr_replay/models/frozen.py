@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from flwr_replay.config.sections import one_of, require
 from flwr_replay.files.tensors import digest
 
-__all__ = ["Frozen", "frozen_stages"]
+__all__ = ["Frozen", "frozen_stages", "unfrozen"]
 
 
 class Frozen(nn.Module):
@@ -63,10 +65,21 @@ class Frozen(nn.Module):
         return channels, height, width
 
     @property
+    def numbers(self) -> dict[str, Tensor]:
+        """Its weights and norm statistics, by their names in the model."""
+        return {name: buffer for name, buffer in self.stages.named_buffers() if buffer.is_floating_point()}
+
+    @property
     def digest(self) -> str:
-        """The SHA-256 of its weights and norm statistics, by their names in the model."""
-        floats = {name: buffer for name, buffer in self.stages.named_buffers() if buffer.is_floating_point()}
-        return digest({name: buffer.cpu().numpy() for name, buffer in floats.items()})
+        """The SHA-256 of its numbers."""
+        return digest({name: buffer.cpu().numpy() for name, buffer in self.numbers.items()})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Frozen:
+        """Copy the layers, which can then be moved to a device, and share the weights, which never change."""
+        twin = Frozen.__new__(Frozen)
+        memo |= {id(self): twin, **{id(buffer): buffer for buffer in self.buffers()}}
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
 
     def train(self, mode: bool = True) -> Frozen:
         """Stay in evaluation mode."""
@@ -76,10 +89,18 @@ class Frozen(nn.Module):
         """Return (B, *shape), from images (B, C, H, W) or from features."""
         if x.shape[1:] in (self.shape, self.stored):
             return x.view(-1, *self.shape)
-        if self.alone and len(x) > 1:
-            return torch.cat([self.stages(image) for image in torch.split(x, 1)])
+        if self.alone and not torch.compiler.is_compiling():  # an exported program takes any number at once
+            return torch.cat([x.new_zeros(0, *self.shape), *map(self.stages, torch.split(x, 1)[: len(x)])])
         features: Tensor = self.stages(x)
         return features
+
+
+def unfrozen(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module and its layers by name, as `named_modules` does, without those inside a `Frozen`."""
+    yield name, module
+    if not isinstance(module, Frozen):
+        for child_name, child in module.named_children():
+            yield from unfrozen(child, f"{name}.{child_name}".lstrip("."))
 
 
 def frozen_stages(stages: Sequence[str], train: str) -> tuple[str, ...]:

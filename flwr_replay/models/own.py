@@ -17,6 +17,7 @@ from torch.func import functional_call
 from flwr_replay.config.parts import import_part, users_code
 from flwr_replay.config.sections import ModelConfig, TaskConfig, require
 from flwr_replay.errors import ConfigError
+from flwr_replay.models.frozen import Frozen, unfrozen
 from flwr_replay.models.layers import Standardize
 from flwr_replay.models.staged import StagedModel
 
@@ -68,14 +69,16 @@ def own(model: ModelConfig, task: TaskConfig) -> StagedModel:
 def check_layers(model: ModelConfig, built: nn.Module) -> None:
     """Refuse a model of the user's under DP if one of its layers might mix the examples of a batch.
 
-    Only layers are taken that compute each example by itself, as PyTorch has them, without hooks.
+    Only layers are taken that compute each example by itself, as PyTorch has them, without hooks. Those that do not
+    train may be any: each image passes them alone. That they remember none is on whoever wrote them.
     """
-    for name, layer in built.named_modules():
+    for name, layer in unfrozen(built):
         flattens = type(layer) is nn.Flatten and layer.start_dim == 1
         require(
-            (type(layer) in APART or flattens) and not _altered(layer),
+            type(layer) is Frozen or ((type(layer) in APART or flattens) and not _altered(layer)),
             f"under differential privacy model={model.build} may have only layers that compute each example by itself; "
-            f"{name} is a {type(layer).__name__}, or has hooks: take Linear, Conv2d, GroupNorm, ReLU and the like",
+            f"{name} is a {type(layer).__name__}, or has hooks: take Linear, Conv2d, GroupNorm, ReLU and the like, or "
+            "freeze what lies before the head, model.train=head",
         )
 
 

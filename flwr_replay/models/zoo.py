@@ -30,7 +30,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +47,10 @@ from flwr_replay.models.own import own
 from flwr_replay.models.pretrained import load_pretrained
 from flwr_replay.models.seeding import seeded
 from flwr_replay.models.staged import StagedModel
-from flwr_replay.models.timm_models import timm_model
+from flwr_replay.models.timm_models import Prepared, timm_model
 from flwr_replay.models.unet import unet
 
-__all__ = ["backbone", "build", "bytes_of", "encoder_digest", "encoder_of"]
+__all__ = ["backbone", "build", "bytes_of", "described", "encoder_digest", "encoder_of", "frozen_before"]
 
 # With this memory order, steps take 0.7 to 0.9 of the time; those of ResNets take 1.1. Models with norm layers are left
 # out: a norm after a cut would sum over an image in another order, with other last bits.
@@ -94,7 +96,7 @@ def build(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
     built, encoder = _whole(model, task, seed), encoder_of(model, task)
     if encoder:
         fixed, stages = len(encoder.stages), list(built._modules.items())
-        built = StagedModel(OrderedDict([(stages[fixed - 1][0], encoder), *stages[fixed:]]))
+        built = StagedModel(OrderedDict([(stages[fixed - 1][0], deepcopy(encoder)), *stages[fixed:]]))
     return built
 
 
@@ -113,7 +115,7 @@ def _whole(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
     return built
 
 
-@remembered(maxsize=2)  # all models of a process share it: nothing in it changes
+@remembered(maxsize=2)  # all models of a process share its weights: nothing in it changes
 def encoder_of(model: ModelConfig, task: TaskConfig) -> Frozen | None:
     """Return the stages that do not train, with the same weights whatever a model's seed; None if all train."""
     if model.train == "all":
@@ -129,6 +131,26 @@ def encoder_digest(model: ModelConfig, task: TaskConfig) -> str:
     """Return the SHA-256 of the stages that do not train; empty if all train."""
     encoder = encoder_of(model, task)
     return encoder.digest if encoder else ""
+
+
+@remembered(maxsize=2)
+def described(model: ModelConfig, task: TaskConfig) -> str:
+    """Say what a pretrained or frozen network is: its weights, what it makes of images, how much of it trains.
+
+    Empty for one that is neither.
+    """
+    if not model.library and model.train == "all":
+        return ""
+    built, encoder = build(model, task, 0), encoder_of(model, task)
+    prepared = [f"; {layer.extra_repr()}" for layer in built.modules() if isinstance(layer, Prepared)]
+    weights = f"weights {Path(model.weights).name}" if model.weights else "fresh weights"
+    text = f"{model.name}, {weights}{''.join(prepared)}. {sum(p.numel() for p in built.parameters()):,} numbers train"
+    if encoder is None:
+        return f"{text}."
+    first, *_, last = [*encoder.stages._modules] * 2
+    stages = first if first == last else f"{first} to {last}"
+    fixed = sum(tensor.numel() for tensor in encoder.numbers.values())
+    return f"{text}; {fixed:,} stay as they are and do not travel: {stages}, {encoder_digest(model, task)}."
 
 
 def _fresh(model: ModelConfig, task: TaskConfig) -> StagedModel:
@@ -269,17 +291,28 @@ BUILDERS: dict[str, Callable[[ModelConfig, TaskConfig], StagedModel]] = {  # all
 }
 
 
-def bytes_of(model: ModelConfig, task: TaskConfig) -> int:
-    """Return the bytes of a model's weights without building it; a user's own is built where it needs real numbers."""
+def bytes_of(model: ModelConfig, task: TaskConfig, whole: bool = False) -> int:
+    """Return the bytes of a model's weights without building it: of those that travel, or with `whole` of all."""
+    built = _outline(model, task)
+    parts = list(built.children())[0 if whole else len(frozen_stages(built.stages, model.train)) :]
+    return sum(value.numel() * value.element_size() for part in parts for value in part.state_dict().values())
+
+
+def frozen_before(model: ModelConfig, task: TaskConfig, cut: str) -> bool:
+    """Return whether nothing before a cut trains; an empty cut is the first possible one."""
+    names = frozen_stages(_outline(model, task).stages, model.train)
+    return bool(names) and cut in ("", names[-1])
+
+
+def _outline(model: ModelConfig, task: TaskConfig) -> StagedModel:
+    """Build a model without its numbers; a user's own is built where it needs them."""
     try:
         with torch.device("meta"):
-            built = _fresh(model, task)
+            return _fresh(model, task)
     except ConfigError:
         if model.name != "own":
             raise
-        built = _whole(model, task, 0)
-    trained = list(built.children())[len(frozen_stages(built.stages, model.train)) :]
-    return sum(value.numel() * value.element_size() for part in trained for value in part.state_dict().values())
+        return _whole(model, task, 0)
 
 
 @remembered(maxsize=4)

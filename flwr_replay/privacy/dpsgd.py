@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from flwr_replay.config.sections import require
 from flwr_replay.errors import ConfigError
+from flwr_replay.models.frozen import unfrozen
 from flwr_replay.privacy import importing_opacus
 from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.ghost import Ghost, norms_of
@@ -41,7 +42,8 @@ def refuse_mixing(module: nn.Module) -> None:
     """Raise `ConfigError` where clipping bounds nothing: a layer mixes the examples of a batch, or shares its weights.
 
     Such layers are batch norm and layers that keep statistics of their inputs: instance norm that tracks them,
-    codebooks that move by averages. Layers in evaluation mode mix nothing. A buffer that never changes must not be
+    codebooks that move by averages. Layers in evaluation mode mix nothing, frozen ones
+    included. A buffer that never changes must not be
     of floating point, or must not be persistent.
     """
     with importing_opacus():
@@ -55,7 +57,7 @@ def refuse_mixing(module: nn.Module) -> None:
             f"{name} is {names.get(id(parameter))}: give each layer its own",
         )
         names[id(parameter)] = name
-    for name, layer in module.named_modules():
+    for name, layer in unfrozen(module):
         require(
             not isinstance(layer, nn.modules.conv._ConvNd) or layer.padding_mode == "zeros",
             "under differential privacy convolutions are padded by zeros; "
@@ -70,8 +72,8 @@ def refuse_mixing(module: nn.Module) -> None:
             what = "normalises over the batch" if isinstance(layer, _BatchNorm) else f"keeps {kept[0]!r} of its batches"
             raise ConfigError(
                 f"under differential privacy no layer may mix examples; {name or 'the module'} "
-                f"({type(layer).__name__}) {what}: set model.norm=group for a norm layer, generator.codebook=gradient "
-                "for a codebook"
+                f"({type(layer).__name__}) {what}: for a norm layer set model.norm=group, or freeze it, "
+                "model.train=head; for a codebook set generator.codebook=gradient"
             )
     if faults := ModuleValidator.validate(module):
         raise ConfigError(f"the model must have gradients of single examples: {faults[0]}")
@@ -157,7 +159,7 @@ def _single_gradients(module: nn.Module) -> Iterator[Callable[[], None]]:
         return tuple(tensor.contiguous() for tensor in inputs)
 
     # Opacus 1.6 reads other examples' pixels into an example's gradient where a tensor is not contiguous.
-    convolutions = [layer for layer in module.modules() if isinstance(layer, nn.Conv2d)]
+    convolutions = [layer for _, layer in unfrozen(module) if isinstance(layer, nn.Conv2d)]
     hooks = [layer.register_forward_pre_hook(contiguous) for layer in convolutions]
     watched = GradSampleModule(module, loss_reduction="sum", strict=False)  # refuse_mixing checks buffers more closely
     try:

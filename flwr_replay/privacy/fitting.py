@@ -8,7 +8,7 @@ from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import require
 from flwr_replay.data.datasets import MIXES_PATIENTS
 
-__all__ = ["check_fit", "mechanisms_wanted"]
+__all__ = ["check_fit", "mechanisms_wanted", "trains_encoder"]
 
 
 def mechanisms_wanted(config: RunConfig) -> tuple[str, ...]:
@@ -33,6 +33,11 @@ def check_fit(config: RunConfig, wanted: Container[str]) -> None:
         from flwr_replay.models.zoo import build
 
         check_layers(config.model, build(config.model, config.task, 0))
+    require(
+        "encoder" not in wanted or trains_encoder(config),
+        f"dp=encoder is for what trains before the cut; with model.train={config.model.train} nothing there does: "
+        "leave dp=encoder out, or choose dp=latents",
+    )
     mixed = MIXES_PATIENTS.get(config.task.format)
     require(
         mixed is None,
@@ -57,6 +62,14 @@ def check_fit(config: RunConfig, wanted: Container[str]) -> None:
         "a prior learns the codes of a generator, and a generator trained without noise depends on all images: "
         "choose dp=generator+prior or dp=end-to-end",
     )
+
+
+def trains_encoder(config: RunConfig) -> bool:
+    """Return whether an institution trains what lies before the cut, if the method says so."""
+    from flwr_replay.models.zoo import frozen_before
+
+    some = config.model.train != "all" and "encoder" in config.strategy.dp_passes(1)
+    return not (some and frozen_before(config.model, config.task, getattr(config.strategy, "cut", "")))
 
 
 def _check_drawing(config: RunConfig, wanted: Container[str]) -> None:

@@ -14,7 +14,7 @@ from flwr_replay.config.sections import require
 from flwr_replay.errors import BudgetError, ConfigError, PrivacyError, WireError
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon, noise_for, rounded_up
-from flwr_replay.privacy.fitting import check_fit, mechanisms_wanted
+from flwr_replay.privacy.fitting import check_fit, mechanisms_wanted, trains_encoder
 from flwr_replay.privacy.local import LATENTS, LocalDP
 from flwr_replay.wire.fields import Field
 from flwr_replay.wire.masked import MASKED
@@ -114,7 +114,7 @@ class PrivacyPlan:
         )
         if LATENTS in wanted:
             epsilons = privacy.latent_epsilon, privacy.label_epsilon
-            trained = "encoder" in declared
+            trained = "encoder" in declared and trains_encoder(config)
             local = LocalDP(privacy.latent_clip, *epsilons, declared[LATENTS], config.task.classes, trained)
             return cls(privacy, (), local=local)
         return cls(

@@ -134,11 +134,13 @@ def _sentence(line: str) -> str:
 def _question(result: Mapping[str, Any]) -> str:
     skew = result.get("skew")
     how = f"whose labels differ (mean pairwise KS {skew['ks']:.2f}) " if skew and skew["ks"] > 0.1 else ""
+    network = result.get("network", "")  # of pretrained and frozen ones
     replay = f" with {result['replay']} replay" if result["replay"] != "none" else ""
     return (
         f"Can {result['nodes']} institutions {how}learn {OWN.get(result['task'], result['task'])} by "
         f"{result['strategy']}{replay}, without pooling their data? The network is {result['model']}, the training "
         f"{result['rounds']} round{'s' * (result['rounds'] > 1)}. It took {shown_time(result['wall-seconds'])}."
+        f"{network and f' Network: {network}'}"
     )
 
 

@@ -52,6 +52,7 @@ from flwr_replay.files.atomic import private_folder, sweep, tighten, write_atomi
 from flwr_replay.files.lines import Lines, add_line, read_lines
 from flwr_replay.files.tensors import OF_RUN, nested, unnested, write_tensors
 from flwr_replay.learning.tasks import make_task
+from flwr_replay.models.zoo import encoder_digest
 from flwr_replay.report.forgetting import ForgettingMatrix
 from flwr_replay.report.metrics import VALIDATION, judged, largest, without_beside
 from flwr_replay.report.progress import Display, Progress
@@ -99,6 +100,7 @@ class RunDirectory(Recorder):
         self.traffic = Traffic()
         self.forgetting = ForgettingMatrix(self.path / "forgetting.jsonl")
         self.task = make_task(config.task)
+        self.encoder = encoder_digest(config.model, config.task)  # empty: all of the model trains
         self.leading = self.task.metric
         self.finished = False
         self.worthless = 0  # evaluations in a row with a model that is worth nothing
@@ -222,6 +224,7 @@ class RunDirectory(Recorder):
             "seconds": seconds,
             "state": snapshot.state_values,
             "label-scale": snapshot.label_scale,
+            "encoder": self.encoder,
         }
         self._timings.append([{"round": snapshot.exchange, "seconds": seconds}])
         self._members.note(snapshot)
@@ -257,6 +260,11 @@ class RunDirectory(Recorder):
             self._rewind(-1)
             return None
         arrays, values = checkpoint
+        if (before := values.get("encoder", self.encoder)) != self.encoder:
+            raise RunError(
+                f"a resumed run keeps its encoder, {before}; that of model.weights is now {self.encoder}: put the file "
+                "of then back"
+            )
         self._best.rewind(values["server-round"], self.log)
         self.examples_seen, self.seconds = values["examples-seen"], values["seconds"]
         self._rewind(values["server-round"])
@@ -302,6 +310,7 @@ class RunDirectory(Recorder):
             "task": config.task.name,
             "partition": config.partition.name,
             "model": config.model.name,
+            "encoder": self.encoder,
             "replay": config.replay.name,
             "metrics-note": f"{note.rstrip('.')}. {basis}" if (note := config.strategy.traits.metrics_note) else basis,
             "nodes": len(names),

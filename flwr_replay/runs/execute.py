@@ -23,7 +23,7 @@ from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import select_device
 from flwr_replay.models.pretrained import load_pretrained
-from flwr_replay.models.zoo import backbone, encoder_digest
+from flwr_replay.models.zoo import backbone, described, encoder_digest
 from flwr_replay.movements.base import Movement, Settings
 from flwr_replay.movements.relay import Relay
 from flwr_replay.payloads.common import Evaluation
@@ -55,7 +55,7 @@ EVIDENCE = "That synthetic images lie far from real ones is evidence, and no gua
 
 NOT_DEPLOYED: Mapping[str, Any] = MappingProxyType({})
 
-__all__ = ["Job", "claim", "execute", "run_job", "settings_of"]
+__all__ = ["Job", "claim", "execute", "network_of", "run_job", "settings_of"]
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def settings_of(config: RunConfig) -> Settings:
         wait=config.wait,
         task=make_task(config.task),
         model=beginning(config),
-        encoder=encoder_digest(config.model, config.task),
+        frozen=encoder_digest(config.model, config.task),
         private_models=tuple(backbone(model_named(name), config.task) for name in config.strategy.private_models),
         input_shape=(config.task.channels, config.task.size, config.task.size),
         device=select_device(config.device),
@@ -135,6 +135,15 @@ def beginning(config: RunConfig) -> Callable[[int], nn.Module]:
         "institutions: remove one of the two options, or freeze what they share, model.train=head",
     )
     return (lambda seed: load_pretrained(fresh(seed), file)) if file else fresh
+
+
+def network_of(config: RunConfig) -> str:
+    """Say what a pretrained or frozen network is, and when its features are computed; empty for one that is neither."""
+    text = described(config.model, config.task)
+    if not text or config.model.train == "all":
+        return text
+    how = f"anew in every step, since {config.features_anew}" if config.features_anew else "once"
+    return f"{text} Institutions compute their features {how}."
 
 
 def claim(strategy: Movement) -> str:
@@ -223,6 +232,9 @@ def run_job(
         recorder = RunDirectory(config, display)
         strategy = job.strategy(run_id, recorder)
         recorder.no_best = without_best(strategy)
+        if network := network_of(config):
+            recorder.log(network)
+            recorder.notes["network"] = network
         try:
             models = strategy.models_at_end(opened(strategy.start(grid, first, config.rounds).arrays))
             missing = strategy.replay.missing if strategy.replay else {}

@@ -53,7 +53,7 @@ class Roll:
             run=self.settings.run,
             stages=list(self.stages()),
             form=self.form,
-            frozen=self.settings.encoder,
+            frozen=self.settings.frozen,
             training=digest_of(repr(self.settings.training)),
             record=self.settings.record,
             sealed="all" if self.settings.sealed else "sums" if self.settings.masked else "",

@@ -58,7 +58,7 @@ class Settings:
     record: str = ""  # which messages the server keeps, as the roll call announces it: up, all, or empty for none
     task: Task | None = None  # loss and pooled metrics; None: metrics are means weighted by numbers of examples
     model: Callable[[int], nn.Module] | None = None  # builds the backbone from a seed, for training at the server
-    encoder: str = ""  # SHA-256 of what does not train in it, which institutions compare; empty: all of it trains
+    frozen: str = ""  # SHA-256 of what does not train in it, which institutions compare; empty: all of it trains
     private_models: tuple[Callable[[int], nn.Module], ...] = ()  # build the private models that the options name
     input_shape: tuple[int, ...] | None = None  # of one example
     device: str | torch.device = "cpu"  # of training at the server
