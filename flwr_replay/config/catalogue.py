@@ -32,6 +32,7 @@ __all__ = [
     "own_options",
     "package_of",
     "parts_of",
+    "settable",
 ]
 
 OURS = "flwr-replay"
@@ -170,7 +171,13 @@ def own_options(group: str, choice: str) -> frozenset[str]:
         values = read_yaml(conf_path(group, choice), f"the options of {group}={choice}")
     except ConfigError:
         return frozenset()
-    return frozenset(values) - {"name"}
+    return frozenset(settable(values))
+
+
+def settable(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a choice's options; what the choice is known by is none: its library, whose models have names, or name."""
+    choice = "library" if "library" in values else "name"
+    return {option: value for option, value in values.items() if option != choice}
 
 
 def _conf_dirs() -> dict[Path, str]:

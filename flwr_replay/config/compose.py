@@ -31,6 +31,7 @@ from flwr_replay.config.catalogue import (
     own_options,
     package_of,
     parts_of,
+    settable,
 )
 from flwr_replay.config.halves import load_generator, load_strategy
 from flwr_replay.config.parts import OWN, allow, is_part
@@ -209,15 +210,16 @@ def overrides_of(path: Path) -> list[str]:
     for key, value in yaml.load(path.read_text(encoding="utf-8"), LOADER).items():
         section, _, option = key.rpartition(".")  # keys of options.json are flat
         (values.setdefault(section, {}) if section else values)[option] = value
-    chosen = [f"{group}={values[group]['name']}" for group in GROUPS if group in values]
+    choices_of = {group: values[group].get("library") or values[group]["name"] for group in GROUPS if group in values}
+    chosen = [f"{group}={choice}" for group, choice in choices_of.items()]
     base = _unset(tuple(_chosen(_pairs(chosen))))
     overrides: list[str] = []
     for key, value in values.items():
         if isinstance(value, dict):
-            name = value.pop("name", None)
-            overrides += [f"{key}={name}"] if name else []
+            overrides += [f"{key}={choices_of[key]}"] if key in choices_of else []
             # An option that is not in the choice's YAML cannot be set, so it has its default.
-            overrides += [f"{key}.{option}={quoted(item)}" for option, item in value.items() if option in base[key]]
+            known = settable(base[key])
+            overrides += [f"{key}.{option}={quoted(item)}" for option, item in value.items() if option in known]
         else:
             overrides.append(f"{key}={quoted(value)}")
     return overrides
@@ -246,11 +248,11 @@ def _today(group: str, choice: str) -> str:
 
 
 def _full_key(key: str, base: Mapping[str, Any]) -> str:
-    """Return an option's name with its section; a group's `name` is chosen, so it is no option."""
+    """Return an option's name with its section; what is chosen is no option."""
     known = {name: name for name, value in base.items() if not isinstance(value, dict)}
     for section, options in base.items():
         if isinstance(options, dict):
-            known |= {f"{section}.{name}": f"{section}.{name}" for name in options if name != "name"}
+            known |= {f"{section}.{name}": f"{section}.{name}" for name in settable(options)}
     if key in known:
         return known[key]
     matches = [full for full in known if full.partition(".")[2] == key]

@@ -252,7 +252,7 @@ def is_name(weights: str) -> bool:
 class ModelConfig:
     """A backbone: an ordered list of named stages."""
 
-    name: str
+    name: str  # of timm: any architecture, also with a tag: resnet18.a1_in1k
     library: str = ""  # timm: its name is one of timm's architectures
     build: str = ""  # own: package.module:function
     width: int = 64  # channels after the first stage (mlp: units per hidden layer; unet: 32 in the paper)

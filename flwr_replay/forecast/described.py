@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from flwr_replay.config.catalogue import brought, choices, conf_dir, conf_path
+from flwr_replay.config.catalogue import brought, choices, conf_dir, conf_path, settable
 from flwr_replay.config.compose import OF_CHOICES, SECTIONS, compose
 from flwr_replay.config.halves import load_generator, load_strategy
 from flwr_replay.config.run import RunConfig
@@ -132,11 +132,12 @@ def _default(by_choice: Mapping[str, Any]) -> dict[str, list[str]]:
 def _group(name: str, cls: type, chosen: str) -> Described:
     """Describe a group: its choices, and the options that any of them has."""
     paths = {choice: conf_path(name, choice) for choice in choices(name)}
-    values, texts = {c: read(path) for c, path in paths.items()}, {c: comments(path) for c, path in paths.items()}
+    values = {choice: settable(read(path)) for choice, path in paths.items()}
+    texts = {choice: comments(path) for choice, path in paths.items()}
     classes = [load_generator(choice) if name in OF_CHOICES else cls for choice in paths]
     hints = {option: hint for kind in classes for option, hint in get_type_hints(kind).items()}
     plain = {option: text for kind in classes for option, text in field_comments(kind).items()}
-    options_of = dict.fromkeys(field.name for kind in classes for field in fields(kind) if field.name != "name")
+    options_of = dict.fromkeys(field.name for kind in classes for field in fields(kind))
 
     def rows() -> Iterator[Option]:
         for option in options_of:
@@ -171,8 +172,12 @@ def _of_strategy(name: str) -> tuple[Option, ...]:
     """Describe a method's own options."""
     path, config = conf_path("strategy", name), load_strategy(name)[1]
     texts = {option: text for option, text in comments(path).items() if text}
-    own = {option: value for option, value in read(path).items() if option != "name"}
-    return _plain("strategy.", config, own, {f"strategy.{k}": v for k, v in (field_comments(config) | texts).items()})
+    return _plain(
+        "strategy.",
+        config,
+        settable(read(path)),
+        {f"strategy.{k}": v for k, v in (field_comments(config) | texts).items()},
+    )
 
 
 def _plain(prefix: str, cls: type, values: Mapping[str, Any], texts: Mapping[str, str]) -> tuple[Option, ...]:

@@ -258,6 +258,16 @@ def test_a_written_configuration_composes_to_itself(strategy, tmp_path):
     assert config.run_name == ""
 
 
+@pytest.mark.parametrize("words", [["model=lite0"], ["model=timm", "model.name=resnet18.a1_in1k", "model.train=head"]])
+def test_a_library_is_chosen_and_the_architecture_is_an_option(words, tmp_path):
+    config = compose(words)
+    assert config.model.library == "timm"
+    assert there_and_back(config, tmp_path) == config
+    for wrong in ("model.library=timm", "model=cnn"):
+        with pytest.raises(ConfigError, match="unknown option 'model.(library|name)'"):
+            compose(["model=timm", "model.name=resnet18", wrong])
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("preset", "task"), [(path.parent.name, path.stem) for path in conf_dir().glob("preset/*/*.yaml")]
