@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import metadata, util
 from pathlib import Path
+from typing import Any
 
 from flwr_replay.config.parts import is_part
 from flwr_replay.errors import ConfigError, nearest

@@ -264,7 +264,7 @@ def test_a_library_is_chosen_and_the_architecture_is_an_option(words, tmp_path):
     assert config.model.library == "timm"
     assert there_and_back(config, tmp_path) == config
     for wrong in ("model.library=timm", "model=cnn"):
-        with pytest.raises(ConfigError, match="unknown option 'model.(library|name)'"):
+        with pytest.raises(ConfigError, match=r"unknown option 'model\.(library|name)'"):
             compose(["model=timm", "model.name=resnet18", wrong])
 
 
