@@ -167,8 +167,8 @@ def fetched(weights: str) -> Path:
     file = repository and try_to_load_from_cache(repository, "model.safetensors")
     require(
         isinstance(file, str),
-        f"model.weights must be a file, or a name on timm's hub whose weights were fetched; got {weights!r}: "
-        f"`flwr-replay weights get {weights}` fetches them where there is a network",
+        f"model.weights must be a file, or a name on timm's hub whose weights were fetched; got {weights!r}: where "
+        f"there is a network, python -c \"import timm; timm.create_model('{weights}', pretrained=True)\" fetches them",
     )
     return Path(str(file))
 
