@@ -124,7 +124,7 @@ def test_features_are_computed_once_and_change_no_result(tmp_path, monkeypatch):
 @pytest.mark.parametrize("strategy", ["cwt", "fedreplay", "splitnn", "local"])
 def test_methods_train_the_head_alone(strategy, tmp_path, monkeypatch):
     result, _ = head_run(tmp_path, monkeypatch, "partition=iid", "training.lr=0.1", strategy=strategy)
-    assert result["final"]["accuracy"] > 0.3  # of ten classes, by ImageNet's features of digits
+    assert result["final"]["global"]["accuracy"] > 0.3  # of ten classes, by ImageNet's features of digits
 
 
 WRONG = {
