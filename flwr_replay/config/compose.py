@@ -34,10 +34,10 @@ from flwr_replay.config.catalogue import (
     settable,
 )
 from flwr_replay.config.halves import load_generator, load_strategy
+from flwr_replay.config.model import ModelConfig
 from flwr_replay.config.parts import OWN, allow, is_part
 from flwr_replay.config.quoting import key_of, quoted, short, value_of
 from flwr_replay.config.run import RunConfig
-from flwr_replay.config.sections import ModelConfig
 from flwr_replay.config.strict_yaml import LOADER, read_yaml
 from flwr_replay.errors import ConfigError, nearest
 

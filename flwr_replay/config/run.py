@@ -9,6 +9,7 @@ from math import inf
 from typing import Any
 
 from flwr_replay.config.catalogue import parts_of
+from flwr_replay.config.model import ModelConfig
 from flwr_replay.config.privacy import PrivacyConfig
 from flwr_replay.config.sections import (
     NODES,
@@ -18,7 +19,6 @@ from flwr_replay.config.sections import (
     SHARE,
     THREADS,
     GeneratorConfig,
-    ModelConfig,
     PartitionConfig,
     PriorConfig,
     Range,

@@ -28,7 +28,6 @@ __all__ = [
     "VIEWS",
     "WHOLE",
     "GeneratorConfig",
-    "ModelConfig",
     "PartitionConfig",
     "PriorConfig",
     "Range",
@@ -36,7 +35,7 @@ __all__ = [
     "TaskConfig",
     "TrainingConfig",
     "bare",
-    "is_name",
+    "check_own",
     "one_of",
     "require",
     "spelled",
@@ -52,12 +51,10 @@ CLASSES = 4_096  # a confusion matrix has their square
 EXAMPLE = 2**26  # numbers of an input, channels x size x size
 NODES = 10_000
 PASSES = 1_000_000  # epochs
-PIXELS = 4_096  # of an image's side, as a pretrained encoder takes it
 ROUNDS = 1_000_000
 SECONDS = 366 * 86_400.0  # of waiting
 THREADS = 256  # if more cannot be started, OpenMP ends the process without a message
 VIEWS = 1_000  # uploads of one image
-WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")  # what files of weights are called
 WIDTH = 4_096  # channels of a model's first stage; some models double it with every stage
 
 
@@ -132,13 +129,12 @@ def bare(name: str) -> str:
     return re.sub(r"(?<=\w)[\s_-]+(?=\w)", "", spelled(text).casefold())
 
 
-def _check_own(group: str, name: str, part: str) -> None:
+def check_own(group: str, name: str, part: str) -> None:
     """Raise `ConfigError` unless the choice `own` of a group comes with its function."""
     require(name != "own" or is_part(part), f"{group}=own needs its function: {group}={FUNCTION}; got {part!r}")
 
 
 CHANGES = ("flip", "rot90", "rotate", "shift", "crop")
-MODELS = ("mlp", "lenet5", "lenet5_unpadded", "cnn", "cnn1", "cnn2", "gabor", "deepset", "resnet18", "resnet34", "unet")
 FUNCTION = "package.module:function"
 
 
@@ -171,7 +167,7 @@ class TaskConfig:
     def __post_init__(self) -> None:
         one_of("task.kind", self.kind, ("classification", "regression", "segmentation"))
         one_of("task.fit", self.fit, ("pad", "crop", "stretch", "crop-cubic", "stretch-cubic", "exact"))
-        _check_own("task", self.name, self.load)
+        check_own("task", self.name, self.load)
         require(
             self.kind == "classification" or self.format not in ("folder", "bags"),
             f"task={self.name} has classes only; got task.kind={self.kind}: read images with numbers or masks by a "
@@ -235,55 +231,12 @@ class PartitionConfig:
 
     def __post_init__(self) -> None:
         one_of("partition.name", self.name, ("iid", "majority", "ks", "natural", "dirichlet", "shares", "own"))
-        _check_own("partition", self.name, self.deal)
+        check_own("partition", self.name, self.deal)
         one_of("partition.majors", self.majors, ("distinct", "random"))
         one_of("partition.rest", self.rest, ("as-left", "uniform"))
         one_of("partition.test", self.test, ("iid", "mirror"))
         within("partition.", self, p=SHARE, ks=Range(0, 1, "is a statistic in [0, 1]"), alpha=POSITIVE)
         within("partition.", self, size=NOT_NEGATIVE, contrast=FRACTION)
-
-
-def is_name(weights: str) -> bool:
-    """Return whether this says which weights, and is no path of their file."""
-    return "/" not in weights and not weights.lower().endswith(WEIGHTS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """A backbone: an ordered list of named stages."""
-
-    name: str  # of timm: any architecture, also with a tag: resnet18.a1_in1k
-    library: str = ""  # timm: its name is one of timm's architectures
-    build: str = ""  # own: package.module:function
-    width: int = 64  # channels after the first stage (mlp: units per hidden layer; unet: 32 in the paper)
-    stem: str = "small"  # resnet: published = 7x7/2 + pool, small = 3x3/1 + pool
-    norm: str = "batch"  # batch | group
-    weights: str = ""  # a file with the initial weights, read by the server; empty: fresh weights
-    train: str = "all"  # all | head | from:STAGE: what trains; what lies before stays as it is, and does not travel
-    size: int = 0  # timm: pixels to which images are brought; 0: as its publisher says
-
-    def __post_init__(self) -> None:
-        one_of("model.library", self.library, ("", "timm"))
-        if not self.library:
-            one_of("model.name", self.name, (*MODELS, "own"))
-        require(
-            self.train in ("all", "head") or self.train.startswith("from:"),
-            f"model.train must be all, head or from:STAGE; got {self.train!r}",
-        )
-        _check_own("model", self.name, self.build)
-        one_of("model.stem", self.stem, ("published", "small"))
-        one_of("model.norm", self.norm, ("batch", "group"))
-        within("model.", self, width=(1, WIDTH), size=(0, PIXELS))
-
-    @property
-    def weights_file(self) -> str:
-        """The file of the weights; empty if there are none, or if their name says where to find them."""
-        return "" if self.library and is_name(self.weights) else self.weights
-
-    @property
-    def everywhere(self) -> bool:
-        """Whether institutions read the weights, too: what does not train does not travel; lite0's are a package's."""
-        return bool(self.weights) and (self.train != "all" or self.weights == "lite0")
 
 
 @dataclass(frozen=True, kw_only=True)

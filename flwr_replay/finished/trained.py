@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from flwr_replay.config.binding import digest_of
 from flwr_replay.config.compose import compose_own, model_named
+from flwr_replay.config.model import ModelConfig
 from flwr_replay.config.run import RunConfig
-from flwr_replay.config.sections import ModelConfig, TaskConfig
+from flwr_replay.config.sections import TaskConfig
 from flwr_replay.data.classes import Classes
 from flwr_replay.errors import DamagedError, DataError, RunError, nearest
 from flwr_replay.files.atomic import home, read_text

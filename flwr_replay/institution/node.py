@@ -15,6 +15,7 @@ from flwr.app import Context
 
 from flwr_replay.ciphers.seal import KEY, Seal, make_key, read_pins, simulated
 from flwr_replay.config.compose import from_run_config, overrides_in, strategy_part
+from flwr_replay.config.model import LITE0
 from flwr_replay.config.parts import VARIABLE, allow, check_allowed
 from flwr_replay.config.quoting import digits
 from flwr_replay.config.run import RECORD, RunConfig
@@ -29,7 +30,6 @@ from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.learning.training import select_device
 from flwr_replay.memory import remembered
-from flwr_replay.models.timm_models import LITE0
 from flwr_replay.models.zoo import encoder_digest, encoder_of
 from flwr_replay.processes import end_those_left
 

@@ -1,6 +1,7 @@
 """Backbones: every model is an ordered list of named stages, and can be cut after each of them.
 
->>> from flwr_replay.config.sections import ModelConfig, TaskConfig
+>>> from flwr_replay.config.model import ModelConfig
+>>> from flwr_replay.config.sections import TaskConfig
 >>> task = TaskConfig(name="digits", format="digits", channels=1, size=8, classes=10)
 >>> model = build(ModelConfig(name="mlp", width=200), task, seed=0)
 >>> encoder, primary = split(model, "hidden1")

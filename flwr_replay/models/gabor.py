@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flwr_replay.config.sections import ModelConfig, TaskConfig, require
+from flwr_replay.config.model import ModelConfig
+from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.models.layers import centred, stage
 from flwr_replay.models.staged import StagedModel
 

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from flwr_replay.config.model import ModelConfig
 from flwr_replay.config.parts import import_part, users_code
-from flwr_replay.config.sections import ModelConfig, TaskConfig, require
+from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.errors import ConfigError
 from flwr_replay.models.frozen import Frozen, unfrozen
 from flwr_replay.models.layers import Standardize

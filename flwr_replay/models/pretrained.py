@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from flwr_replay.config.sections import is_name
+from flwr_replay.config.model import LITE0, is_name
 from flwr_replay.errors import ConfigError
-from flwr_replay.models.timm_models import LITE0, fetched, for_channels, packaged
+from flwr_replay.models.timm_models import fetched, for_channels, packaged
 
 __all__ = ["load_pretrained", "read_encoder", "read_weights"]
 

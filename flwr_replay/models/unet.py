@@ -14,7 +14,8 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from flwr_replay.config.sections import ModelConfig, TaskConfig, require
+from flwr_replay.config.model import ModelConfig
+from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.models.layers import norm_layer, stage
 from flwr_replay.models.staged import StagedModel
 

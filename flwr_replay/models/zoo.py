@@ -37,7 +37,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from flwr_replay.config.sections import ModelConfig, TaskConfig, require
+from flwr_replay.config.model import ModelConfig
+from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.errors import ConfigError
 from flwr_replay.memory import remembered
 from flwr_replay.models.frozen import Frozen, frozen_stages

@@ -16,7 +16,8 @@ from flwr_replay.attacks.gradients import LocalSteps, change_of
 from flwr_replay.attacks.latents import latents_of
 from flwr_replay.attacks.scores import Judge
 from flwr_replay.attacks.search import Search
-from flwr_replay.config.sections import ModelConfig, TaskConfig
+from flwr_replay.config.model import ModelConfig
+from flwr_replay.config.sections import TaskConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.models import StagedModel, build, split
 

@@ -11,7 +11,8 @@ from flwr_replay.attacks.gradients import LocalSteps, change_of, first_input, in
 from flwr_replay.attacks.scores import Judge, psnr
 from flwr_replay.attacks.search import Search
 from flwr_replay.clients.fedprox import distance
-from flwr_replay.config.sections import ModelConfig, TaskConfig
+from flwr_replay.config.model import ModelConfig
+from flwr_replay.config.sections import TaskConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.models import StagedModel, build
 

@@ -5,7 +5,8 @@ from torch.nn import functional as F
 
 from flwr_replay.attacks.gradients import labels_at_cut
 from flwr_replay.attacks.latents import decoded
-from flwr_replay.config.sections import ModelConfig, TaskConfig
+from flwr_replay.config.model import ModelConfig
+from flwr_replay.config.sections import TaskConfig
 from flwr_replay.generators.autoencoder import VQVAE2Config, build_generator
 from flwr_replay.generators.codes import pack_codes
 from flwr_replay.models import build, split_before_head

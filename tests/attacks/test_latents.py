@@ -8,7 +8,8 @@ from torch import nn
 from flwr_replay.attacks.latents import invert, latents_of, learned_decoder, mixes, nearest_auxiliary
 from flwr_replay.attacks.scores import Judge, psnr
 from flwr_replay.attacks.search import Search, total_variation, tuned
-from flwr_replay.config.sections import ModelConfig, TaskConfig
+from flwr_replay.config.model import ModelConfig
+from flwr_replay.config.sections import TaskConfig
 from flwr_replay.models import build, split
 
 TASK = TaskConfig(name="digits", format="digits", channels=1, size=8, classes=10)

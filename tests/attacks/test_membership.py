@@ -15,7 +15,8 @@ from flwr_replay.attacks.membership import (
     nearest_scores,
     reference_models,
 )
-from flwr_replay.config.sections import ModelConfig, TaskConfig, TrainingConfig
+from flwr_replay.config.model import ModelConfig
+from flwr_replay.config.sections import TaskConfig, TrainingConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.models import build
 

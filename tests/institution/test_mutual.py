@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flwr_replay.config.sections import ModelConfig, TaskConfig
+from flwr_replay.config.model import ModelConfig
+from flwr_replay.config.sections import TaskConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.institution.budget import DPTraining
 from flwr_replay.institution.mutual import Learning, MutualLearner, shift_batch

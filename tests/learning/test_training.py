@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from flwr_replay.clients.cwt import CWTClient
-from flwr_replay.config.sections import ModelConfig, TaskConfig, TrainingConfig
+from flwr_replay.config.model import ModelConfig
+from flwr_replay.config.sections import TaskConfig, TrainingConfig
 from flwr_replay.data import Dataset, Examples
 from flwr_replay.errors import DivergedError, TrainingError, WireError
 from flwr_replay.institution.owner import Institution

@@ -2,7 +2,8 @@
 
 import torch
 
-from flwr_replay.config.sections import ModelConfig, TaskConfig
+from flwr_replay.config.model import ModelConfig
+from flwr_replay.config.sections import TaskConfig
 from flwr_replay.models import build
 
 TASK = TaskConfig(name="slides", format="bags", channels=5, size=3, classes=4)

@@ -8,8 +8,9 @@ import torch
 from harness import fresh
 
 from flwr_replay.config.compose import compose
+from flwr_replay.config.model import ModelConfig
 from flwr_replay.config.run import RunConfig
-from flwr_replay.config.sections import ModelConfig, TaskConfig
+from flwr_replay.config.sections import TaskConfig
 from flwr_replay.data.decoded import FOLDER
 from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import ConfigError

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from flwr_replay.config.sections import ModelConfig, TaskConfig
+from flwr_replay.config.model import ModelConfig
+from flwr_replay.config.sections import TaskConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.models import build
 from flwr_replay.models.gabor import GRID, ORIENTATIONS, filters

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from flwr_replay.config.sections import ModelConfig, TaskConfig
+from flwr_replay.config.model import ModelConfig
+from flwr_replay.config.sections import TaskConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.models import StagedModel, build, has_batch_norm, split
 

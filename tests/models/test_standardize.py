@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from flwr_replay.config.compose import compose
-from flwr_replay.config.sections import ModelConfig, TaskConfig
+from flwr_replay.config.model import ModelConfig
+from flwr_replay.config.sections import TaskConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.models import build, split
 from flwr_replay.privacy.dpsgd import clipped_sums, refuse_mixing

@@ -10,7 +10,8 @@ import torch
 import yaml
 from torch import nn
 
-from flwr_replay.config.sections import ModelConfig, TaskConfig
+from flwr_replay.config.model import ModelConfig
+from flwr_replay.config.sections import TaskConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.models import StagedModel, build
 from flwr_replay.models.zoo import BUILDERS, norm_layer

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flwr_replay.config.sections import ModelConfig, TaskConfig, TrainingConfig
+from flwr_replay.config.model import ModelConfig
+from flwr_replay.config.sections import TaskConfig, TrainingConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.learning.tasks import Classification, Regression, Segmentation, make_task
 from flwr_replay.learning.training import make_optimizer
