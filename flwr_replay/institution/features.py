@@ -20,12 +20,15 @@ from flwr_replay.data.decoded import DecodedImages, Indices, decoded, digest_of,
 from flwr_replay.files.tensors import digest
 from flwr_replay.models.frozen import Frozen
 from flwr_replay.models.layers import as_input
+from flwr_replay.models.timm_models import Prepared
 
 __all__ = ["featured"]
 
 FORMAT = 1  # a higher one where the features' bits change
 PACKAGES = ("flwr-replay", "torch", "timm")  # whose version may change them
-TOGETHER = 64  # images that pass the encoder at a time: always so many, since their number may change the last bits
+# Images pass the encoder some at a time: always as many, since their number may change the last bits. On a CPU they
+# have so many pixels: with more, the system gives and takes an activation's memory anew for every layer.
+TOGETHER, PIXELS = 64, 160_000
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,14 @@ class FeatureSource:
         probe = digest({"x": self.encoded(first)}) if self.encoder.alone else ""
         return digest_of([FORMAT, self.form, images, self.device.type, versions(PACKAGES), probe])
 
+    @property
+    def together(self) -> int:
+        """How many images pass the encoder at a time."""
+        if self.encoder.alone or self.device.type != "cpu":
+            return 1 if self.encoder.alone else TOGETHER
+        side = next((layer.size for layer in self.encoder.modules() if isinstance(layer, Prepared)), self.task.size)
+        return max(1, min(TOGETHER, PIXELS // side**2))
+
     def shape(self, n: int) -> tuple[int, int, int, int]:
         """Return the shape of n examples."""
         return n, *self.encoder.stored
@@ -70,13 +81,12 @@ class FeatureSource:
         """Encode split by split; yield some at a time."""
         for split in members:
             x = self.parts[split].x
-            for first in range(0, len(x), TOGETHER):
-                yield self.encoded(x[first : first + TOGETHER])
+            for first in range(0, len(x), self.together):
+                yield self.encoded(x[first : first + self.together])
 
     def encoded(self, x: NDArray[Any]) -> NDArray[np.float32]:
-        """Return the features of at most `TOGETHER` images."""
-        alone = 1 if self.encoder.alone else TOGETHER
-        filled = np.concatenate([x, np.repeat(x[:1], -len(x) % alone, axis=0)])
+        """Return the features of at most `together` images."""
+        filled = np.concatenate([x, np.repeat(x[:1], self.together - len(x), axis=0)])
         with torch.inference_mode():
             features = self.encoder(as_input(torch.from_numpy(filled).to(self.device)))[: len(x)]
         made: NDArray[np.float32] = features.reshape(self.shape(len(x))).cpu().numpy()

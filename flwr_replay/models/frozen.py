@@ -88,7 +88,7 @@ class Frozen(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return (B, *shape), from images (B, C, H, W) or from features."""
         if x.shape[1:] in (self.shape, self.stored):
-            return x.view(-1, *self.shape)
+            return x.reshape(-1, *self.shape)
         if self.alone and not torch.compiler.is_compiling():  # an exported program takes any number at once
             return torch.cat([x.new_zeros(0, *self.shape), *map(self.stages, torch.split(x, 1)[: len(x)])])
         features: Tensor = self.stages(x)

@@ -44,7 +44,9 @@ class Found(NamedTuple):
 
 
 def load_pretrained(model: nn.Module, file: str) -> nn.Module:
-    """Copy the weights of `model.weights` into a model, in place; a head of another shape keeps its fresh weights.
+    """Copy the weights of `model.weights` into a model, in place.
+
+    A head of another shape keeps its fresh weights; so does one of timm's, whose publisher's head is for other classes.
 
     It is a .safetensors file, or a .pt or .pth file of a state dict or of a checkpoint that holds one, with the model's
     names, timm's, torchvision's (ResNet) or those of Buda et al. 2019 (U-Net); a prefix as `module.` may stand before.
@@ -61,15 +63,16 @@ def load_pretrained(model: nn.Module, file: str) -> nn.Module:
     else:
         path = fetched(file) if foreign and is_name(file) else Path(file).expanduser().absolute()
         found = read_weights(path, "model.weights", {*own, *foreign.values()})
+    theirs = any(there in found.arrays and name not in found.arrays for name, there in foreign.items())
     for name, tensor in own.items():
-        published = foreign.get(name, name)
-        held = found.arrays.get(published, found.arrays.get(name))
+        if theirs and name not in foreign:
+            continue
+        published = foreign[name] if theirs else name
+        held = found.arrays.get(published)
         if held is not None and foreign:
             held = for_channels(held, tensor)
         if held is not None and held.shape == tensor.shape:
             tensor.copy_(held)
-        elif name.startswith("head.") and foreign:
-            continue  # it was built for this task
         elif name.startswith("head."):
             logging.getLogger("flwr").info("%s: %s keeps its fresh weights", file, name)
         elif not name.endswith("num_batches_tracked"):  # older files lack it

@@ -79,19 +79,12 @@ def timm_model(model: ModelConfig, task: TaskConfig) -> StagedModel:
         If timm is missing or lacks the architecture, or the images do not fit it.
     """
     timm = _timm(model.name)
-    architecture = model.name.partition(".")[0]
-    require(
-        timm.is_model(architecture),
-        f"model.name must be one of timm's {len(timm.list_models()):,} architectures; got {model.name!r}: "
-        f"{nearest(architecture, timm.list_models())}",
-    )
+    published = _published(timm, model.name).to_dict()
     require(
         task.size > 1 and task.channels <= 4 and task.format != "bags",
         f"model={model.name} takes images of one to four channels; task={task.name} has {task.channels} channels and "
         f"size {task.size}: choose another model",
     )
-    published = timm.get_pretrained_cfg(model.name, allow_unregistered=True).to_dict()
-    require("mean" in published, f"model.name must have a published configuration; timm has none of {model.name!r}")
     size = model.size or published["input_size"][-1]
     fixed = published.get("fixed_input_size") and size != published["input_size"][-1]
     require(
@@ -162,9 +155,13 @@ def fetched(weights: str) -> Path:
     """
     from huggingface_hub import try_to_load_from_cache
 
-    published = _timm(weights).get_pretrained_cfg(weights)
-    repository = published.hf_hub_id if published else ""
-    file = repository and try_to_load_from_cache(repository, "model.safetensors")
+    published = _published(_timm(weights), weights)
+    require(
+        bool(published.hf_hub_id),
+        f"model.weights={weights} is not on timm's hub: fetch {published.url or 'a file of its own'}, and give that "
+        "file, model.weights=FILE",
+    )
+    file = try_to_load_from_cache(published.hf_hub_id, "model.safetensors")
     require(
         isinstance(file, str),
         f"model.weights must be a file, or a name on timm's hub whose weights were fetched; got {weights!r}: where "
@@ -189,6 +186,23 @@ def _timm(name: str) -> Any:
     except ImportError:
         raise ConfigError(MISSING.format(name)) from None
     return timm
+
+
+def _published(timm: Any, name: str) -> Any:
+    """Return the published configuration of an architecture's weights, by its name and, after a dot, their tag."""
+    architecture, _, tag = name.partition(".")
+    require(
+        timm.is_model(architecture),
+        f"model.name must be one of timm's {len(timm.list_models()):,} architectures; got {name!r}: "
+        f"{nearest(architecture, timm.list_models())}",
+    )
+    tags = timm.list_pretrained(f"{architecture}.*")
+    require(
+        not tag or name in tags,
+        f"model.name must name published weights of {architecture}, or none; got {name!r}: "
+        + (f"choose among {', '.join(tags)}" if tags else f"model.name={architecture}"),
+    )
+    return timm.get_pretrained_cfg(name)
 
 
 def _state(net: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -17,6 +17,7 @@ from flwr_replay.errors import ConfigError
 from flwr_replay.finished.trained import load_model
 from flwr_replay.memory import forget
 from flwr_replay.models import build, has_batch_norm, split
+from flwr_replay.models.pretrained import load_pretrained
 from flwr_replay.models.timm_models import packaged
 from flwr_replay.models.zoo import bytes_of, encoder_digest, encoder_of
 from flwr_replay.report.progress import Display
@@ -62,6 +63,17 @@ def test_lite0_has_its_packages_weights_also_for_grey_images():
         assert torch.equal(grey(x[:, :1]), model(x[:, :1].repeat(1, 3, 1, 1)))
         assert build(LITE0, replace(TASK, channels=4), 0)(torch.rand(2, 4, 64, 64)).shape == (2, 5)
     assert not model[-1].fc.weight.any()
+
+
+def test_a_publishers_head_is_left_and_our_own_is_taken(tmp_path):
+    net, config = timm.create_model("convnext_atto", num_classes=TASK.classes), timms("convnext_atto", size=64)
+    net.head.fc.weight.data.fill_(7)
+    torch.save(net.state_dict(), theirs := tmp_path / "theirs.pth")
+    model = load_pretrained(build(config, TASK, 0), str(theirs))
+    assert not model.head.fc.weight.any()  # of the same shape, for other classes
+    model.head.fc.weight.data.fill_(5)
+    torch.save(model.state_dict(), ours := tmp_path / "ours.pth")
+    assert (load_pretrained(build(config, TASK, 1), str(ours)).head.fc.weight == 5).all()
 
 
 @pytest.mark.parametrize("train", ["head", "from:blocks6"])
@@ -131,11 +143,21 @@ def test_methods_train_the_head_alone(strategy, tmp_path, monkeypatch):
 WRONG = {
     "unknown architecture": (["model=timm", "model.name=resnet81"], "architectures; got 'resnet81'"),
     "unknown stage": (["model=lite0", "model.train=from:blocks9"], "must be one of stem, blocks0"),
+    "unknown tag": (["model=timm", "model.name=resnet18.nope"], "choose among resnet18.a1_in1k"),
+    "tag of weights": (["model=timm", "model.name=resnet18.nope", "model.weights=resnet18.nope"], "choose among"),
+    "two names": (["model=timm", "model.name=resnet18", "model.weights=resnet18.tv_in1k"], "the same name to both"),
+    "no hub": (
+        ["model=timm", "model.name=gcvit_tiny.in1k", "model.weights=gcvit_tiny.in1k", "model.train=head"],
+        "is not on timm's hub",
+    ),
     "no such rule": (["model=lite0", "model.train=none"], "must be all, head or from:STAGE"),
     "too small": (["model=lite0", "model.size=16"], "at least 32 pixels"),
     "fixed size": (["model=timm", "model.name=vit_tiny_patch16_224", "model.size=96"], "224 pixels only"),
     "no image": (["model=lite0", "task=diabetes"], "takes images"),
-    "not fetched": (["model=timm", "model.weights=resnet18.a1_in1k", "model.train=head"], "fetches them"),
+    "not fetched": (
+        ["model=timm", "model.name=resnet18", "model.weights=resnet18", "model.train=head"],
+        "fetches them",
+    ),
     "another's weights": (["model=timm", "model.name=resnet18", "model.weights=lite0"], "choose model=lite0"),
 }
 
