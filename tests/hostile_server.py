@@ -2,13 +2,13 @@
 
 import json
 import shlex
+from functools import cached_property
 
 from flwr.app import Message
 from harness import node_configs
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
-from flwr_replay.config.halves import load_client
 from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.models.zoo import backbone
 from flwr_replay.wire.records import arrays_in, config_in, metrics_in
@@ -36,10 +36,16 @@ class HostileServer:
         if policy:
             node["policy"] = str(folder / f"policy-{abs(hash(policy))}.yaml")
             (folder / f"policy-{abs(hash(policy))}.yaml").write_text(policy)
-        self.state, self.config = folder / "state" / name, compose(options)
-        load_client(self.config.strategy.name)
+        self.state, self.options = folder / "state" / name, options
         self.grid = InlineGrid(app, {"overrides": shlex.join(options)}, [node])
-        self.weights = to_arrays(backbone(self.config.model, self.config.task)(0))
+
+    @cached_property
+    def config(self):
+        return compose(self.options)
+
+    @cached_property
+    def weights(self):
+        return to_arrays(backbone(self.config.model, self.config.task)(0))
 
     def send(self, request):
         """Send a payload; return the reply."""

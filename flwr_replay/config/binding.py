@@ -40,7 +40,11 @@ FREE = (
     "replay.missing",
 )
 
-OWN_FILES = ("generator.checkpoint", "generator.perceptual_weights")  # their paths are not told to a server
+OWN_FILES = (
+    "model.weights",
+    "generator.checkpoint",
+    "generator.perceptual_weights",
+)  # their paths are not told to a server
 
 
 @lru_cache(maxsize=64)

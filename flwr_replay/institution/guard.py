@@ -196,6 +196,11 @@ def check_request(
             "policy pins the weights of this stage; task.mean and task.std would change what they make of an image: "
             "leave these out, or ask the institution to change its policy file"
         )
+    if config.model.library and config.model.train == "all" and request.stage_name in dict(policy.weights):
+        raise RefusedError(
+            "policy pins the weights of this stage, and not what model.name and model.size make of images before them: "
+            "freeze these weights, whose digest has both, by model.train=head"
+        )
 
 
 def check_release(answer: type[Payload], policy: Policy, config: RunConfig) -> None:
@@ -251,6 +256,7 @@ def _check_size(message: Message, policy: Policy, answers: Sequence[type[Payload
     """Refuse, before any data are read or a model is built, one too large to be built here, or to leave."""
     arrays = message.content.get("arrays")
     part, largest = max(sizes.items(), key=lambda pair: pair[1])
+    policy.check_limits({"model.parameters": largest // 4})
     if COPIES * largest > psutil.virtual_memory().available:
         raise RefusedError(
             f"a model must fit into the institution's memory {COPIES} times, to be trained; {part} of this run has "

@@ -23,7 +23,7 @@ from flwr_replay.config.sections import BATCH, TaskConfig
 from flwr_replay.data import Dataset, institution_names, load, load_bounded
 from flwr_replay.data.dealt import dealt, loaded, pooled
 from flwr_replay.data.decoded import FOLDER, DecodedImages
-from flwr_replay.errors import ConfigError, nearest
+from flwr_replay.errors import ConfigError, RefusedError, nearest
 from flwr_replay.files.atomic import home
 from flwr_replay.institution.features import featured
 from flwr_replay.institution.owner import Institution
@@ -245,7 +245,7 @@ def _with_own_files(config: RunConfig, owned: Mapping[str, str]) -> RunConfig:
     """Put the institution's own files into the options of model and generator; a server must not name any."""
     if config.model.everywhere and config.model.weights != LITE0:
         if not owned.get("weights"):
-            raise ConfigError(
+            raise RefusedError(
                 f"with model.train={config.model.train} the encoder does not travel, and every institution has its own "
                 f"""copy: start the SuperNode with --node-config '… weights="FILE"', a copy of {config.model.weights}"""
             )

@@ -54,6 +54,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from flwr_replay.config.catalogue import choices
+from flwr_replay.config.model import PARAMETERS
 from flwr_replay.config.sections import BATCH, CHANNELS, CLASSES, PASSES, THREADS, VIEWS, WIDTH
 from flwr_replay.config.strict_yaml import read_yaml
 from flwr_replay.errors import ConfigError, RefusedError, nearest
@@ -75,6 +76,7 @@ LIMITS: Mapping[str, float] = {  # what a server may ask for at most, by the las
     "views": VIEWS,  # of each example
     "counts": 10_000_000,  # examples that are to be drawn from a prior
     "width": WIDTH,
+    "parameters": PARAMETERS,  # of a model, all of it
     "dim": WIDTH,
     "layers": 100,
     "blocks": 100,

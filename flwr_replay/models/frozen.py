@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from flwr_replay.config.sections import one_of, require
 from flwr_replay.files.tensors import digest
+from flwr_replay.models.layers import outlined
 
 __all__ = ["Frozen", "frozen_stages", "unfrozen"]
 
@@ -52,7 +53,7 @@ class Frozen(nn.Module):
             layer._non_persistent_buffers_set.update(layer._buffers)
         self.train()
         with torch.no_grad():
-            self.shape = tuple(self.stages(image).shape[1:])
+            self.shape = tuple((self.stages(image) if alone else outlined(self.stages, image.to("meta"))).shape[1:])
         require(
             tuple(image.shape[1:]) not in (self.shape, self.stored),
             f"model.train freezes stages whose output {self.shape} has the shape of an image: freeze one stage more",

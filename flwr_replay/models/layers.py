@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 
-__all__ = ["Centred", "Standardize", "as_input", "centred", "norm_layer", "stage"]
+__all__ = ["Centred", "Standardize", "as_input", "centred", "norm_layer", "outlined", "stage"]
 
 NORM = 10.0  # of an example's features, where they are centred
 
@@ -53,6 +54,14 @@ class Centred(nn.Module):
 def stage(**layers: nn.Module) -> nn.Sequential:
     """Return named layers in sequence."""
     return nn.Sequential(OrderedDict(layers))
+
+
+def outlined(module: nn.Module, x: Tensor) -> Tensor:
+    """Return an output without its numbers, of an input without its own, on the device `meta`: nothing is computed."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    with torch.no_grad(), torch.device("meta"):
+        output: Tensor = functional_call(module, {name: tensor.to("meta") for name, tensor in tensors.items()}, (x,))
+    return output
 
 
 def norm_layer(kind: str, channels: int) -> nn.Module:

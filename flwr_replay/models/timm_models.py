@@ -25,7 +25,7 @@ from torch.nn import functional
 from flwr_replay.config.model import LITE0, ModelConfig
 from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.errors import ConfigError, nearest
-from flwr_replay.models.layers import Centred, Standardize, stage
+from flwr_replay.models.layers import Centred, Standardize, outlined, stage
 from flwr_replay.models.staged import StagedModel
 
 __all__ = ["Prepared", "fetched", "for_channels", "packaged", "timm_model"]
@@ -53,6 +53,8 @@ class Prepared(nn.Module):
         super().__init__()
         self.channels, self.size, self.mode, self.mean, self.std = channels, size, mode, mean, std
         self.standardize = Standardize(mean, std)
+        form = torch.tensor([float(size), float(mode == "bicubic")])  # part of the digest of what is frozen
+        self.register_buffer("form", form, persistent=False)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return (B, channels, size, size)."""
@@ -99,7 +101,7 @@ def timm_model(model: ModelConfig, task: TaskConfig) -> StagedModel:
         if getattr(layer, "inplace", False):
             layer.inplace = False  # a cut's activations may be kept, and per-example gradients have hooks
     names = {id(tensor): name for name, tensor in _state(net)}
-    chain, features = _chain(net.eval(), torch.zeros(1, channels, size, size))
+    chain, features = _chain(net.eval(), torch.empty(1, channels, size, size, device="meta"))
     blocks = {info["module"] for info in net.feature_info}
     mean, std = (_for_channels(published[key], channels) for key in ("mean", "std"))
     mode = "bilinear" if published["interpolation"] == "bilinear" else "bicubic"
@@ -190,7 +192,7 @@ def _timm(name: str) -> Any:
 
 def _published(timm: Any, name: str) -> Any:
     """Return the published configuration of an architecture's weights, by its name and, after a dot, their tag."""
-    architecture, _, tag = name.partition(".")
+    architecture = name.partition(".")[0]
     require(
         timm.is_model(architecture),
         f"model.name must be one of timm's {len(timm.list_models()):,} architectures; got {name!r}: "
@@ -198,7 +200,7 @@ def _published(timm: Any, name: str) -> Any:
     )
     tags = timm.list_pretrained(f"{architecture}.*")
     require(
-        not tag or name in tags,
+        name in (architecture, *tags),
         f"model.name must name published weights of {architecture}, or none; got {name!r}: "
         + (f"choose among {', '.join(tags)}" if tags else f"model.name={architecture}"),
     )
@@ -225,8 +227,7 @@ def _chain(net: nn.Module, image: Tensor) -> tuple[dict[str, nn.Module], int]:
         child.register_forward_hook(lambda _, given, made, name=name: calls.append((name, given[0], made)))
         for name, child in net.named_children()
     ]
-    with torch.no_grad():
-        features = net(image)
+    features = outlined(net, image)
     for handle in handles:
         handle.remove()
     passed = [image, *(made for _, _, made in calls)]

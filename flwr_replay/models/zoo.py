@@ -294,26 +294,30 @@ BUILDERS: dict[str, Callable[[ModelConfig, TaskConfig], StagedModel]] = {  # all
 
 def bytes_of(model: ModelConfig, task: TaskConfig, whole: bool = False) -> int:
     """Return the bytes of a model's weights without building it: of those that travel, or with `whole` of all."""
-    built = _outline(model, task)
-    parts = list(built.children())[0 if whole else len(frozen_stages(built.stages, model.train)) :]
-    return sum(value.numel() * value.element_size() for part in parts for value in part.state_dict().values())
+    sizes = _outline(model, task)
+    return sum(list(sizes.values())[0 if whole else len(frozen_stages([*sizes], model.train)) :])
 
 
 def frozen_before(model: ModelConfig, task: TaskConfig, cut: str) -> bool:
     """Return whether nothing before a cut trains; an empty cut is the first possible one."""
-    names = frozen_stages(_outline(model, task).stages, model.train)
+    names = frozen_stages([*_outline(model, task)], model.train)
     return bool(names) and cut in ("", names[-1])
 
 
-def _outline(model: ModelConfig, task: TaskConfig) -> StagedModel:
-    """Build a model without its numbers; a user's own is built where it needs them."""
+@remembered(maxsize=16)
+def _outline(model: ModelConfig, task: TaskConfig) -> dict[str, int]:
+    """Return the bytes of each stage of a model that is built without its numbers; a user's own may need them."""
     try:
         with torch.device("meta"):
-            return _fresh(model, task)
+            built = _fresh(model, task)
     except ConfigError:
         if model.name != "own":
             raise
-        return _whole(model, task, 0)
+        built = _whole(model, task, 0)
+    return {
+        name: sum(value.numel() * value.element_size() for value in part.state_dict().values())
+        for name, part in built.named_children()
+    }
 
 
 @remembered(maxsize=4)
