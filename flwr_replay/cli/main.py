@@ -27,6 +27,7 @@ from flwr_replay.cli.places import LAST, AsJson, Options, RunsDir, absolute, fin
 from flwr_replay.cli.privacy import app as privacy
 from flwr_replay.cli.runs import app as runs
 from flwr_replay.cli.runs import export, predict, watch
+from flwr_replay.cli.weights import app as weights
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.parts import users_code
 from flwr_replay.errors import ConfigError, FlwrReplayError, one_line
@@ -52,6 +53,7 @@ app.add_typer(privacy, name="privacy")
 app.add_typer(runs, name="runs")
 app.add_typer(deploy, name="deploy")
 app.add_typer(new, name="new")
+app.add_typer(weights, name="weights")
 
 Engine = Annotated[str, typer.Option("--engine", help="inline: in this process | ray: on Ray.")]
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from flwr_replay.config.model import LITE0, is_name
 from flwr_replay.errors import ConfigError
-from flwr_replay.models.timm_models import fetched, for_channels, packaged
+from flwr_replay.models.hub import fetched
+from flwr_replay.models.timm_models import for_channels, packaged
 
 __all__ = ["load_pretrained", "read_encoder", "read_weights"]
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from flwr_replay.errors import ConfigError, nearest
 from flwr_replay.models.layers import Centred, Standardize, outlined, stage
 from flwr_replay.models.staged import StagedModel
 
-__all__ = ["Prepared", "fetched", "for_channels", "packaged", "timm_model"]
+__all__ = ["Prepared", "for_channels", "packaged", "published", "timm_model"]
 
 SMALLEST = 32  # pixels: most architectures halve an image five times
 MISSING = "model={} needs the package timm: install flwr-replay[timm]"
@@ -81,18 +80,18 @@ def timm_model(model: ModelConfig, task: TaskConfig) -> StagedModel:
         If timm is missing or lacks the architecture, or the images do not fit it.
     """
     timm = _timm(model.name)
-    published = _published(timm, model.name).to_dict()
+    weights = published(model.name).to_dict()
     require(
         task.size > 1 and task.channels <= 4 and task.format != "bags",
         f"model={model.name} takes images of one to four channels; task={task.name} has {task.channels} channels and "
         f"size {task.size}: choose another model",
     )
-    size = model.size or published["input_size"][-1]
-    fixed = published.get("fixed_input_size") and size != published["input_size"][-1]
+    size = model.size or weights["input_size"][-1]
+    fixed = weights.get("fixed_input_size") and size != weights["input_size"][-1]
     require(
         size >= SMALLEST and not fixed,
         f"model={model.name} takes images of "
-        + (f"{published['input_size'][-1]} pixels only" if fixed else f"at least {SMALLEST} pixels")
+        + (f"{weights['input_size'][-1]} pixels only" if fixed else f"at least {SMALLEST} pixels")
         + f"; got model.size={size}: leave it out",
     )
     channels = 3 if task.channels in (1, 3) else task.channels
@@ -103,8 +102,8 @@ def timm_model(model: ModelConfig, task: TaskConfig) -> StagedModel:
     names = {id(tensor): name for name, tensor in _state(net)}
     chain, features = _chain(net.eval(), torch.empty(1, channels, size, size, device="meta"))
     blocks = {info["module"] for info in net.feature_info}
-    mean, std = (_for_channels(published[key], channels) for key in ("mean", "std"))
-    mode = "bilinear" if published["interpolation"] == "bilinear" else "bicubic"
+    mean, std = (_for_channels(weights[key], channels) for key in ("mean", "std"))
+    mode = "bilinear" if weights["interpolation"] == "bilinear" else "bicubic"
     stages: OrderedDict[str, nn.Module] = OrderedDict(features=stage(whole=net))
     if chain:
         stages = OrderedDict(_stages(chain, blocks))
@@ -117,6 +116,30 @@ def timm_model(model: ModelConfig, task: TaskConfig) -> StagedModel:
     built = StagedModel(stages | OrderedDict(head=stage(centred=Centred(), fc=head))).train()
     built.foreign = {ours: names[id(tensor)] for ours, tensor in _state(built) if id(tensor) in names}
     return built
+
+
+def published(name: str) -> Any:
+    """Return the published configuration of an architecture's weights, by its name and, after a dot, their tag.
+
+    Raises
+    ------
+    ConfigError
+        If timm is missing, or lacks the architecture or weights of this tag.
+    """
+    timm = _timm(name)
+    architecture = name.partition(".")[0]
+    require(
+        timm.is_model(architecture),
+        f"model.name must be one of timm's {len(timm.list_models()):,} architectures; got {name!r}: "
+        f"{nearest(architecture, timm.list_models())}",
+    )
+    tags = timm.list_pretrained(f"{architecture}.*")
+    require(
+        name in (architecture, *tags),
+        f"model.name must name published weights of {architecture}, or none; got {name!r}: "
+        + (f"choose among {', '.join(tags)}" if tags else f"model.name={architecture}"),
+    )
+    return timm.get_pretrained_cfg(name)
 
 
 def packaged(names: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -147,31 +170,6 @@ def packaged(names: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(zip(own, held, strict=False))  # the file's last two are its head
 
 
-def fetched(weights: str) -> Path:
-    """Return the file of weights on timm's hub that were fetched before; nothing is downloaded.
-
-    Raises
-    ------
-    ConfigError
-        If weights of this name are not on this machine.
-    """
-    from huggingface_hub import try_to_load_from_cache
-
-    published = _published(_timm(weights), weights)
-    require(
-        bool(published.hf_hub_id),
-        f"model.weights={weights} is not on timm's hub: fetch {published.url or 'a file of its own'}, and give that "
-        "file, model.weights=FILE",
-    )
-    file = try_to_load_from_cache(published.hf_hub_id, "model.safetensors")
-    require(
-        isinstance(file, str),
-        f"model.weights must be a file, or a name on timm's hub whose weights were fetched; got {weights!r}: where "
-        f"there is a network, python -c \"import timm; timm.create_model('{weights}', pretrained=True)\" fetches them",
-    )
-    return Path(str(file))
-
-
 def for_channels(held: Tensor, own: Tensor) -> Tensor:
     """Return a published convolution of colours for images of other channels, as timm adapts it; others as they are."""
     if held.ndim != 4 or held.shape[1] != 3 or own.shape[0] != held.shape[0] or own.shape[1] not in (2, 4):
@@ -188,23 +186,6 @@ def _timm(name: str) -> Any:
     except ImportError:
         raise ConfigError(MISSING.format(name)) from None
     return timm
-
-
-def _published(timm: Any, name: str) -> Any:
-    """Return the published configuration of an architecture's weights, by its name and, after a dot, their tag."""
-    architecture = name.partition(".")[0]
-    require(
-        timm.is_model(architecture),
-        f"model.name must be one of timm's {len(timm.list_models()):,} architectures; got {name!r}: "
-        f"{nearest(architecture, timm.list_models())}",
-    )
-    tags = timm.list_pretrained(f"{architecture}.*")
-    require(
-        name in (architecture, *tags),
-        f"model.name must name published weights of {architecture}, or none; got {name!r}: "
-        + (f"choose among {', '.join(tags)}" if tags else f"model.name={architecture}"),
-    )
-    return timm.get_pretrained_cfg(name)
 
 
 def _state(net: nn.Module) -> Iterator[tuple[str, Tensor]]:

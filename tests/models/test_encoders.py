@@ -156,7 +156,7 @@ WRONG = {
     "no image": (["model=lite0", "task=diabetes"], "takes images"),
     "not fetched": (
         ["model=timm", "model.name=resnet18", "model.weights=resnet18", "model.train=head"],
-        "fetches them",
+        "`flwr-replay weights get resnet18.a1_in1k` fetches them",
     ),
     "another's weights": (["model=timm", "model.name=resnet18", "model.weights=lite0"], "choose model=lite0"),
 }
