@@ -197,6 +197,7 @@ def test_methods_train_the_head_alone(strategy, tmp_path, monkeypatch):
 
 WRONG = {
     "unknown architecture": (["model=timm", "model.name=resnet81"], "architectures; got 'resnet81'"),
+    "name of old": (["model=timm", "model.name=tf_efficientnet_b0_ns"], "architectures; got 'tf_efficientnet_b0_ns'"),
     "unknown stage": (["model=lite0", "model.train=from:blocks9"], "must be one of stem, blocks0"),
     "unknown tag": (["model=timm", "model.name=resnet18.nope"], "choose among resnet18.a1_in1k"),
     "tag of weights": (["model=timm", "model.name=resnet18.nope", "model.weights=resnet18.nope"], "choose among"),
