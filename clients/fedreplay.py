@@ -108,8 +108,6 @@ class FedReplayClient(InstitutionClient):
 
     def extract(self, request: Extract) -> Latents:
         """Stage 2: e_k ← E(x_k), the rows from `first` on that fit one message."""  # Alg. 2, lines 1-3
-        if fixed := self.institution.frozen():
-            self.institution.policy.check_weights("extract", lambda: fixed, str)  # which no seed has drawn
         train = self.institution.train
         encoder, _ = split(self.scratch_model(), request.cut)
         load_arrays(encoder, request.arrays)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from flwr_replay.config.sections import WIDTH, check_own, one_of, require, within
 
@@ -61,3 +62,9 @@ class ModelConfig:
     def everywhere(self) -> bool:
         """Whether institutions read the weights, too: what does not train does not travel; lite0's are a package's."""
         return bool(self.weights) and (self.train != "all" or self.weights == LITE0)
+
+    @property
+    def copy(self) -> str:
+        """What a clinic's own copy of the weights is called in its folder; empty if it needs none."""
+        suffix = Path(self.weights_file).suffix or ".safetensors"
+        return f"weights{suffix}" if self.everywhere and self.weights != LITE0 else ""

@@ -23,16 +23,20 @@ from flwr.app import Context, RecordDict
 
 from flwr_replay.ciphers.seal import Seal, make_key, read_pins
 from flwr_replay.config.compose import compose
-from flwr_replay.config.quoting import node_config
+from flwr_replay.config.model import LITE0
+from flwr_replay.config.quoting import node_config, quoted
+from flwr_replay.config.run import RunConfig
 from flwr_replay.deploy.deployment import PEERS_FILE
 from flwr_replay.deploy.examining import certificate, connection, examined, free_space, is_authority, validity
 from flwr_replay.engines.certificates import CA
 from flwr_replay.engines.superlink import answers
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import NAME, make_folder, read_bytes, read_text
+from flwr_replay.files.disk import reading
 from flwr_replay.forecast.officer import refusals, study_options
 from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.policy import read_policy
+from flwr_replay.models.zoo import encoder_digest
 from flwr_replay.processes import left_clientapps
 from flwr_replay.report.progress import shown_bytes
 from flwr_replay.runs.environment import versions
@@ -51,7 +55,7 @@ def examine_clinic(folder: Path) -> tuple[bool, str]:
     Returns whether all will work, and a line for each finding.
     """
     env = _read(folder)
-    checks = (_versions, _names, _clientapps, _policy, _data, _state, _key, _seal, _certificate, _connection)
+    checks = (_versions, _names, _clientapps, _weights, _policy, _data, _state, _key, _seal, _certificate, _connection)
     return examined({check.__name__[1:]: partial(check, folder, env) for check in checks})
 
 
@@ -127,8 +131,18 @@ def _clientapps(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
     yield from ()
 
 
+def _weights(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
+    model, task = (config := _study(folder)).model, config.task
+    if model.everywhere:
+        frozen, file = encoder_digest(model, task), LITE0
+        if model.copy:
+            with reading(folder / model.copy), open(folder / model.copy, "rb") as opened:
+                file = f"{model.copy}, SHA-256 {hashlib.file_digest(opened, 'sha256').hexdigest()}"
+        yield f"weights: {file}; they fit, and what is frozen is {frozen or 'nothing'}"
+
+
 def _policy(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
-    config = compose(study_options(folder / "study"))
+    config = _study(folder)
     policy = read_policy(folder / "policy.yaml")
     refused = [rule for rule in refusals(policy, config, Job.of(config).strategy("").all_stages()) if rule["reason"]]
     if refused:
@@ -213,6 +227,13 @@ def _connection(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
     yield connection(env["ADDRESS"], folder / CA, silent, "ask the coordinator")
 
 
+def _study(folder: Path) -> RunConfig:
+    """Return the study's options, with the clinic's own copy of an encoder's weights."""
+    options = study_options(folder / "study")
+    own = compose(options).model.copy
+    return compose([*options, f"model.weights={quoted(str(folder.absolute() / own))}"] if own else options)
+
+
 def _node(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
     """Return what start.sh gives the SuperNode as its node config."""
     data = (folder / env["DATA"]).resolve()  # an absolute DATA stays as it is
@@ -220,5 +241,7 @@ def _node(folder: Path, env: Mapping[str, str]) -> dict[str, str]:
     owned["policy"] = str(folder / "policy.yaml")
     if (folder / PEERS_FILE).is_file():
         owned |= {"seal-key": str(folder / "seal.key"), "seal-peers": str(folder / PEERS_FILE)}
+    if own := compose(study_options(folder / "study")).model.copy:
+        owned["weights"] = str(folder / own)
     node_config(owned)
     return owned

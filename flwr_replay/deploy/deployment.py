@@ -31,7 +31,9 @@ from flwr_replay.files.atomic import new_folder, private_folder, read_bytes, wri
 from flwr_replay.forecast.forecast import exchanged
 from flwr_replay.institution.policy import RANDOM
 from flwr_replay.learning.tasks import make_task
+from flwr_replay.models.zoo import encoder_digest
 from flwr_replay.payloads.common import Evaluation, Present
+from flwr_replay.privacy.fitting import trains_encoder
 from flwr_replay.report.summary import RECONSTRUCT
 from flwr_replay.runs.environment import versions
 from flwr_replay.runs.execute import Job
@@ -60,6 +62,7 @@ SEALED_STUDY = "The run is sealed: the server cannot read what the clinics send 
 MASKED_STUDY = "The run is masked: of weights the server reads the mean of all clinics, and no single clinic's."
 SEALED_POLICY = "# No run in which the server could read weights.\nsealed: true\n"
 MASKED_POLICY = "# No run in which the server could read this clinic's weights alone.\nmasked: true\n"
+WEIGHTS = ' weights=\\"$PWD/{}\\"'
 SEAL_KEYS = ' seal-key=\\"$PWD/seal.key\\" seal-peers=\\"$PWD/peers.txt\\"'
 
 
@@ -86,7 +89,7 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
             f"`deploy init` writes no start scripts for code of your own, {config.own_parts[0]}: a clinic must install "
             "and allow it by hand, as the page docs/extend.md in flwr-replay's repository says"
         )
-    policy = _policy(config, clinics)
+    policy, digest = _policy(config, clinics), encoder_digest(config.model, config.task)
     require(not set(str(place)) & set('"\\\n'), f"--out must have no double quotes or backslashes; got {place}")
     if place.exists():
         raise RunError(f"a deployment's folder must be new; {place} exists: choose another --out, or delete it")
@@ -111,6 +114,11 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
             "days": DAYS,
             "leaves": next((LEAVES[kind] for kind in LEAVES if kind in policy["kinds"].split(", ")), STAYS),
             "private": _private(config.privacy),
+            "weights": WEIGHTS.format(config.model.copy) if config.model.copy else "",
+            "own_weights": f" model.weights={config.model.copy}" if config.model.copy else "",
+            "weights_step": _filled("weights.md", {"file": config.model.copy, "digest": digest})
+            if config.model.copy
+            else "",
         }
         home = private_folder(new / COORDINATOR_FOLDER)
         hosts = dict.fromkeys([host.strip("[]"), "localhost", "127.0.0.1"])
@@ -203,8 +211,9 @@ def _agreed(config: RunConfig) -> str:
             )
         agreed["max-epsilon" if privacy.end_to_end else "max-local-epsilon"] = privacy.limit
         agreed["max-delta"] = privacy.delta
-    if getattr(config.strategy, "encoder", "") == RANDOM:
-        agreed["weights"] = {"extract": [RANDOM]}
+    encoder, fixed = getattr(config.strategy, "encoder", ""), encoder_digest(config.model, config.task)
+    if encoder == RANDOM or (encoder and fixed and not trains_encoder(config)):
+        agreed["weights"] = {"extract": [*filter(None, [fixed]), *([RANDOM] if encoder == RANDOM else [])]}
     return yaml.safe_dump(agreed, sort_keys=False) if agreed else ""
 
 

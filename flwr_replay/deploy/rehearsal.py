@@ -82,6 +82,9 @@ def rehearse(
     overrides = ["task=folder", *task, *options, *runs]
     config = compose_own(overrides, options)  # a wrong option is reported before anything is written
     shared = {"record": "all"} if record else {}
+    weights = config.model.weights_file and str(Path(config.model.weights_file).expanduser().absolute())
+    overrides += [f"model.weights={quoted(weights)}"] if weights else []
+    shared |= {"weights": weights or config.model.weights} if config.model.copy else {}
     shared |= {"own-parts": " ".join(config.own_parts)} if config.own_parts else {}
     if place.exists():
         raise RunError(f"a rehearsal's folder must be new; {place} exists: choose another --out, or delete it")

@@ -28,12 +28,12 @@ from flwr_replay.engines.simulate import Simulation
 from flwr_replay.errors import ConfigError, FlwrReplayError
 from flwr_replay.files.atomic import NAME, read_text
 from flwr_replay.forecast.forecast import Expected, expected, idea_of
-from flwr_replay.institution.guard import check_answer, check_release, check_request, run_rules
+from flwr_replay.institution.guard import check_answer, check_pinned, check_release, check_request, run_rules
 from flwr_replay.institution.policy import Policy, read_policy
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.runs.environment import versions
-from flwr_replay.runs.execute import Job, claim
+from flwr_replay.runs.execute import Job, claim, network_of
 from flwr_replay.wire.fields import Field
 from flwr_replay.wire.payload import REQUESTS, LedgerRow, Payload, rows
 from flwr_replay.wire.records import metrics_in
@@ -162,6 +162,7 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
         "others-unknown": unknown,
         "fraction": config.fraction,
         "idea": idea_of(config.strategy.name)[0],
+        "network": network_of(config),
         "institutions": {
             name: {"examples": len(own), "raw-bytes": own.nbytes, "comes-down": down[name]}
             for name, own in train.items()
@@ -188,6 +189,8 @@ def refusals(policy: Policy, config: RunConfig, stages: Sequence[str]) -> list[d
     for stage in dict.fromkeys(("roll-call", *stages, "evaluate")):
         answer = REQUESTS[stage].answer
         verdicts.append(_verdict(f"what stage {stage} sends", partial(check_release, answer, policy, config)))
+    if "extract" in stages:
+        verdicts.append(_verdict("weights", partial(check_pinned, policy, config)))
     return verdicts
 
 

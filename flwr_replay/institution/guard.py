@@ -42,14 +42,14 @@ from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.policy import Policy
-from flwr_replay.models.zoo import bytes_of
+from flwr_replay.models.zoo import bytes_of, encoder_digest
 from flwr_replay.payloads.common import Evaluation, Failure, Present, RollCall
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.state.store import StateStore
 from flwr_replay.wire.payload import REQUESTS, LedgerRow, Payload, Request, request_of, rows
 from flwr_replay.wire.records import config_in, metrics_in
 
-__all__ = ["check_answer", "check_release", "check_request", "guard", "run_rules"]
+__all__ = ["check_answer", "check_pinned", "check_release", "check_request", "guard", "run_rules"]
 
 LONGEST = 200  # characters of a name in the own ledger
 COPIES = 3  # of a model while it trains: weights, gradients, and what arrived or an optimizer keeps
@@ -196,11 +196,8 @@ def check_request(
             "policy pins the weights of this stage; task.mean and task.std would change what they make of an image: "
             "leave these out, or ask the institution to change its policy file"
         )
-    if config.model.library and config.model.train == "all" and request.stage_name in dict(policy.weights):
-        raise RefusedError(
-            "policy pins the weights of this stage, and not what model.name and model.size make of images before them: "
-            "freeze these weights, whose digest has both, by model.train=head"
-        )
+    if "extract" in (request.stage_name, *announced):
+        check_pinned(policy, config)
 
 
 def check_release(answer: type[Payload], policy: Policy, config: RunConfig) -> None:
@@ -209,6 +206,19 @@ def check_release(answer: type[Payload], policy: Policy, config: RunConfig) -> N
     policy.check_release(answer, plan.promise if plan else None)
     if plan:
         plan.check_covered(answer)
+
+
+def check_pinned(policy: Policy, config: RunConfig) -> None:
+    """Refuse latents of a frozen encoder that the policy does not accept, or of one that its digest does not fix."""
+    if "extract" not in dict(policy.weights):
+        return
+    if fixed := encoder_digest(config.model, config.task):
+        policy.check_weights("extract", lambda: fixed, str)  # no run's seed has drawn it
+    elif config.model.library:
+        raise RefusedError(
+            "policy pins weights, and not how model.name and model.size prepare images for them: freeze them, "
+            "model.train=head, and the digest has both"
+        )
 
 
 def _check_options_kept(instructions: Mapping[str, Any], config: RunConfig) -> None:

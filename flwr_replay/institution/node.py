@@ -15,7 +15,6 @@ from flwr.app import Context
 
 from flwr_replay.ciphers.seal import KEY, Seal, make_key, read_pins, simulated
 from flwr_replay.config.compose import from_run_config, overrides_in, strategy_part
-from flwr_replay.config.model import LITE0
 from flwr_replay.config.parts import VARIABLE, allow, check_allowed
 from flwr_replay.config.quoting import digits
 from flwr_replay.config.run import RECORD, RunConfig
@@ -243,7 +242,7 @@ def _share(config: RunConfig, nodes: int, k: int) -> Dataset:
 
 def _with_own_files(config: RunConfig, owned: Mapping[str, str]) -> RunConfig:
     """Put the institution's own files into the options of model and generator; a server must not name any."""
-    if config.model.everywhere and config.model.weights != LITE0:
+    if config.model.copy:
         if not owned.get("weights"):
             raise RefusedError(
                 f"with model.train={config.model.train} the encoder does not travel, and every institution has its own "

@@ -23,6 +23,7 @@ RULES = {
     "limits": "the server asks for no more than allowed (limits)",
     "sealed": "weights are sealed, where the policy asks for it (sealed)",
     "masked": "weights are under masks, where the policy asks for it (masked)",
+    "weights": "the frozen encoder is one that the policy accepts (weights)",
     "max-delta": "δ is small enough (max-delta)",
     "max-evaluations": "the number of tests (max-evaluations)",
 }
@@ -175,6 +176,7 @@ def _about(forecast: Mapping[str, Any]) -> list[str]:
     return [
         f"The study would train a model for the task {forecast['task']} by {forecast['strategy']}{who}, in {rounds} "
         f"round{'s' * (rounds != 1)}. {forecast['idea']}",
+        *([f"The network: {forecast['network']}"] if forecast["network"] else []),
         "This is a forecast. Nothing was trained and nothing was sent. Real messages were made with zeros in place of "
         "data, and put before the same checks that decide in the run.",
         *([ALONE] if forecast["others-unknown"] else []),

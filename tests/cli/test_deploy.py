@@ -3,14 +3,19 @@
 import os
 import re
 import runpy
+import shutil
 import socket
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
+import timm
+import torch
 from deployed import HOSPITALS, STUDY
 from harness import command
+from safetensors.torch import save_file
 
 from flwr_replay import processes
 from flwr_replay.config.quoting import node_config
@@ -20,6 +25,7 @@ from flwr_replay.deploy.deployment import host_of
 from flwr_replay.engines.certificates import write_certificates
 from flwr_replay.errors import ConfigError
 from flwr_replay.institution.policy import read_policy
+from flwr_replay.memory import forget
 
 
 def changed(written, file, old, new):
@@ -78,6 +84,54 @@ def test_a_proposed_policy_holds_the_server_to_the_noise_on_which_a_study_has_ag
         said = capsys.readouterr()
         assert verdict in said.out + said.err, changed
         assert ("the earlier one is replaced" in said.out) == bool(changed)
+
+
+def test_a_study_with_a_frozen_encoder_pins_it_and_every_clinic_has_a_copy(tmp_path, monkeypatch, capsys):
+    for seed, name in enumerate(("agreed", "other")):
+        torch.manual_seed(seed)
+        save_file(timm.create_model("resnet18").state_dict(), tmp_path / f"{name}.safetensors")
+    model = ["model=timm", "model.name=resnet18", "model.size=32", "model.train=head", "cut=features"]
+    form = [word for word in STUDY if not word.startswith(("model", "width", "cut"))]
+    words = ["--clinics", "north,south", "--address", "localhost:8000", "--out", str(tmp_path / "dep")]
+    study = [*words, *form, *model, f"model.weights={tmp_path / 'agreed.safetensors'}"]
+    assert command(monkeypatch, "deploy", "init", *study) == 0
+    north = tmp_path / "dep" / "north"
+    [(stage, [agreed])] = read_policy(north / "policy.yaml").weights
+    assert (stage, agreed[:7]) == ("extract", "sha256:")
+    assert 'weights=\\"$PWD/weights.safetensors\\"' in (north / "start.sh").read_text()
+    assert agreed in (north / "README.md").read_text()
+    runpy.run_path(str(HOSPITALS / "make_data.py"))["write_clinics"](tmp_path / "data")
+    (north / "data").symlink_to(tmp_path / "data" / "clinic-a")
+
+    def finds():
+        forget()
+        return dict(line[4:].split(": ", 1) for line in examine_clinic(north)[1].splitlines() if ": " in line)
+
+    assert "weights.safetensors: FileNotFoundError" in finds()["weights"]
+    copy = north / "weights.safetensors"
+    shutil.copy(tmp_path / "other.safetensors", copy)
+    said = finds()
+    assert (
+        f"SHA-256 {sha256(copy.read_bytes()).hexdigest()}; they fit, and what is frozen is sha256:" in said["weights"]
+    )
+    assert f"take weights {agreed}; got sha256:" in said["policy"]
+    monkeypatch.chdir(north)
+    page = [
+        "run",
+        "--dry-run",
+        "--study",
+        "study",
+        "--policy",
+        "policy.yaml",
+        "--clinics",
+        "north",
+        "task.data-dir=data",
+    ]
+    assert command(monkeypatch, *page, f"model.weights={tmp_path / 'agreed.safetensors'}") == 0
+    assert (
+        "The network: resnet18, weights agreed.safetensors; images to 32 x 32"
+        in Path("officer/officer.html").read_text()
+    )
 
 
 def test_the_doctor_finds_a_ready_clinic_sound(written, monkeypatch, capsys):

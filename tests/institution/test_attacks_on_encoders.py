@@ -140,7 +140,7 @@ def test_a_pinned_stage_pins_what_is_frozen_although_it_does_not_travel(folder, 
     said = refusal(sends(folder, *options, request=asked, policy="weights: {extract: [random]}", weights=own))
     assert "policy lets stage extract take weights random; got sha256:" in said
     said = refusal(sends(folder, *options, "model.train=all", request=asked, policy=policy))
-    assert "freeze these weights" in said
+    assert "freeze them, model.train=head" in said
 
 
 def test_nothing_of_a_frozen_part_can_be_asked_for(folder):
