@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import timm
+import torch
+from safetensors.torch import save_file
 
 from flwr_replay.deploy.clinic import examine_clinic
 from flwr_replay.deploy.deployment import init
@@ -94,7 +97,7 @@ class Deployment:
 
     def begun(self, name: str, *options: str, further: str = "") -> subprocess.Popen[str]:
         """Begin a run by the coordinator's run.sh."""
-        config = f'run-name="{name}" overrides="{shlex.join([*TASK, *options])}" {further}'
+        config = f'run-name="{name}" overrides="{shlex.join([*self.task, *options])}" {further}'
         command = [self.coordinator / "run.sh", "--run-config", config]
         pipe = subprocess.PIPE
         return subprocess.Popen(command, env=self.environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
@@ -146,6 +149,9 @@ def deployed(
     manifest.write_text("\n".join([head, *(row for row in rows if row.startswith(taking_part))]))
     policy = (HOSPITALS / "policy.yaml").read_text()
     open_policy = policy.replace("[fedreplay, cwt]", "[fedreplay, cwt, proxyfl, fedavg, local]")
+    for seed, clinic in enumerate(CLINICS):  # each has an encoder of its own, for tests of who has another
+        torch.manual_seed(seed)
+        save_file(timm.create_model("resnet18").state_dict(), root / f"{clinic}.safetensors")
     place, port = root / "deployment", free_port()
     init(clinics, f"127.0.0.1:{port}", [*TASK[1:], *study], place)
     programs = root / "programs"
@@ -170,7 +176,8 @@ def deployed(
             values = (own / "clinic.env").read_text()
             (own / "clinic.env").write_text(re.sub("PORT=.*", f"PORT={free_port()}", values))
             start = (own / "start.sh").read_text()
-            (own / "start.sh").write_text(start.replace('policy=\\"', 'record=\\"all\\" policy=\\"'))
+            keys = 'record=\\"all\\" ' + f'weights=\\"{root}/{clinic}.safetensors\\" ' * (clinic in CLINICS)
+            (own / "start.sh").write_text(start.replace('policy=\\"', f'{keys}policy=\\"'))
         for clinic in clinics if pins else ():
             (place / clinic / "peers.txt").write_text(pins)
         found.start(COORDINATOR)

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -21,16 +22,18 @@ import numpy as np
 import pytest
 from chaos_outer import having
 from chaos_runs import moments, some
-from deployed import CLINICS, COORDINATOR, HOSPITALS, REFUSES, until
+from deployed import CLINICS, COORDINATOR, HOSPITALS, REFUSES, TASK, until
 from harness import command
 from safetensors.numpy import load_file
 
+from flwr_replay.config.compose import compose
 from flwr_replay.deploy.clinic import examine_clinic
 from flwr_replay.deploy.coordinator import examine_coordinator
 from flwr_replay.engines.simulate import FAILED, run_inline
 from flwr_replay.engines.superlink import flower
 from flwr_replay.files.atomic import in_use, read_json
 from flwr_replay.files.lines import read_lines
+from flwr_replay.models.zoo import encoder_digest
 from flwr_replay.report.progress import LogDisplay
 from flwr_replay.report.run_files import read_run_id
 
@@ -224,6 +227,31 @@ def test_what_each_run_leaves_is_apart_and_private_models_stay(deployment: Any, 
             seen = [row for row in deployment.server_ledger(name) if row["institution"] == clinic]
             assert own == Counter(_what_left(row) for row in seen if row["direction"] == "up")
             assert not any("private" in row["field"] and "arrays" in row["field"] for row in seen)
+
+
+def test_another_encoder_is_refused_at_the_roll_call_by_both_hashes_and_who_has_none_says_so(
+    deployment: Any, said: dict[str, str]
+) -> None:
+    """Clinic-a has the server's file, clinic-b another one, and clinic-c has not said where its own lies."""
+    model = ("model=timm", "model.name=resnet18", "model.size=32", "model.train=head")
+    plain = tuple(word for word in TASK if not word.startswith(("model", "width")))
+    hashes = []
+    for clinic in CLINICS:
+        file = deployment.data.parent / f"{clinic}.safetensors"
+        config = compose([*plain, *model, f"model.weights={file}"])
+        hashes.append(encoder_digest(config.model, config.task))
+    words = (*model, f"model.weights={deployment.data.parent / CLINICS[0]}.safetensors", "strategy=fedavg", "rounds=1")
+    output = replace(deployment, task=plain).said("encoder", *words, "evaluate_every=100", further='width=""')
+    assert (deployment.runs / "encoder" / "result.json").exists(), output
+    refused = {
+        line.split(" takes no part")[0].split()[-1]: line for line in output.splitlines() if "takes no part" in line
+    }
+    assert {*refused} == {CLINICS[1], REFUSES}, output
+    assert all(digest in refused[CLINICS[1]] for digest in hashes)
+    assert "every institution has its own copy" in refused[REFUSES]
+    sent = [row for row in deployment.server_ledger("encoder") if row["kind"] == "model"]
+    assert {row["institution"] for row in sent} == {CLINICS[0]}
+    assert max(row["bytes"] for row in sent) < 30_000  # a head of 512 x 10
 
 
 @pytest.mark.sampled(1, of="deployments that end")
