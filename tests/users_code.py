@@ -47,6 +47,10 @@ def twice(channels, size, classes):
     layers = dict(flat=nn.Flatten(), one=nn.Linear(size**2, 8), act=act, two=nn.Linear(8, 8), again=act)
     return nn.Sequential(OrderedDict(**layers, head=nn.Linear(8, classes)))
 
+def inplace(channels, size, classes):
+    body = nn.Sequential(nn.Flatten(), nn.Linear(size**2, 8))
+    return nn.Sequential(OrderedDict(body=body, act=nn.ReLU(inplace=True), head=nn.Linear(8, classes)))
+
 class Sub(nn.Sequential):
     def forward(self, x):
         return super().forward(x) + 5
@@ -176,7 +180,7 @@ def words(data_dir):
     return {"all": (np.array([["one"]] * 6), y)}
 """
 NAMES = "build bare mixing module narrow fails other constant buidl batchwise twice sub key exits deep dictionary"
-NAMES += " in_training late leaving frozen partly normed tied real"
+NAMES += " in_training late leaving frozen partly normed tied real inplace"
 DATA_NAMES = "arrays whole last torchs hugging names fails unlabelled lacking leaves words"
 ALL = " ".join([*(f"ownnets:{one}" for one in NAMES.split()), *(f"owndata:{one}" for one in DATA_NAMES.split())])
 ALL += " nonesuch:build ownbroken:build"

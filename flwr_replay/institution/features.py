@@ -19,8 +19,7 @@ from flwr_replay.data import Dataset, Examples
 from flwr_replay.data.decoded import DecodedImages, Indices, decoded, digest_of, form_of, versions
 from flwr_replay.files.tensors import digest
 from flwr_replay.models.frozen import Frozen
-from flwr_replay.models.layers import as_input
-from flwr_replay.models.timm_models import Prepared
+from flwr_replay.models.layers import Prepared, as_input
 
 __all__ = ["featured"]
 

@@ -9,7 +9,8 @@
 (('hidden1',), ('hidden2', 'head'))
 """
 
-from flwr_replay.models.staged import StagedModel, has_batch_norm, placed, split, split_before_head
+from flwr_replay.models.layers import Prepared
+from flwr_replay.models.staged import StagedModel, has_batch_norm, placed, split, split_before_head, staged
 from flwr_replay.models.zoo import build
 
-__all__ = ["StagedModel", "build", "has_batch_norm", "placed", "split", "split_before_head"]
+__all__ = ["Prepared", "StagedModel", "build", "has_batch_norm", "placed", "split", "split_before_head", "staged"]

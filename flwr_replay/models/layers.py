@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-__all__ = ["Centred", "Standardize", "as_input", "centred", "norm_layer", "outlined", "stage"]
+__all__ = ["Centred", "Prepared", "Standardize"]
+__all__ += ["as_input", "centred", "norm_layer", "out_of_place", "outlined", "stage"]
+
+Module = TypeVar("Module", bound=nn.Module)
 
 NORM = 10.0  # of an example's features, where they are centred
 
@@ -35,6 +39,42 @@ class Standardize(nn.Module):
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return (B, C, H, W)."""
         return (x_BCHW - self.mean_C11) / self.std_C11
+
+
+class Prepared(nn.Module):
+    """Images as an encoder takes them.
+
+    Parameters
+    ----------
+    channels : int
+        Of the encoder; a grey image is repeated to them.
+    size : int
+        Pixels along each side.
+    mode : str
+        How an image of another size is brought to it: bicubic or bilinear.
+    mean, std : tuple of float
+        Subtracted from each channel, and what it is then divided by.
+    """
+
+    def __init__(self, channels: int, size: int, mode: str, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        super().__init__()
+        self.channels, self.size, self.mode, self.mean, self.std = channels, size, mode, mean, std
+        self.standardize = Standardize(mean, std)
+        form = torch.tensor([float(size), float(mode == "bicubic")])  # part of the digest of what is frozen
+        self.register_buffer("form", form, persistent=False)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Return (B, channels, size, size)."""
+        if x_BCHW.shape[-1] != self.size:
+            side = (self.size, self.size)
+            x_BCHW = functional.interpolate(x_BCHW, side, mode=self.mode, antialias=True, align_corners=False)
+        prepared: Tensor = self.standardize(x_BCHW.expand(-1, self.channels, -1, -1))
+        return prepared
+
+    def extra_repr(self) -> str:
+        """Say what is done to an image."""
+        mean, std = (", ".join(f"{number:g}" for number in sorted({*of})) for of in (self.mean, self.std))
+        return f"images to {self.size} x {self.size} pixels, {self.mode}; mean {mean}, standard deviation {std}"
 
 
 def centred(features_BF: Tensor) -> Tensor:
@@ -62,6 +102,14 @@ def outlined(module: nn.Module, x: Tensor) -> Tensor:
     with torch.no_grad(), torch.device("meta"):
         output: Tensor = functional_call(module, {name: tensor.to("meta") for name, tensor in tensors.items()}, (x,))
     return output
+
+
+def out_of_place(net: Module) -> Module:
+    """Let no layer write its output over its input: activations at a cut may be kept, and kept features are."""
+    for layer in net.modules():
+        if "inplace" in vars(layer):
+            vars(layer)["inplace"] = False
+    return net
 
 
 def norm_layer(kind: str, channels: int) -> nn.Module:

@@ -18,8 +18,9 @@ from flwr_replay.config.model import ModelConfig
 from flwr_replay.config.parts import import_part, users_code
 from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.errors import ConfigError
+from flwr_replay.memory import on_forget
 from flwr_replay.models.frozen import Frozen, unfrozen
-from flwr_replay.models.layers import Standardize
+from flwr_replay.models.layers import Prepared, Standardize, out_of_place
 from flwr_replay.models.staged import StagedModel
 
 __all__ = ["check_layers", "own"]
@@ -29,8 +30,10 @@ APART = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.Dropout, nn.Identity),
     *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Hardtanh),
     *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.Upsample),
-    *(nn.Sequential, StagedModel, Standardize),
+    *(nn.Sequential, StagedModel, Standardize, Prepared),
 )
+_passed: set[tuple[ModelConfig, TaskConfig, str]] = set()
+on_forget(_passed.clear)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -52,7 +55,16 @@ def own(model: ModelConfig, task: TaskConfig) -> StagedModel:
         f"{option} must return torch.nn.Sequential with at least two named stages, the last of them the head; got "
         f"{type(built).__name__}",
     )
-    staged = StagedModel(OrderedDict(built._modules))  # a layer may stand there twice
+    staged = out_of_place(StagedModel(OrderedDict(built._modules)))  # a layer may stand there twice
+    staged.foreign = getattr(built, "foreign", {})
+    checked = (model, task, torch.get_default_device().type)
+    if checked not in _passed:  # seconds at 224 pixels, and a run builds many
+        _check_outputs(option, staged, task)
+        _passed.add(checked)
+    return staged.train()
+
+
+def _check_outputs(option: str, staged: StagedModel, task: TaskConfig) -> None:
     x_BCHW = torch.zeros(2, task.channels, task.size, task.size)
     expected = (2, 1, task.size, task.size) if task.kind == "segmentation" else (2, task.classes)
     with users_code(ConfigError, f"{option} fails on images {tuple(x_BCHW.shape)}"):
@@ -64,7 +76,6 @@ def own(model: ModelConfig, task: TaskConfig) -> StagedModel:
         shape = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else f"a {type(outputs).__name__}"
         require(shape == expected, f"{option} must give outputs of shape {expected} for two images; got {shape}")
     require(trained.requires_grad, f"{option} must give outputs that depend on a parameter that trains; these do not")
-    return staged
 
 
 def check_layers(model: ModelConfig, built: nn.Module) -> None:

@@ -22,7 +22,7 @@ from flwr_replay.models.timm_models import for_channels, packaged
 
 __all__ = ["load_pretrained", "read_encoder", "read_weights"]
 
-# Foreign names of layers, and ours: torchvision's ResNet, and Buda et al.'s U-Net for brain MRI.
+# Foreign names of layers, and ours: torchvision's ResNet, Buda et al.'s U-Net for brain MRI; DenseNet's old names.
 NAMES: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
     (r"^conv1\.weight$", lambda m: "conv1.conv.weight"),
     (r"^bn1\.", lambda m: "conv1.norm."),
@@ -33,6 +33,7 @@ NAMES: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
     (r"^upconv(\d)\.", lambda m: f"rest.up.{int(m[1]) - 1}."),
     (r"^decoder(\d)\.dec\d", lambda m: f"rest.join.{int(m[1]) - 1}."),
     (r"^conv\.", lambda m: "head.conv."),
+    (r"(denselayer\d+\.(?:norm|conv))\.(\d)\.", lambda m: f"{m[1]}{m[2]}."),
 )
 DEPTH = 3  # of what wraps a model: in its checkpoint (state.model), and before its names (module.backbone.)
 BLOCKED = re.compile(r"GLOBAL ([\w.]+)|(TorchScript) archives")  # in PyTorch's error, what is no tensor
@@ -52,14 +53,16 @@ class Found(NamedTuple):
     where: str
 
 
-def load_pretrained(model: nn.Module, file: str) -> nn.Module:
+def load_pretrained(model: nn.Module, file: str, library: str = "") -> nn.Module:
     """Copy the weights of `model.weights` into a model, in place.
 
-    A head of another shape keeps its fresh weights; so does one of timm's, whose publisher's head is for other classes.
+    A head of another shape keeps its fresh weights; so does one beside a publisher's network, whose head is for other
+    classes.
 
     It is a .safetensors file, or a .pt or .pth file of a state dict or of a checkpoint that holds one, with the model's
-    names, timm's, torchvision's (ResNet) or those of Buda et al. 2019 (U-Net); a prefix as `module.` may stand before.
-    It may also be the name of weights on timm's hub that were fetched, or `lite0`. The model's last stage is `head`.
+    names, its publisher's, torchvision's (ResNet) or those of Buda et al. 2019 (U-Net); a prefix as `module.` may stand
+    before. With `library="timm"` it may also be the name of weights on timm's hub that were fetched, or `lite0`. The
+    model's last stage is `head`.
 
     Raises
     ------
@@ -68,16 +71,16 @@ def load_pretrained(model: nn.Module, file: str) -> nn.Module:
         architecture has not all that the file has.
     """
     own, foreign = model.state_dict(), getattr(model, "foreign", {})
-    if file == LITE0:
+    if library and file == LITE0:
         found = Found(packaged({foreign[name]: tensor for name, tensor in own.items() if name in foreign}), "")
     else:
-        path = fetched(file) if foreign and is_name(file) else Path(file).expanduser().absolute()
+        path = fetched(file) if library and is_name(file) else Path(file).expanduser().absolute()
         found = read_weights(path, "model.weights", {*own, *foreign.values()})
     theirs = any(there in found.arrays and name not in found.arrays for name, there in foreign.items())
     for name, tensor in own.items():
-        if theirs and name not in foreign:
+        published = foreign.get(name, name) if theirs else name
+        if theirs and name not in foreign and name.startswith("head."):
             continue
-        published = foreign[name] if theirs else name
         held = found.arrays.get(published)
         if held is not None and foreign:
             held = for_channels(held, tensor)
@@ -88,7 +91,7 @@ def load_pretrained(model: nn.Module, file: str) -> nn.Module:
         elif not name.endswith("num_batches_tracked"):  # older files lack it
             raise _lacking("model.weights", published, tuple(tensor.shape), file, found)
     known = {*foreign.values()} if theirs else {*own}
-    stages = {name.partition(".")[0] for name in known if foreign} - {"head"}  # a publisher's head is for other classes
+    stages = {name.partition(".")[0] for name in known if library} - {"head"}  # a publisher's head is for other classes
     for name in found.arrays:
         if name not in known and name.partition(".")[0] in stages and name.endswith(PARTS):
             raise ConfigError(
@@ -149,15 +152,19 @@ def read_weights(path: Path, option: str, names: Collection[str] = ()) -> Found:
             f"{option} must hold one model; {path} has several that fit:{places}: save the one that you want alone, "
             "torch.save(torch.load(FILE)[NAME], 'weights.pth')"
         )
+    arrays = dict(best[0].arrays)
     for name, tensor in best[0].arrays.items():
         dense = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized or tensor.is_complex())
         whole = dense and (tensor.element_size() > 1 or tensor.dtype is torch.bool)  # int8 and float8 have other scales
-        best[0].arrays[name] = tensor.float() if whole and tensor.is_floating_point() else tensor
-        if not (whole and torch.isfinite(best[0].arrays[name]).all()):
+        arrays[name] = tensor.float() if whole and tensor.is_floating_point() else tensor
+        if whole and torch.isfinite(arrays[name]).all():
+            continue
+        if not names or name in names:
             raise ConfigError(
                 f"{option} must hold dense, finite, real numbers of at least 16 bits; {name!r} in {path} does not"
             )
-    return best[0]
+        del arrays[name]  # a publisher's thresholds, NaN for classes that it did not train
+    return best[0]._replace(arrays=arrays)
 
 
 def read_encoder(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[Any]]:

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from flwr_replay.config.sections import one_of, require
 from flwr_replay.models.frozen import unfrozen
 
-__all__ = ["StagedModel", "has_batch_norm", "placed", "split", "split_before_head"]
+__all__ = ["StagedModel", "has_batch_norm", "placed", "split", "split_before_head", "staged"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -35,6 +35,23 @@ class StagedModel(nn.Sequential):
     def stages(self) -> tuple[str, ...]:
         """Names of the stages, from input to output."""
         return tuple(self._modules)
+
+
+def staged(net: nn.Module, /, **stages: nn.Module) -> StagedModel:
+    """Make a model of a network's layers, whose weights may then be loaded by the network's own names.
+
+    Parameters
+    ----------
+    net : Module
+        The network from which layers were taken.
+    stages : Module
+        The stages by name, from input to output; the last is `head`.
+    """
+    names = {id(tensor): name for name, tensor in net.state_dict(keep_vars=True).items()}
+    built = StagedModel(OrderedDict(stages))
+    state = built.state_dict(keep_vars=True)
+    built.foreign = {ours: names[id(tensor)] for ours, tensor in state.items() if id(tensor) in names}
+    return built
 
 
 def placed(model: Module, device: torch.device | str) -> Module:

@@ -19,54 +19,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from flwr_replay.config.model import LITE0, ModelConfig
 from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.errors import ConfigError, nearest
-from flwr_replay.models.layers import Centred, Standardize, outlined, stage
-from flwr_replay.models.staged import StagedModel
+from flwr_replay.models.layers import Centred, Prepared, out_of_place, outlined, stage
+from flwr_replay.models.staged import StagedModel, staged
 
-__all__ = ["Prepared", "for_channels", "packaged", "published", "timm_model"]
+__all__ = ["for_channels", "packaged", "published", "timm_model"]
 
 SMALLEST = 32  # pixels: most architectures halve an image five times
 MISSING = "{} needs the package {}: install flwr-replay[timm]"
-
-
-class Prepared(nn.Module):
-    """Images as an encoder takes them.
-
-    Parameters
-    ----------
-    channels : int
-        Of the encoder; a grey image is repeated to them.
-    size : int
-        Pixels along each side.
-    mode : str
-        How an image of another size is brought to it: bicubic or bilinear.
-    mean, std : tuple of float
-        Subtracted from each channel, and what it is then divided by.
-    """
-
-    def __init__(self, channels: int, size: int, mode: str, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        super().__init__()
-        self.channels, self.size, self.mode, self.mean, self.std = channels, size, mode, mean, std
-        self.standardize = Standardize(mean, std)
-        form = torch.tensor([float(size), float(mode == "bicubic")])  # part of the digest of what is frozen
-        self.register_buffer("form", form, persistent=False)
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Return (B, channels, size, size)."""
-        if x_BCHW.shape[-1] != self.size:
-            side = (self.size, self.size)
-            x_BCHW = functional.interpolate(x_BCHW, side, mode=self.mode, antialias=True, align_corners=False)
-        prepared: Tensor = self.standardize(x_BCHW.expand(-1, self.channels, -1, -1))
-        return prepared
-
-    def extra_repr(self) -> str:
-        """Say what is done to an image."""
-        mean, std = (", ".join(f"{number:g}" for number in sorted({*of})) for of in (self.mean, self.std))
-        return f"images to {self.size} x {self.size} pixels, {self.mode}; mean {mean}, standard deviation {std}"
 
 
 def timm_model(model: ModelConfig, task: TaskConfig) -> StagedModel:
@@ -95,11 +58,7 @@ def timm_model(model: ModelConfig, task: TaskConfig) -> StagedModel:
         + f"; got model.size={size}: leave it out",
     )
     channels = 3 if task.channels in (1, 3) else task.channels
-    net = timm.create_model(model.name, num_classes=0, in_chans=channels)
-    for layer in net.modules():
-        if getattr(layer, "inplace", False):
-            layer.inplace = False  # a cut's activations may be kept, and per-example gradients have hooks
-    names = {id(tensor): name for name, tensor in _state(net)}
+    net = out_of_place(timm.create_model(model.name, num_classes=0, in_chans=channels))
     chain, features = _chain(net.eval(), torch.empty(1, channels, size, size, device="meta"))
     blocks = {info["module"] for info in net.feature_info}
     mean, std = (_for_channels(weights[key], channels) for key in ("mean", "std"))
@@ -113,9 +72,7 @@ def timm_model(model: ModelConfig, task: TaskConfig) -> StagedModel:
     head = nn.Linear(features, task.classes)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
-    built = StagedModel(stages | OrderedDict(head=stage(centred=Centred(), fc=head))).train()
-    built.foreign = {ours: names[id(tensor)] for ours, tensor in _state(built) if id(tensor) in names}
-    return built
+    return staged(net, **stages, head=stage(centred=Centred(), fc=head)).train()
 
 
 def published(name: str) -> Any:
@@ -174,10 +131,7 @@ def for_channels(held: Tensor, own: Tensor) -> Tensor:
     """Return a published convolution of colours for images of other channels, as timm adapts it; others as they are."""
     if held.ndim != 4 or held.shape[1] != 3 or own.shape[0] != held.shape[0] or own.shape[1] not in (2, 4):
         return held
-    from timm.models import adapt_input_conv
-
-    adapted: Tensor = adapt_input_conv(own.shape[1], held)
-    return adapted
+    return held.repeat(1, 2, 1, 1)[:, : own.shape[1]] * (3 / own.shape[1])
 
 
 def _timm(name: str) -> Any:
@@ -188,9 +142,7 @@ def _timm(name: str) -> Any:
     return timm
 
 
-def _state(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a state dict themselves, by name."""
-    return iter(net.state_dict(keep_vars=True).items())
+__all__ = ["for_channels", "packaged", "published", "timm_model"]
 
 
 def _for_channels(numbers: tuple[float, ...], channels: int) -> tuple[float, ...]:

@@ -43,12 +43,12 @@ from flwr_replay.errors import ConfigError
 from flwr_replay.memory import remembered
 from flwr_replay.models.frozen import Frozen, frozen_stages
 from flwr_replay.models.gabor import gabor
-from flwr_replay.models.layers import Standardize, norm_layer, stage
+from flwr_replay.models.layers import Prepared, Standardize, norm_layer, stage
 from flwr_replay.models.own import own
 from flwr_replay.models.pretrained import load_pretrained
 from flwr_replay.models.seeding import seeded
 from flwr_replay.models.staged import StagedModel
-from flwr_replay.models.timm_models import Prepared, timm_model
+from flwr_replay.models.timm_models import timm_model
 from flwr_replay.models.unet import unet
 
 __all__ = ["backbone", "build", "bytes_of", "described", "encoder_digest", "encoder_of", "frozen_before"]
@@ -106,13 +106,13 @@ def _whole(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
     with seeded(seed), torch.device("cpu"):
         built = _fresh(model, task)
     built.channels_last = model.name in CHANNELS_LAST and not model.library
-    if task.mean and not model.library:
+    if task.mean and not any(isinstance(layer, Prepared) for layer in built.modules()):
         name, first = next(iter(built.named_children()))
         inner = dict(first._modules) if type(first) is nn.Sequential else {"layer": first}
         layers = OrderedDict(standardize=Standardize(task.mean, task.std), **inner)
         setattr(built, name, nn.Sequential(layers))
     if model.everywhere:
-        load_pretrained(built, model.weights)
+        load_pretrained(built, model.weights, model.library)
     return built
 
 
@@ -144,7 +144,7 @@ def described(model: ModelConfig, task: TaskConfig) -> str:
         return ""
     built, encoder = build(model, task, 0), encoder_of(model, task)
     prepared = [f"; {layer.extra_repr()}" for layer in built.modules() if isinstance(layer, Prepared)]
-    weights = f"weights {Path(model.weights).name}" if model.weights else "fresh weights"
+    weights = f"weights {Path(model.weights).name}" if model.weights else model.build or "fresh weights"
     text = f"{model.name}, {weights}{''.join(prepared)}. {sum(p.numel() for p in built.parameters()):,} numbers train"
     if encoder is None:
         return f"{text}."

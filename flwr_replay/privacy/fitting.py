@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+from flwr_replay.config.model import ModelConfig
 from flwr_replay.config.run import RunConfig
-from flwr_replay.config.sections import require
+from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.data.datasets import MIXES_PATIENTS
+from flwr_replay.memory import remembered
 
 __all__ = ["check_fit", "mechanisms_wanted", "trains_encoder"]
 
@@ -29,10 +31,7 @@ def check_fit(config: RunConfig, wanted: Container[str]) -> None:
     if config.privacy.end_to_end:
         _check_end_to_end(config)
     if config.model.build:
-        from flwr_replay.models.own import check_layers
-        from flwr_replay.models.zoo import build
-
-        check_layers(config.model, build(config.model, config.task, 0))
+        _check_own(config.model, config.task)
     require(
         "encoder" not in wanted or trains_encoder(config),
         f"dp=encoder is for what trains before the cut; with model.train={config.model.train} nothing there does: "
@@ -62,6 +61,14 @@ def check_fit(config: RunConfig, wanted: Container[str]) -> None:
         "a prior learns the codes of a generator, and a generator trained without noise depends on all images: "
         "choose dp=generator+prior or dp=end-to-end",
     )
+
+
+@remembered(maxsize=4)  # every message asks
+def _check_own(model: ModelConfig, task: TaskConfig) -> None:
+    from flwr_replay.models.own import check_layers
+    from flwr_replay.models.zoo import build
+
+    check_layers(model, build(model, task, 0))
 
 
 def trains_encoder(config: RunConfig) -> bool:

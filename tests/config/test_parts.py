@@ -14,12 +14,14 @@ from flwr_replay.config.compose import compose, overrides_of, to_yaml
 from flwr_replay.config.parts import VARIABLE
 from flwr_replay.data.datasets import load
 from flwr_replay.engines.inline import partitions
+from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import ConfigError, DataError, RefusedError, RunError
 from flwr_replay.institution.node import _institution
 from flwr_replay.models import split
 from flwr_replay.models.own import check_layers
 from flwr_replay.models.zoo import backbone, build, bytes_of
 from flwr_replay.privacy.plan import PrivacyPlan
+from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
 from flwr_replay.wire.weights import to_arrays
 
@@ -130,6 +132,18 @@ def test_under_dp_layers_of_the_users_own_are_refused(own):
 def test_a_layer_that_stands_twice_stays_twice(own):
     config = composed("model=ownnets:twice")
     assert build(config.model, config.task, 0).stages == ("flat", "one", "act", "two", "again", "head")
+
+
+def test_a_layer_behind_a_cut_may_write_over_its_input(own, tmp_path):
+    words = [
+        "task=digits",
+        "model=ownnets:inplace",
+        "strategy=splitnn",
+        "cut=body",
+        "nodes=2",
+        f"runs_dir={tmp_path / 'runs'}",
+    ]
+    assert run_inline([*words, "rounds=1"], Display())[0]["final"]["global"]["accuracy"] > 0
 
 
 @pytest.mark.parametrize("function", ["arrays", "torchs", "hugging"])

@@ -96,7 +96,7 @@ def test_wrapped_weights_are_opened_by_timms_names_and_ours(tmp_path, wrap):
     theirs = {model.foreign[name]: tensor for name, tensor in ours.items() if name in model.foreign}
     for weights in (ours, theirs):
         torch.save(wrap(weights), tmp_path / "w.pth")
-        found = load_pretrained(build(config, TASK, 2), str(tmp_path / "w.pth")).state_dict()
+        found = load_pretrained(build(config, TASK, 2), str(tmp_path / "w.pth"), "timm").state_dict()
         for name in model.foreign:
             torch.testing.assert_close(found[name], ours[name], rtol=1e-3, atol=1e-3)  # as half precision has it
 
@@ -105,7 +105,7 @@ def test_an_average_beside_the_weights_is_chosen_by_nobody(tmp_path):
     weights = timm.create_model("test_resnet").state_dict()
     torch.save({"state_dict": weights, "state_dict_ema": weights}, tmp_path / "w.pth")
     with pytest.raises(ConfigError, match="several that fit: under 'state_dict', under 'state_dict_ema'"):
-        load_pretrained(build(timms("test_resnet", size=64), TASK, 0), str(tmp_path / "w.pth"))
+        load_pretrained(build(timms("test_resnet", size=64), TASK, 0), str(tmp_path / "w.pth"), "timm")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_an_average_beside_the_weights_is_chosen_by_nobody(tmp_path):
 def test_weights_of_another_architecture_are_refused_with_what_does_not_fit(tmp_path, theirs, ours, line):
     torch.save(timm.create_model(theirs).state_dict(), tmp_path / "w.pth")
     with pytest.raises(ConfigError) as error:
-        load_pretrained(build(timms(ours, size=64), TASK, 0), str(tmp_path / "w.pth"))
+        load_pretrained(build(timms(ours, size=64), TASK, 0), str(tmp_path / "w.pth"), "timm")
     assert line in str(error.value)
 
 

@@ -1,18 +1,21 @@
 """Weights of a user's file, in our names and in torchvision's."""
 
 import pickle
+import re
 from argparse import Namespace
+from collections import OrderedDict
 
 import numpy as np
 import pytest
 import torch
 import torchvision
 from safetensors.torch import save_file
+from torch import nn
 
 from flwr_replay.config.compose import compose
 from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import ConfigError
-from flwr_replay.models import build
+from flwr_replay.models import build, staged
 from flwr_replay.models.pretrained import load_pretrained
 from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
@@ -197,3 +200,27 @@ def test_buda_et_al_s_names_of_a_u_net_are_ours(tmp_path):
     torch.save(renamed, tmp_path / "unet.pt")
     found = load_pretrained(build(config.model, config.task, 0), str(tmp_path / "unet.pt")).state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in ours.state_dict().items())
+
+
+def publishers(**more):
+    """Return a network with a DenseNet's names, and stages of its layers."""
+    layers = OrderedDict(norm1=nn.BatchNorm2d(1), conv1=nn.Conv2d(1, 2, 1))
+    features = nn.Sequential(OrderedDict(denselayer1=nn.Sequential(layers)))
+    net = nn.Sequential(OrderedDict(features=features, classifier=nn.Linear(2, 3)))
+    return net, staged(net, stem=net.features.denselayer1, **more, head=nn.Linear(2, 3))
+
+
+@pytest.mark.parametrize("name", [lambda name: name, lambda name: "module." + re.sub(r"(norm|conv)1", r"\1.1", name)])
+def test_stages_of_a_network_take_its_own_names_and_a_densenets_old_ones(name, tmp_path):
+    (net, _), (_, ours) = publishers(), publishers()
+    held = {name(key): tensor for key, tensor in net.state_dict().items() if not key.endswith("tracked")}
+    torch.save({**held, name("op_threshs"): torch.tensor([0.1, torch.nan])}, tmp_path / "w.pth")  # of no layer
+    head = ours.head.weight.clone()
+    load_pretrained(ours, str(tmp_path / "w.pth"))
+    assert torch.equal(ours.stem.conv1.weight, net.features.denselayer1.conv1.weight)
+    assert torch.equal(ours.head.weight, head)  # the publisher's is for other classes
+    with pytest.raises(ConfigError, match=r"must hold 'own.weight'"):
+        load_pretrained(publishers(own=nn.Conv2d(2, 2, 1))[1], str(tmp_path / "w.pth"))
+    torch.save({key: tensor * torch.nan for key, tensor in held.items()}, tmp_path / "w.pth")
+    with pytest.raises(ConfigError, match="finite"):
+        load_pretrained(ours, str(tmp_path / "w.pth"))
