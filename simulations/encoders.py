@@ -1,0 +1,72 @@
+"""Networks from scratch, fixed features, and a pretrained encoder that stays or is tuned, in the main methods.
+
+CIFAR-10: a sample, 8 institutions of 500 images: equal mixes, 80 % of one class each, sorted by KS, or 30 % of a class
+drawn at random as in `study proxyfl`. PneumoniaMNIST: 2 institutions of 380, 80 % of one class each. X-rays: three
+sites as they are, at 224 pixels.
+
+Settings were chosen on seeds 0 to 2 of CIFAR-10, by validation images of the institutions' own mixes, and serve all
+data; they are reported on seeds 10 to 14. `local` and `own head, pooled` are what an institution has alone, without
+noise. Batch norm that trains has no per-example gradients, so the tuned network is not in ProxyFL.
+"""
+
+from __future__ import annotations
+
+from flwr_replay.studies.study import Part
+
+__all__ = ["PARTS"]
+
+PUBLIC = ["task.mean=[0.4914,0.4822,0.4465]", "task.std=[0.2470,0.2435,0.2616]"]  # of CIFAR-10; lite0 has its own
+CIFAR10 = ["task=medmnist", "channels=3", "task.size=32", "classes=10", "nodes=8", "partition.size=500"]
+PNEUMONIA = ["task=medmnist", "classes=2", "nodes=2", "partition.size=380", "partition=majority", "p=0.8"]
+XRAYS = ["task=folder", "channels=1", "task.size=224", "classes=3", "class_names=[covid,normal,pneumonia]", "nodes=3"]
+# File, options, and how many examples the smallest institution has.
+DATA = {
+    "equal": ("cifar10-8k.npz", [*CIFAR10, "partition=iid"], 500),
+    "majority": ("cifar10-8k.npz", [*CIFAR10, "partition=majority", "p=0.8"], 500),
+    "ks": ("cifar10-8k.npz", [*CIFAR10, "partition=ks", "ks=0.9"], 500),
+    "third": ("cifar10-8k.npz", [*CIFAR10, "partition=majority", "p=0.3", "majors=random", "rest=uniform"], 500),
+    "pneumonia": ("pneumoniamnist.npz", PNEUMONIA, 380),
+    "xrays": ("covid-cxr", [*XRAYS, "partition=natural"], 30),
+}
+# Network, FedReplay's cut, and the learning rates of central, local, FedAvg, CWT and FedReplay.
+ENCODERS = {
+    "scratch": (["model=cnn", "width=16", "norm=group"], "conv1", (0.01, 0.01, 0.01, 0.01, 0.01)),
+    "gabor": (["model=gabor", "model.train=head"], "energies", (0.01, 0.01, 0.01, 0.01, 0.01)),
+    "frozen": (["model=lite0", "model.train=head"], "features", (0.01, 0.01, 0.01, 0.01, 0.01)),
+    "tuned": (["model=lite0", "model.train=from:blocks6"], "blocks5", (0.01, 0.01, 0.01, 0.01, 0.01)),
+}
+METHODS = ("central", "local", "fedavg", "cwt", "fedreplay")
+PAIR = "proxyfl:listen=pool:alpha=0:beta=0:private_lr=0.01:private_epochs=1:private_batch_size=32:lr=1"
+ROUNDS = {8: (30, 24), 1: (15, 12)}  # of ProxyFL by epsilon, and the round after which its rate is a tenth
+
+
+def part(data: str, encoder: str) -> Part:
+    """Return the methods on one data set with one network."""
+    file, dealt, smallest = DATA[data]
+    network, cut, rates = ENCODERS[encoder]
+    if network[0] == "model=lite0":
+        network = [*network, "model.size=224" if data == "xrays" else "model.size=96"]
+    elif file == "cifar10-8k.npz":
+        network = [*network, *PUBLIC]
+    methods = [f"{name} := {name}:lr={rate}" for name, rate in zip(METHODS, rates, strict=True)]
+    methods[-1] += f":cut={cut}"
+    if encoder != "tuned":
+        pair = f"{PAIR}:batch_size={smallest}"
+        methods += [
+            f"ProxyFL, ε {budget} := {pair}:topology=complete:target_epsilon={budget}:rounds={rounds}:lr_step={step}"
+            for budget, (rounds, step) in ROUNDS.items()
+        ]
+        methods.append(f"own head, pooled := {pair}:topology=none:dp=none:rounds=30:lr_step=24")
+    return Part(
+        name=f"{data}-{encoder}",
+        about=f"{data}: {encoder}.",
+        methods=methods,
+        options=[*dealt, *network, "rounds=20", "evaluate_every=30", "delta=1e-5", "seeds=10,11,12,13,14"],
+        against="central",
+        metric="accuracy" if file == "cifar10-8k.npz" else "balanced-accuracy",
+        data=file,
+        group=data,
+    )
+
+
+PARTS = [part(data, encoder) for data in DATA for encoder in ENCODERS]
