@@ -40,11 +40,8 @@ FREE = (
     "replay.missing",
 )
 
-OWN_FILES = (
-    "model.weights",
-    "generator.checkpoint",
-    "generator.perceptual_weights",
-)  # their paths are not told to a server
+# Their paths are not told to a server.
+OWN_FILES = ("model.weights", "generator.checkpoint", "generator.perceptual_weights")
 
 
 @lru_cache(maxsize=64)

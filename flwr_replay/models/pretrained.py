@@ -116,10 +116,8 @@ def read_weights(path: Path, option: str, names: Collection[str] = ()) -> Found:
     """
     none = None
     try:
-        with (
-            open(path, "rb") as file,
-            torch.serialization.safe_globals([Namespace]),
-        ):  # timm's scripts keep arguments so
+        # timm's scripts keep their arguments in a Namespace
+        with open(path, "rb") as file, torch.serialization.safe_globals([Namespace]):
             begins = file.read(64)
             none = next((what for begin, what in NO_WEIGHTS if re.match(begin, begins)), None)
             file.seek(0)

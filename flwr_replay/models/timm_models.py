@@ -142,9 +142,6 @@ def _timm(name: str) -> Any:
     return timm
 
 
-__all__ = ["for_channels", "packaged", "published", "timm_model"]
-
-
 def _for_channels(numbers: tuple[float, ...], channels: int) -> tuple[float, ...]:
     """Return a number for each channel: the published ones, or for other channels than three their mean."""
     return tuple(numbers) if len(numbers) == channels else (sum(numbers) / len(numbers),) * channels
