@@ -94,11 +94,11 @@ def build(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
         f"model {model.name}{stem} needs images of at least {smallest}x{smallest} pixels; got task.size {task.size}: "
         "choose a model with fewer poolings, such as mlp",
     )
-    built, encoder = _whole(model, task, seed), encoder_of(model, task)
-    if encoder:
-        fixed, stages = len(encoder.stages), list(built._modules.items())
-        built = StagedModel(OrderedDict([(stages[fixed - 1][0], deepcopy(encoder)), *stages[fixed:]]))
-    return built
+    encoder = encoder_of(model, task)
+    if not encoder:
+        return _whole(model, task, seed)
+    trained = deepcopy(_trained(model, task, seed))
+    return StagedModel(OrderedDict([([*encoder.stages._modules][-1], deepcopy(encoder)), *trained.items()]))
 
 
 def _whole(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
@@ -114,6 +114,14 @@ def _whole(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
     if model.everywhere:
         load_pretrained(built, model.weights, model.library)
     return built
+
+
+@remembered(maxsize=4)
+def _trained(model: ModelConfig, task: TaskConfig, seed: int) -> OrderedDict[str, nn.Module]:
+    """Return the stages that train beside frozen ones, as they begin: whole models take long to build."""
+    built = _whole(model, task, seed)
+    names = built.stages[len(frozen_stages(built.stages, model.train)) :]
+    return OrderedDict((name, built.get_submodule(name)) for name in names)
 
 
 @remembered(maxsize=2)  # all models of a process share its weights: nothing in it changes
