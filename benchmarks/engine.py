@@ -43,6 +43,7 @@ from flwr_replay.engines.simulate import Simulation, run_inline, run_ray
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import iterations, make_optimizer, torch_rng
+from flwr_replay.models.layers import as_input
 from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.parallel import weighted_mean
 from flwr_replay.payloads.common import Evaluation
@@ -92,7 +93,7 @@ def one_by_one(
     order = torch.randperm(len(y), generator=shuffle)
     for i in range(iterations(len(y), batch_size)):
         rows = order[i * batch_size : (i + 1) * batch_size]
-        yield x[rows].float().div_(255), y[rows]
+        yield as_input(x[rows]), y[rows]
 
 
 def visit(
@@ -121,9 +122,9 @@ def evaluate(model: torch.nn.Module, test: Shard, arrays: StateDict, config: Run
     return evaluation
 
 
-def sequential(config: RunConfig, owned: list[tuple[Shard, Shard]]) -> Iterator[None]:
-    """Run the plain loop, one institution after another; each step of the iterator is a round."""
-    model = backbone(config.model, config.task)(derived_seed(config.seed, "model"))
+def sequential(config: RunConfig, owned: list[tuple[Shard, Shard]], only: slice = slice(None)) -> Iterator[None]:
+    """Run the plain loop, one institution after another; each step of the iterator is a round. `only` some stages."""
+    model = backbone(config.model, config.task)(derived_seed(config.seed, "model"))[only]
     arrays = to_arrays(model)
     for exchange in range(1, config.rounds + 1):
         answers = [

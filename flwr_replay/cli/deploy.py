@@ -66,30 +66,33 @@ def seal_key(
 @app.command()
 def state(
     place: Annotated[str, typer.Argument(metavar="STATE")],
-    runs: Annotated[list[str] | None, typer.Option("--remove", metavar="RUN", help="A run that is over.")] = None,
+    runs: Annotated[
+        list[str] | None, typer.Option("--remove", metavar="RUN", help="A run that is over, or decoded.")
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False,
 ) -> None:
     """List what an institution keeps in its state directory STATE, with bytes; --remove what a run has left.
 
     Its models, latents and pictures go, a private model too. The ledger, the account of epsilon and the run's options
-    stay. The institution answers no further message of that run.
+    stay. The institution answers no further message of that run. `--remove decoded` removes decoded images and
+    features; those that simulations keep lie in $FLWR_REPLAY_HOME.
     """
-    from flwr_replay.data.decoded import FOLDER
     from flwr_replay.report.progress import shown_bytes, shown_time
-    from flwr_replay.state.kept import bytes_of, kept, ledger_bytes, remove
+    from flwr_replay.state.kept import DECODED, bytes_of, kept, ledger_bytes, remove
 
     folder = absolute(place)
-    runs_kept = kept(folder)
+    runs_kept, made = kept(folder), folder / DECODED
     if runs:
         if not yes:
-            going = bytes_of([file for entry in runs_kept if entry.run in runs for file in entry.spare])
-            typer.confirm(f"Remove {shown_bytes(going)}? These runs cannot go on then", abort=True)
+            going = [file for entry in runs_kept if entry.run in runs for file in entry.spare]
+            going += made.glob("*") if DECODED in runs else []
+            typer.confirm(f"Remove {shown_bytes(bytes_of(going))}? These runs cannot go on then", abort=True)
         remove(folder, runs)
         runs_kept = kept(folder)
     for entry in runs_kept:
         fate = "removed" if entry.removed and not entry.spare else f"{shown_bytes(bytes_of(entry.spare))} can go"
         print(f"{entry.run}\n  {shown_bytes(entry.bytes)}, {fate}; last written {shown_time(entry.seconds)} ago")
-    print(f"decoded images, made again when they are missing: {shown_bytes(bytes_of([*(folder / FOLDER).glob('*')]))}")
+    print(f"decoded images and features, made again when they are missing: {shown_bytes(bytes_of([*made.glob('*')]))}")
     number, size, recorded = ledger_bytes(folder)
     print(f"ledger: {shown_bytes(size)}, parts: {number}; recorded messages: {shown_bytes(recorded)}")
 

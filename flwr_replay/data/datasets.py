@@ -75,8 +75,8 @@ class Examples:
         The patient each example comes from, where the data name it.
     image_bytes : int
         Bytes of an image, if `x` has features that were computed of images; 0: `x` has what the institution owns.
-    image_digest : str
-        The `digest` of these images, with labels; empty: that of `x`.
+    images : Examples | None
+        These images, whose `digest` counts; None: that of `x`.
 
     Raises
     ------
@@ -89,7 +89,7 @@ class Examples:
     sites: NDArray[np.str_] | None = None
     patients: NDArray[np.str_] | None = None
     image_bytes: int = 0
-    image_digest: str = ""
+    images: Examples | None = None
 
     def __post_init__(self) -> None:
         if self.x.ndim != 4 or self.x.dtype not in (np.uint8, np.float32):
@@ -114,8 +114,8 @@ class Examples:
     @cached_property
     def digest(self) -> str:
         """The SHA-256 of all images and labels in their order, with their dtypes and shapes; hexadecimal digits."""
-        if self.image_digest:
-            return self.image_digest
+        if self.images is not None:
+            return self.images.digest
         sha = hashlib.sha256()
         for array in (self.x, self.y):
             sha.update(f"{array.dtype.str} {array.shape} ".encode())

@@ -29,6 +29,7 @@ from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -38,7 +39,18 @@ from flwr_replay.errors import DamagedError
 from flwr_replay.files.atomic import private_folder, read_json, sweep, sync, write_json
 from flwr_replay.files.disk import claimed, folder_locked, looked, reading, writing
 
-__all__ = ["FOLDER", "DecodedImages", "ImageSource", "Source", "decoded", "digest_of", "each", "form_of", "versions"]
+__all__ = [
+    "FOLDER",
+    "DecodedImages",
+    "ImageSource",
+    "Source",
+    "decoded",
+    "digest_of",
+    "each",
+    "form_of",
+    "mapped",
+    "versions",
+]
 
 FOLDER = "decoded"  # in a state directory
 FORMAT = 3  # a higher one where an image's bits, or the form of an entry, change
@@ -49,12 +61,17 @@ TOGETHER, BYTES = 256, 2**26  # images that are decoded before they are written:
 Indices = NDArray[np.int64]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+_maps: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()  # of entries: where it begins, and its file then
 
 
 class Source(Protocol):
     """Examples that are made once."""
 
     what: ClassVar[str]
+
+    @property
+    def needs(self) -> int:
+        """The bytes of other entries, without which it cannot be made."""
 
     @property
     def dtype(self) -> DTypeLike:
@@ -87,6 +104,7 @@ class ImageSource:
     """Files to decode, one example each."""
 
     what: ClassVar[str] = "decoded images"
+    needs: ClassVar[int] = 0
     task: TaskConfig  # with the form of an example, (task.channels, task.size, task.size)
     files: Sequence[Path]
     about: object  # what else the division depends on, as JSON has it
@@ -153,14 +171,14 @@ class DecodedImages:
             If an entry cannot be written.
         """
         size = prod(source.shape(source.total)) * np.dtype(source.dtype).itemsize
-        if size > self.limit:
+        if size + source.needs > self.limit:  # entries must not drive out what they are made of, message by message
             self._make_room(0)
             if self.limit:
                 logging.getLogger("flwr").warning(
                     "%s take %.3g GB, and cache-gb=%g: they are made for every message, and all are in memory; set "
                     "cache-gb in --node-config to more",
                     source.what,
-                    size / 1e9,
+                    (size + source.needs) / 1e9,
                     self.limit / 1e9,
                 )
             return _in_memory(source)
@@ -184,6 +202,7 @@ class DecodedImages:
                 if about["key"] != key or about["written"] != list(_times(os.fstat(file.fileno()))):
                     return None
                 x = np.memmap(file, about["dtype"], "r", shape=tuple(about["shape"]))
+                _maps[x._mmap] = x.ctypes.data, *about["written"]  # type: ignore[attr-defined]
         except (DamagedError, ValueError, TypeError):  # missing or damaged
             return None
         return {split: np.asarray(rows, np.int64) for split, rows in about["splits"].items()}, x
@@ -240,6 +259,13 @@ def decoded(source: Source, kept: DecodedImages | None) -> dict[str, tuple[Indic
     return {
         split: (members[split], x[end - len(members[split]) : end]) for split, end in zip(members, ends, strict=True)
     }
+
+
+def mapped(x: NDArray[Any]) -> tuple[int, ...]:
+    """Return which numbers of which file an array maps, if it is an entry's; it then changes with them."""
+    held = getattr(x, "_mmap", None)  # the map itself, which slices share
+    begin, *written = _maps.get(held, (0,)) if held else (0,)
+    return (x.ctypes.data - begin, *x.shape, *x.strides, *written) if written else ()
 
 
 def each(read: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from flwr_replay.config.sections import TaskConfig
 from flwr_replay.data import Dataset, Examples
-from flwr_replay.data.decoded import DecodedImages, Indices, decoded, digest_of, form_of, versions
+from flwr_replay.data.decoded import DecodedImages, Indices, decoded, digest_of, form_of, mapped, versions
 from flwr_replay.files.tensors import digest
 from flwr_replay.models.frozen import Frozen
 from flwr_replay.models.layers import Prepared, as_input
@@ -34,7 +34,7 @@ TOGETHER, PIXELS = 64, 160_000
 class FeatureSource:
     """Images of a data set, and the encoder that they pass."""
 
-    what: ClassVar[str] = "features"
+    what: ClassVar[str] = "features beside decoded images"
     dtype: ClassVar[type[np.float32]] = np.float32
 
     task: TaskConfig
@@ -48,24 +48,32 @@ class FeatureSource:
         return sum(map(len, self.parts.values()))
 
     @property
+    def needs(self) -> int:
+        """The bytes of the images that are kept, too."""
+        return sum(part.x.nbytes for part in self.parts.values() if mapped(part.x))
+
+    @property
     def form(self) -> str:
         """What an entry is named by: the data folder, the task and the encoder."""
         return digest_of([form_of(self.task), self.encoder.digest, repr(self.encoder)])
 
     @property
     def key(self) -> str:
-        """All that the features depend on, as a digest: images, encoder, device, versions, and a user's own code."""
-        images = [[split, part.digest] for split, part in self.parts.items()]
+        """All that the features depend on, as a digest: images, encoder, device, threads, versions, own code."""
+        images = [[split, mapped(part.x) or part.digest] for split, part in self.parts.items()]
         first = next(part.x[:1] for part in self.parts.values() if len(part))
         probe = digest({"x": self.encoded(first)}) if self.encoder.alone else ""
-        return digest_of([FORMAT, self.form, images, self.device.type, versions(PACKAGES), probe])
+        made_by = [self.device.type, torch.get_num_threads(), versions(PACKAGES), probe]
+        return digest_of([FORMAT, self.form, images, made_by])
 
     @property
     def together(self) -> int:
         """How many images pass the encoder at a time."""
         if self.encoder.alone or self.device.type != "cpu":
             return 1 if self.encoder.alone else TOGETHER
-        side = next((layer.size for layer in self.encoder.modules() if isinstance(layer, Prepared)), self.task.size)
+        side = next(
+            (layer.size for layer in self.encoder.stages.modules() if isinstance(layer, Prepared)), self.task.size
+        )
         return max(1, min(TOGETHER, PIXELS // side**2))
 
     def shape(self, n: int) -> tuple[int, int, int, int]:
@@ -102,7 +110,7 @@ def featured(dataset: Dataset, task: TaskConfig, encoder: Frozen, device: torch.
     made = decoded(FeatureSource(task, parts, encoder.to(device), device), kept)
     bytes_of = {split: part.x.itemsize * prod(part.x.shape[1:]) for split, part in parts.items()}
     changed: dict[str, Any] = {
-        split: replace(part, x=made[split][1], image_bytes=bytes_of[split], image_digest=part.digest)
+        split: replace(part, x=made[split][1], image_bytes=bytes_of[split], images=part)
         for split, part in parts.items()
     }
     return replace(dataset, **changed)

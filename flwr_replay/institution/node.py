@@ -237,7 +237,7 @@ def _share(config: RunConfig, nodes: int, k: int) -> Dataset:
     own = part.examples(_inputs(config), k)
     if config.record == "none" or not config.features_once:
         return own
-    return replace(own, train=replace(own.train, image_digest=part.examples(loaded(config.task), k).train.digest))
+    return replace(own, train=replace(own.train, images=part.examples(loaded(config.task), k).train))
 
 
 def _with_own_files(config: RunConfig, owned: Mapping[str, str]) -> RunConfig:

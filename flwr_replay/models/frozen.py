@@ -17,7 +17,7 @@ from flwr_replay.config.sections import one_of, require
 from flwr_replay.files.tensors import digest
 from flwr_replay.models.layers import outlined
 
-__all__ = ["Frozen", "frozen_stages", "unfrozen"]
+__all__ = ["Frozen", "frozen_stages"]
 
 
 class Frozen(nn.Module):
@@ -45,13 +45,13 @@ class Frozen(nn.Module):
     def __init__(self, stages: OrderedDict[str, nn.Module], image: Tensor, alone: bool) -> None:
         super().__init__()
         self.stages, self.alone = nn.Sequential(stages), alone
-        for layer in self.modules():
+        for layer in self.stages.modules():
             for name, parameter in list(layer._parameters.items()):
                 if parameter is not None:
                     del layer._parameters[name]
                     layer.register_buffer(name, parameter.detach())
             layer._non_persistent_buffers_set.update(layer._buffers)
-        self.train()
+        self.eval()
         with torch.no_grad():
             self.shape = tuple((self.stages(image) if alone else outlined(self.stages, image.to("meta"))).shape[1:])
         require(
@@ -78,13 +78,21 @@ class Frozen(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Frozen:
         """Copy the layers, which can then be moved to a device, and share the weights, which never change."""
         twin = Frozen.__new__(Frozen)
-        memo |= {id(self): twin, **{id(buffer): buffer for buffer in self.buffers()}}
+        memo |= {id(self): twin, **{id(buffer): buffer for buffer in self.stages.buffers()}}
         vars(twin).update(copy.deepcopy(vars(self), memo))
         return twin
 
     def train(self, mode: bool = True) -> Frozen:
         """Stay in evaluation mode."""
-        return super().train(False)
+        return super().train(False) if self.training else self
+
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
+        """Yield itself without its layers, which nobody else trains, hooks or refuses."""
+        yield prefix, self
+
+    def state_dict(self, *args: Any, destination: Any = None, **options: Any) -> Any:
+        """Add nothing."""
+        return OrderedDict() if destination is None else destination
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (B, *shape), from images (B, C, H, W) or from features."""
@@ -94,14 +102,6 @@ class Frozen(nn.Module):
             return torch.cat([x.new_zeros(0, *self.shape), *map(self.stages, torch.split(x, 1)[: len(x)])])
         features: Tensor = self.stages(x)
         return features
-
-
-def unfrozen(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield a module and its layers by name, as `named_modules` does, without those inside a `Frozen`."""
-    yield name, module
-    if not isinstance(module, Frozen):
-        for child_name, child in module.named_children():
-            yield from unfrozen(child, f"{name}.{child_name}".lstrip("."))
 
 
 def frozen_stages(stages: Sequence[str], train: str) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from flwr_replay.config.parts import import_part, users_code
 from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.errors import ConfigError
 from flwr_replay.memory import on_forget
-from flwr_replay.models.frozen import Frozen, unfrozen
+from flwr_replay.models.frozen import Frozen
 from flwr_replay.models.layers import Prepared, Standardize, out_of_place
 from flwr_replay.models.staged import StagedModel
 
@@ -84,7 +84,7 @@ def check_layers(model: ModelConfig, built: nn.Module) -> None:
     Only layers are taken that compute each example by itself, as PyTorch has them, without hooks. Those that do not
     train may be any: each image passes them alone. That they remember none is on whoever wrote them.
     """
-    for name, layer in unfrozen(built):
+    for name, layer in built.named_modules():
         flattens = type(layer) is nn.Flatten and layer.start_dim == 1
         require(
             type(layer) is Frozen or ((type(layer) in APART or flattens) and not _altered(layer)),

@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flwr_replay.config.sections import one_of, require
-from flwr_replay.models.frozen import unfrozen
 
 __all__ = ["StagedModel", "has_batch_norm", "placed", "split", "split_before_head", "staged"]
 
@@ -132,4 +131,4 @@ def has_batch_norm(module: nn.Module) -> bool:
     Such a module has no per-example gradients, so it cannot be trained by DP-SGD. If its feature map is one pixel, it
     cannot be trained on a batch of one.
     """
-    return any(isinstance(layer, _BatchNorm) for _, layer in unfrozen(module))
+    return any(isinstance(layer, _BatchNorm) for layer in module.modules())

@@ -151,7 +151,8 @@ def described(model: ModelConfig, task: TaskConfig) -> str:
     if not model.library and model.train == "all":
         return ""
     built, encoder = build(model, task, 0), encoder_of(model, task)
-    prepared = [f"; {layer.extra_repr()}" for layer in built.modules() if isinstance(layer, Prepared)]
+    layers = [*built.modules(), *(encoder.stages.modules() if encoder else [])]
+    prepared = [f"; {layer.extra_repr()}" for layer in layers if isinstance(layer, Prepared)]
     weights = f"weights {Path(model.weights).name}" if model.weights else model.build or "fresh weights"
     text = f"{model.name}, {weights}{''.join(prepared)}. {sum(p.numel() for p in built.parameters()):,} numbers train"
     if encoder is None:

@@ -24,7 +24,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from flwr_replay.config.sections import require
 from flwr_replay.errors import ConfigError
-from flwr_replay.models.frozen import unfrozen
 from flwr_replay.privacy import importing_opacus
 from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.ghost import Ghost, norms_of
@@ -57,7 +56,7 @@ def refuse_mixing(module: nn.Module) -> None:
             f"{name} is {names.get(id(parameter))}: give each layer its own",
         )
         names[id(parameter)] = name
-    for name, layer in unfrozen(module):
+    for name, layer in module.named_modules():
         require(
             not isinstance(layer, nn.modules.conv._ConvNd) or layer.padding_mode == "zeros",
             "under differential privacy convolutions are padded by zeros; "
@@ -159,7 +158,7 @@ def _single_gradients(module: nn.Module) -> Iterator[Callable[[], None]]:
         return tuple(tensor.contiguous() for tensor in inputs)
 
     # Opacus 1.6 reads other examples' pixels into an example's gradient where a tensor is not contiguous.
-    convolutions = [layer for _, layer in unfrozen(module) if isinstance(layer, nn.Conv2d)]
+    convolutions = [layer for layer in module.modules() if isinstance(layer, nn.Conv2d)]
     hooks = [layer.register_forward_pre_hook(contiguous) for layer in convolutions]
     watched = GradSampleModule(module, loss_reduction="sum", strict=False)  # refuse_mixing checks buffers more closely
     try:

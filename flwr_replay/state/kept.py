@@ -2,6 +2,7 @@
 
 Models, optimizer states, codes, latents and pictures of a run can go. What shows what has left, and what it has cost,
 stays: the ledger with all its parts, each run's account, its options, its counted tests and the parcels that came.
+Decoded images and features can go, too, as if they were a run's; those of simulations lie in the home folder.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flwr_replay.data.decoded import FOLDER as DECODED
 from flwr_replay.errors import RunError, nearest
 from flwr_replay.files.atomic import sweep, write_atomic
-from flwr_replay.files.disk import files_below, looked
+from flwr_replay.files.disk import entries, files_below, looked
 from flwr_replay.files.disk import remove as unlink
 from flwr_replay.files.lines import parts
 from flwr_replay.state.store import REMOVED, RUNS
 from flwr_replay.wire.ledger import LEDGER
 from flwr_replay.wire.recording import FOLDER
 
-__all__ = ["KeptOfRun", "bytes_of", "kept", "ledger_bytes", "remove"]
+__all__ = ["DECODED", "KeptOfRun", "bytes_of", "kept", "ledger_bytes", "remove"]
 
 GOES = (".safetensors", ".npy", ".png")
 
@@ -40,6 +42,8 @@ class KeptOfRun:
 def kept(state: Path) -> list[KeptOfRun]:
     """Look at the runs in an institution's state directory, the oldest first; another folder is a RunError."""
     if not (state / RUNS).is_dir() or not ((state / LEDGER).exists() or parts(state / LEDGER)[:-1]):
+        if (state / DECODED).is_dir():  # the home folder
+            return []
         raise RunError(
             f"an institution's state directory, as state/NAME, has {RUNS}/ and {LEDGER}; {state} has not: give another"
         )
@@ -70,11 +74,15 @@ def remove(state: Path, runs: Sequence[str]) -> None:
 
     A run that is not there is an error before anything is removed.
     """
-    names = [of_run.run for of_run in kept(state)]
+    names = [DECODED, *(of_run.run for of_run in kept(state))]
     for run in runs:
         if run not in names:
             raise RunError(f"--remove must be a run that {state} has; got {run!r}: {nearest(run, names)}")
-    for run in runs:
+    if DECODED in runs:
+        sweep(state / DECODED)
+        for file in (file for kind in ("*.json", "*.images") for file in entries(state / DECODED, kind)):
+            unlink(file)
+    for run in (run for run in runs if run != DECODED):
         write_atomic(state / RUNS / run / REMOVED, "")  # first: a run must not go on with half of its files
         sweep(state / RUNS / run)
         for file in files_below(state / RUNS / run, at_work=True):  # now: a message may have been answered meanwhile

@@ -15,7 +15,7 @@ def test_what_a_run_has_left_can_go_but_for_its_evidence(tmp_path, flwr_replay):
     assert code == 0, err
     lines = out.splitlines()
     assert [line for line in lines if not line.startswith(" ")][:-2] == [first, second]
-    assert lines[-2] == "decoded images, made again when they are missing: 0 B"
+    assert lines[-2] == "decoded images and features, made again when they are missing: 0 B"
     assert lines[-1].startswith("ledger: ")
     assert lines[-1].endswith("parts: 1; recorded messages: 0 B")
     kept = [own / "ledger.jsonl", *(own / "runs" / first / name for name in ("privacy.jsonl", "options.json"))]
@@ -51,3 +51,26 @@ def test_a_run_does_not_go_on_where_its_state_was_removed(tmp_path, flwr_replay)
     code, _, err = flwr_replay("run", "--resume", str(ran.folder), "rounds=2")
     assert code == 2
     assert "has removed what it kept of run" in " ".join(err.split())
+
+
+def test_features_go_by_the_same_command_also_those_of_simulations(tmp_path, flwr_replay):
+    home = tmp_path / "home"
+    run(TINY | {"model": "cnn", "model.train": "head"}, strategy="fedavg", rounds=1, runs_dir=tmp_path / "runs")
+    kept = sorted(file.name for file in (home / "decoded").iterdir())
+    assert len(kept) == 2
+    own = home / "state" / "simulation" / "institution-1"
+    (own / "decoded").mkdir()
+    for name in kept:
+        (own / "decoded" / name).write_bytes((home / "decoded" / name).read_bytes())
+    (first,) = (folder.name for folder in (own / "runs").iterdir())
+    for place in (own, home):
+        before = sorted(file for file in place.rglob("*") if file.parent != place / "decoded")
+        code, out, err = flwr_replay("deploy", "state", str(place), "--remove", "decoded", "--yes")
+        assert code == 0, err
+        assert "decoded images and features, made again when they are missing: 0 B" in out
+        assert (first in out) == (place == own)
+        assert not list((place / "decoded").iterdir())
+        assert sorted(file for file in place.rglob("*") if file.parent != place / "decoded") == before
+    code, _, err = flwr_replay("deploy", "state", str(home), "--remove", first, "--yes")
+    assert code == 2
+    assert "must be a run that" in " ".join(err.split())

@@ -139,6 +139,7 @@ def test_what_is_frozen_has_no_parameters_and_takes_features_too(train):
     assert not list(model[0].parameters())
     assert not model[0].state_dict()
     assert not model[0].training
+    assert [*model[0].modules()] == [model[0]]  # no message, hook or search walks through its layers
     assert has_batch_norm(model) == (train != "head")  # frozen batch norm is a fixed scale
     assert bytes_of(config, TASK) == sum(t.numel() * t.element_size() for t in model.state_dict().values())
     x = torch.rand(3, 3, 64, 64)
