@@ -5,6 +5,7 @@ It lies beside the decoded images, under the same limit, is removed with them, a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -55,7 +56,8 @@ class FeatureSource:
     @property
     def form(self) -> str:
         """What an entry is named by: the data folder, the task and the encoder."""
-        return digest_of([form_of(self.task), self.encoder.digest, repr(self.encoder)])
+        layers = re.sub(r" at 0x\w+", "", repr(self.encoder))  # a function's place in memory is another every time
+        return digest_of([form_of(self.task), self.encoder.digest, layers])
 
     @property
     def key(self) -> str:
@@ -95,7 +97,7 @@ class FeatureSource:
         """Return the features of at most `together` images."""
         filled = np.concatenate([x, np.repeat(x[:1], self.together - len(x), axis=0)])
         with torch.inference_mode():
-            features = self.encoder(as_input(torch.from_numpy(filled).to(self.device)))[: len(x)]
+            features = self.encoder(as_input(torch.from_numpy(filled).to(self.device)))[: len(x)].float()
         made: NDArray[np.float32] = features.reshape(self.shape(len(x))).cpu().numpy()
         return made
 

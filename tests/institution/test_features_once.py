@@ -5,6 +5,7 @@ import multiprocessing
 import resource
 import shlex
 import signal
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -14,12 +15,13 @@ from harness import run
 from PIL import Image
 
 from flwr_replay.config.compose import compose
-from flwr_replay.data import decoded, load
+from flwr_replay.data import Dataset, Examples, decoded, load
 from flwr_replay.data.decoded import FOLDER, DecodedImages
 from flwr_replay.errors import RunError
 from flwr_replay.institution.features import FeatureSource, featured
 from flwr_replay.institution.node import institution_of
 from flwr_replay.memory import forget
+from flwr_replay.models.frozen import Frozen
 from flwr_replay.models.layers import as_input
 from flwr_replay.models.zoo import build, encoder_of
 
@@ -242,3 +244,49 @@ def test_features_drive_out_no_images_of_which_they_are_made(folder, passes, cap
         assert not forms
         assert len(list(place.glob("*.images"))) == 1
     assert "features beside decoded images take" in caplog.text
+
+
+class Own(torch.nn.Module):
+    """A user's encoder: it shows a function, and returns half numbers."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.norm, self.change = kind, torch.nn.BatchNorm2d(1), lambda x: x
+
+    def extra_repr(self):
+        return str(self.change)
+
+    def forward(self, x):
+        return self.norm(x)[:, :, ::2].to(self.kind)
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_an_own_encoder_in_half_numbers_that_shows_a_function_is_found_again(tmp_path, passes, kind):
+    x = np.random.default_rng(0).integers(0, 256, (10, 1, 16, 16), np.uint8)
+    part, task = Examples(x, np.zeros(10, np.int64)), of(CNN)[1]
+    for count in (10, 0):
+        passes.clear()
+        encoder = Frozen(OrderedDict(own=Own(kind)), torch.zeros(1, 1, 16, 16), alone=True)
+        made = featured(Dataset("own", part, part.take(np.arange(0))), task, encoder, CPU, DecodedImages(tmp_path, 1e9))
+        assert sum(passes) == count
+    assert isinstance(made.train.x, np.memmap)
+    with torch.no_grad():
+        assert torch.equal(torch.from_numpy(np.array(made.train.x)), encoder(as_input(torch.from_numpy(x))).float())
+
+
+def test_an_images_features_have_the_same_bits_whatever_passes_with_it():
+    """PyTorch's convolutions of other numbers of images differ in the last bits, as resnet18's do."""
+    words = ["model=timm", "model.name=resnet18", "model.size=96", "model.train=head", "task.size=32"]
+    model, task = of(words)
+    x = np.random.default_rng(0).integers(0, 256, (12, 1, 32, 32), np.uint8)
+    source = FeatureSource(task, {"train": Examples(x, np.zeros(12, np.int64))}, encoder_of(model, task), CPU)
+    assert source.together > 12
+    alone = np.concatenate([source.encoded(x[n : n + 1]) for n in range(12)])
+    np.testing.assert_array_equal(alone, source.encoded(x[::-1])[::-1])
+
+
+def test_changed_images_are_kept_nowhere(folder, passes):
+    made = institution(folder, *CNN, "training.augment=flip")
+    assert made.train.x.dtype == torch.uint8
+    assert not passes
+    assert kept(folder)[1] == []
