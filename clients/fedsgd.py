@@ -29,7 +29,7 @@ class FedSGDClient(InstitutionClient):
         data, losses = self.training_data(), []
         model = self.scratch_model(request.arrays)
         refuse_single_batches(model, len(data), BLOCK)
-        number = math.ceil(len(data) / at_once(data.x, BLOCK))
+        number = math.ceil(len(data) / at_once(data.x, BLOCK, model))
         parts = list(zip(torch.chunk(data.x, number), torch.chunk(data.y, number), strict=True))
         blocks, total = ((as_input(x_B), y_B) for x_B, y_B in parts), len(data)
         if sampler := self.replay_sampler(request):  # every block gets its part of the replayed examples

@@ -188,7 +188,7 @@ def check_strategy(name: str, overrides: Sequence[str] = ()) -> None:
     name : str
         The strategy's name, as in `strategy=<name>`.
     overrides : Sequence[str]
-        Options added to those of the small job, `JOB`.
+        Options added to those of the small job, `JOB`; a `model=` takes the place of its model.
 
     Raises
     ------
@@ -207,7 +207,9 @@ def check_strategy(name: str, overrides: Sequence[str] = ()) -> None:
 
 def _check_runs(name: str, folder: Path, overrides: Sequence[str]) -> None:
     noisy = load_strategy(name)[1].traits.dp_by_default != "none"
-    job = [f"strategy={name}", *JOB, *(REPEATABLE if noisy else ()), *overrides, f"runs_dir={folder}"]
+    given = any(word.startswith("model=") for word in overrides)
+    small = [word for word in (*JOB, *(REPEATABLE if noisy else ())) if not (given and word.startswith("model"))]
+    job = [f"strategy={name}", *small, *overrides, f"runs_dir={folder}"]
     recorded = [*job, "run_name=whole", "record=all"]  # the other runs record nothing, and end with the same bits
     whole, grid, result = _run(recorded)
     _check_bytes(folder / "whole", grid, result)

@@ -133,8 +133,15 @@ class FedReplay(OneShot):
         strategy.fitting_rows()
         if config.upload_views > 1 and strategy.blank_labels(1).ndim > 1:
             raise ConfigError(f"strategy.upload-views shifts images, no masks: set it to 1; got {config.upload_views}")
-        if settings.training.changes and config.encoder != "institution":
-            raise ConfigError(f"training.augment needs encoder=institution; got {config.encoder}: set augment=none")
+        if not strategy.encoder_shapes:
+            require(
+                (config.encoder, config.encoder_institution) == ("institution", "largest"),
+                "with model.train nothing before the cut trains, and no institution's or file's encoder is used; got "
+                f"encoder={config.encoder} and encoder-institution={config.encoder_institution}: leave them out",
+            )
+        if settings.training.changes and (config.encoder != "institution" or not strategy.encoder_shapes):
+            trained = config.encoder if strategy.encoder_shapes else "one that does not train"
+            raise ConfigError(f"training.augment needs encoder=institution; got {trained}: set augment=none")
         strategy.ranks.check(strategy.primary, settings.training.batch_size)
         if config.encoder == "file":
             read_encoder(Path(config.encoder_file), strategy.encoder_shapes)

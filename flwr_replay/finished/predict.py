@@ -93,7 +93,7 @@ def predictions(model: TrainedModel, rows: list[ManifestRow], base: Path) -> str
     numbers = [classes.number(row.label, row.where) if row.label else None for row in rows] if model.classes else []
     columns = ["label", *(["right"] if model.classes else [])] if labelled else []
     lines: list[list[object]] = [["image", "predicted", *columns, *(f"p({name})" for name in model.classes)]]
-    block = at_once(torch.empty(1, task.channels, task.size, task.size), 256)
+    block = at_once(torch.empty(1, task.channels, task.size, task.size), 256, model)
     for start in range(0, len(rows), block):
         part = rows[start : start + block]
         x_BCHW = torch.from_numpy(np.stack([read_image(row, task) for row in part]))

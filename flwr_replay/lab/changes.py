@@ -210,7 +210,8 @@ class OfChange(Trial):
 
     def _gradient_anew(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """Add up the gradients of blocks, as FedSGD's institutions do."""
-        number = math.ceil(len(x) / at_once(x, BLOCK))
+        once = self.evidence.config.features_once  # then institutions had features of them
+        number = math.ceil(len(x) / at_once(x, BLOCK, None if once else self.model))
         blocks = list(zip(torch.chunk(x, number), torch.chunk(y, number), strict=True))
         parts = [(len(b) / len(y), change_of(self.model, self.task.loss, a, b, LocalSteps())) for a, b in blocks]
         return {name: sum((share * part[name] for share, part in parts), torch.tensor(0.0)) for name in self.change}

@@ -30,6 +30,7 @@ from flwr_replay.learning.latents import unpack
 from flwr_replay.learning.training import batches, torch_rng
 from flwr_replay.models import split
 from flwr_replay.models.layers import as_input
+from flwr_replay.models.zoo import frozen_before
 from flwr_replay.wire.recording import Recorded
 from flwr_replay.wire.weights import load_arrays
 
@@ -73,11 +74,14 @@ class Trial(ABC):
     def values_per_pixel(self) -> float:
         """Numbers sent for each number of an image."""
 
-    def with_network(self) -> tuple[Answer, Recorded]:
-        """Return the first answer whose request was recorded and brought a network; raise `RunError` without one."""
+    def with_network(self, fixed: bool = False) -> tuple[Answer, Recorded]:
+        """Return the first answer whose request was recorded and brought a network; raise `RunError` without one.
+
+        A `fixed` network everyone has beforehand, so that no request brings it.
+        """
         recorded = [(answer, answer.request) for answer in self.exhibit.answers if answer.request is not None]
         for answer, request in recorded:
-            if request.arrays:
+            if request.arrays or fixed:
                 return answer, request
         raise RunError(UNKNOWN_NETWORK if recorded else NO_MODEL)
 
@@ -95,11 +99,13 @@ def drawn_rows(number: int, batch_size: int, shuffle: torch.Generator, only: sli
 
 
 class OfActivations(Trial):
-    """Latents, or activations at the cut, with the encoder that the request brought."""
+    """Latents, or activations at the cut, with the encoder that the request brought, or that never trains."""
 
     def __init__(self, exhibit: Exhibit, evidence: Evidence) -> None:
         super().__init__(exhibit, evidence)
-        self.answer, self.request = self.with_network()
+        config = evidence.config
+        fixed = frozen_before(config.model, config.task, getattr(config.strategy, "cut", ""))
+        self.answer, self.request = self.with_network(fixed)
         request = self.request
         self.encoder, _ = split(evidence.model(), str(request.scalars.get("cut", "")))
         if not self.encoder.state_dict().keys() <= request.arrays.keys():
@@ -134,13 +140,14 @@ class OfActivations(Trial):
         return rows_behind(self.sent_n, lambda: latents_of(self.encoder, originals.x_NCHW, self.dtype))
 
     def _rows_of_batches(self, originals: Originals) -> Tensor:
-        """Draw SplitNN's first batches anew, and check that they give these activations."""
+        """Draw SplitNN's batches anew, and check that they give these activations."""
         check_replay(self.evidence.config)
         if self.evidence.config.training.changes:
             raise DataError("institutions trained on images that were changed at random, which the judge does not have")
         config, exchange = self.evidence.config, int(self.request.scalars.get("server-round", 0))
         shuffle = torch_rng(config.seed, self.exhibit.institution, exchange)
-        first = slice(0, int(self.request.scalars["micro-batches"]))
+        group, together = (int(self.request.scalars[name]) for name in ("group", "micro-batches"))
+        first = slice(group * together, (group + 1) * together)
         drawn = list(drawn_rows(len(originals.y_N), config.training.batch_size, shuffle, first))
         with torch.no_grad():
             anew = torch.cat([copy.deepcopy(self.encoder)(originals.x_NCHW[rows]) for rows in drawn])

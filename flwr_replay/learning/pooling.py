@@ -48,7 +48,7 @@ class Pool(nn.Module):
 def _logits(model: nn.Module, x: Tensor) -> Tensor:
     model.eval()
     with torch.inference_mode():
-        return torch.cat([model(as_input(x_B)) for x_B in torch.split(x, at_once(x, 512))])
+        return torch.cat([model(as_input(x_B)) for x_B in torch.split(x, at_once(x, 512, model))])
 
 
 def weights_of(f_NC: Tensor, h_NC: Tensor, y_N: Tensor) -> tuple[float, float]:

@@ -62,7 +62,7 @@ class Task(ABC):
         time, which bounds memory and changes results by rounding only. 0: as many as fit.
         """
         model.eval()
-        batch_size = batch_size or at_once(x, 512)
+        batch_size = batch_size or at_once(x, 512, model)
         summed: dict[str, Tensor] = {}
         with torch.inference_mode():
             for x_B, y_B in zip(torch.split(x, batch_size), torch.split(y, batch_size), strict=True):

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from flwr_replay.config.sections import TrainingConfig
 from flwr_replay.errors import ConfigError, DivergedError, TrainingError
 from flwr_replay.models import has_batch_norm
-from flwr_replay.models.layers import as_input
+from flwr_replay.models.frozen import Frozen
+from flwr_replay.models.layers import Prepared, as_input
 from flwr_replay.rng import derived_seed
 from flwr_replay.wire.records import StateDict
 
@@ -112,9 +113,18 @@ def unstepped(module: nn.Module, training: TrainingConfig) -> StateDict:
     return state
 
 
-def at_once(x: Tensor, most: int) -> int:
-    """Return how many examples may pass a model at once: at most `most`, with at most four million input values."""
-    return max(1, min(most, 4_000_000 // max(1, math.prod(x.shape[1:]))))
+def at_once(x: Tensor, most: int, model: nn.Module | None = None) -> int:
+    """Return how many examples may pass a model at once: at most `most`, with at most four million input values.
+
+    A model that brings images to a size of its own has so many of these.
+    """
+    values = math.prod(x.shape[1:])
+    for layer in model.modules() if model else ():
+        if isinstance(layer, Frozen) and layer.takes_as_features(x):
+            break
+        if isinstance(layer, Prepared):
+            values = max(values, layer.channels * layer.size**2)
+    return max(1, min(most, 4_000_000 // max(1, values)))
 
 
 def iterations(examples: int, batch_size: int) -> int:
@@ -177,7 +187,8 @@ def refuse_single_batches(model: nn.Module, examples: int, batch_size: int) -> N
     if min(examples, batch_size) < 2 and has_batch_norm(model):
         raise TrainingError(
             f"batch norm needs batches of at least two examples; got {examples} examples in batches of {batch_size}: "
-            "set model.norm=group, or a larger training.batch-size where there are more examples"
+            "choose group norm, model.norm=group or another model, or a larger training.batch-size where there "
+            "are more examples"
         )
 
 

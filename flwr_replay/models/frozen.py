@@ -75,6 +75,10 @@ class Frozen(nn.Module):
         """The SHA-256 of its numbers."""
         return digest({name: buffer.cpu().numpy() for name, buffer in self.numbers.items()})
 
+    def takes_as_features(self, x: Tensor) -> bool:
+        """Say whether inputs (B, ...) are features, and no images."""
+        return tuple(x.shape[1:]) in (self.shape, self.stored)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Frozen:
         """Copy the layers, which can then be moved to a device, and share the weights, which never change."""
         twin = Frozen.__new__(Frozen)
@@ -96,7 +100,7 @@ class Frozen(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (B, *shape), from images (B, C, H, W) or from features."""
-        if x.shape[1:] in (self.shape, self.stored):
+        if self.takes_as_features(x):
             return x.reshape(-1, *self.shape)
         if self.alone and not torch.compiler.is_compiling():  # an exported program takes any number at once
             return torch.cat([x.new_zeros(0, *self.shape), *map(self.stages, torch.split(x, 1)[: len(x)])])

@@ -73,7 +73,7 @@ class Prepared(nn.Module):
 
     def extra_repr(self) -> str:
         """Say what is done to an image."""
-        mean, std = (", ".join(f"{number:g}" for number in sorted({*of})) for of in (self.mean, self.std))
+        mean, std = (", ".join(f"{number:g}" for number in dict.fromkeys(of)) for of in (self.mean, self.std))
         return f"images to {self.size} x {self.size} pixels, {self.mode}; mean {mean}, standard deviation {std}"
 
 

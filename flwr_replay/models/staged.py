@@ -118,8 +118,9 @@ def split_before_head(model: nn.Module, cut: str) -> tuple[StagedModel, StagedMo
         As `split`, and if no stage is left between the two cuts.
     """
     encoder, rest = split(model, cut)
+    earlier = "cut at an earlier stage" if len(encoder) > 1 else "train one there, model.train=from:STAGE"
     require(
-        len(rest) > 1, f"encoder and head must leave a stage between them; got cut={cut!r}: cut at an earlier stage"
+        len(rest) > 1, f"encoder and head must leave a stage between them; got cut={encoder.stages[-1]!r}: {earlier}"
     )
     middle, head = split(rest, rest.stages[-2])
     return encoder, middle, head

@@ -71,8 +71,9 @@ def refuse_mixing(module: nn.Module) -> None:
             what = "normalises over the batch" if isinstance(layer, _BatchNorm) else f"keeps {kept[0]!r} of its batches"
             raise ConfigError(
                 f"under differential privacy no layer may mix examples; {name or 'the module'} "
-                f"({type(layer).__name__}) {what}: for a norm layer set model.norm=group, or freeze it, "
-                "model.train=head; for a codebook set generator.codebook=gradient"
+                f"({type(layer).__name__}) {what}: for a norm layer choose group norm, "
+                "model.norm=group or another model, or freeze it, model.train=head; for a codebook set "
+                "generator.codebook=gradient"
             )
     if faults := ModuleValidator.validate(module):
         raise ConfigError(f"the model must have gradients of single examples: {faults[0]}")
