@@ -20,7 +20,7 @@ from flwr_replay.data import Dataset, Examples
 from flwr_replay.data.decoded import DecodedImages, Indices, decoded, digest_of, form_of, mapped, versions
 from flwr_replay.files.tensors import digest
 from flwr_replay.models.frozen import Frozen
-from flwr_replay.models.layers import Prepared, as_input
+from flwr_replay.models.layers import as_input
 
 __all__ = ["featured"]
 
@@ -73,9 +73,7 @@ class FeatureSource:
         """How many images pass the encoder at a time."""
         if self.encoder.alone or self.device.type != "cpu":
             return 1 if self.encoder.alone else TOGETHER
-        side = next(
-            (layer.size for layer in self.encoder.stages.modules() if isinstance(layer, Prepared)), self.task.size
-        )
+        side = (self.encoder.prepared or self.task).size
         return max(1, min(TOGETHER, PIXELS // side**2))
 
     def shape(self, n: int) -> tuple[int, int, int, int]:

@@ -120,10 +120,9 @@ def at_once(x: Tensor, most: int, model: nn.Module | None = None) -> int:
     """
     values = math.prod(x.shape[1:])
     for layer in model.modules() if model else ():
-        if isinstance(layer, Frozen) and layer.takes_as_features(x):
-            break
-        if isinstance(layer, Prepared):
-            values = max(values, layer.channels * layer.size**2)
+        prepared = layer.prepared if isinstance(layer, Frozen) and not layer.takes_as_features(x) else layer
+        if isinstance(prepared, Prepared):
+            values = max(values, prepared.channels * prepared.size**2)
     return max(1, min(most, 4_000_000 // max(1, values)))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flwr_replay.config.sections import one_of, require
 from flwr_replay.files.tensors import digest
-from flwr_replay.models.layers import outlined
+from flwr_replay.models.layers import Prepared, outlined
 
 __all__ = ["Frozen", "frozen_stages"]
 
@@ -69,6 +69,11 @@ class Frozen(nn.Module):
     def numbers(self) -> dict[str, Tensor]:
         """Its weights and norm statistics, by their names in the model."""
         return {name: buffer for name, buffer in self.stages.named_buffers() if buffer.is_floating_point()}
+
+    @property
+    def prepared(self) -> Prepared | None:
+        """What brings images to the form that the stages take, if anything does."""
+        return next((layer for layer in self.stages.modules() if isinstance(layer, Prepared)), None)
 
     @property
     def digest(self) -> str:

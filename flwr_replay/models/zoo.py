@@ -151,7 +151,7 @@ def described(model: ModelConfig, task: TaskConfig) -> str:
     if not model.library and model.train == "all":
         return ""
     built, encoder = build(model, task, 0), encoder_of(model, task)
-    layers = [*built.modules(), *(encoder.stages.modules() if encoder else [])]
+    layers = [*built.modules(), encoder and encoder.prepared]
     prepared = [f"; {layer.extra_repr()}" for layer in layers if isinstance(layer, Prepared)]
     weights = f"weights {Path(model.weights).name}" if model.weights else model.build or "fresh weights"
     text = f"{model.name}, {weights}{''.join(prepared)}. {sum(p.numel() for p in built.parameters()):,} numbers train"
