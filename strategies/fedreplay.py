@@ -3,9 +3,8 @@
 Source: Qu et al. 2022 (doi:10.1016/j.media.2022.102424), section 3.2, Algorithm 2; section 4.1 for the encoder.
 Idea: A shared encoder turns every institution's images into latent variables. These are uploaded once, with their
 labels, and the server trains the rest of the network on their union. No averaging, no forgetting.
-Travels: the encoder, from one institution to all (`Encode`, `Encoder`, `Extract`); latents and labels, once, from every
-institution (`Latents`): functions of single patients, which have noise with dp=latents only; for evaluation the whole
-model.
+Travels: the encoder, from one institution to all (`Encode`, `Encoder`, `Extract`); latents and labels, once, from all
+(`Latents`): functions of single patients, with noise by dp=latents only; for evaluation the whole model.
 
     stage 1  E ← the part before the cut of a backbone trained at one institution until it stops improving
     stage 2  for each institution k: e_k ← E(x_k), uploaded with its labels                  # lines 1-6
@@ -15,12 +14,10 @@ model.
 
 What is protected: With dp=encoder the encoder's weights are differentially private, with dp=latents latents and labels.
 
-Deviations: Stage 1 stops early on the institution's validation split and keeps the best epoch. Without such a split it
-holds out a tenth of the training examples. (A simulation deals the validation split like the test split: IID, unless
-partition.test=mirror.) The encoder may also be random or come from a file. Such an encoder carries nothing of these
+Deviations: Stage 1 stops early on the institution's validation split, else on a tenth of its training examples, and
+keeps the best epoch. The encoder may also be random, come from a file or never train: then it carries nothing of these
 institutions' data; the latents still do. A random encoder's batch norm keeps mean 0 and variance 1. Latents may be
-quantised. With upload-views=n an upload, and so a round, has n rows for each example. An institution that is late
-uploads when it comes, and training continues with its latents included.
+quantised. With upload-views=n a round has n rows for each example. An institution that is late uploads when it comes.
 """
 
 from __future__ import annotations
@@ -133,14 +130,10 @@ class FedReplay(OneShot):
         strategy.fitting_rows()
         if config.upload_views > 1 and strategy.blank_labels(1).ndim > 1:
             raise ConfigError(f"strategy.upload-views shifts images, no masks: set it to 1; got {config.upload_views}")
-        if not strategy.encoder_shapes:
-            require(
-                (config.encoder, config.encoder_institution) == ("institution", "largest"),
-                "with model.train nothing before the cut trains, and no institution's or file's encoder is used; got "
-                f"encoder={config.encoder} and encoder-institution={config.encoder_institution}: leave them out",
-            )
-        if settings.training.changes and (config.encoder != "institution" or not strategy.encoder_shapes):
-            trained = config.encoder if strategy.encoder_shapes else "one that does not train"
+        trained = config.encoder if strategy.encoder_shapes else "none that trains"
+        if trained != config.encoder and (config.encoder, config.encoder_institution) != ("institution", "largest"):
+            raise ConfigError("nothing before the cut trains: leave strategy.encoder and encoder-institution out")
+        if settings.training.changes and trained != "institution":
             raise ConfigError(f"training.augment needs encoder=institution; got {trained}: set augment=none")
         strategy.ranks.check(strategy.primary, settings.training.batch_size)
         if config.encoder == "file":

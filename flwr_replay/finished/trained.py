@@ -32,7 +32,7 @@ from flwr_replay.report.run_files import RESULT, model_of, read_result, read_run
 from flwr_replay.runs.best import BestModel
 from flwr_replay.runs.checkpoints import Checkpoints
 from flwr_replay.runs.options import kept_overrides, run_overrides
-from flwr_replay.state.store import OPTIONS, ORIGIN, RUNS
+from flwr_replay.state.store import ENCODER, OPTIONS, ORIGIN, RUNS
 from flwr_replay.wire.weights import load_arrays
 
 __all__ = ["TrainedModel", "load_model"]
@@ -134,7 +134,7 @@ def load_model(place: str | Path, institution: str = "", run: str = "", *, best:
         raise RunError("only a run's global model has a best round: give the run directory, and no institution")
     if (folder / "config.yaml").exists():
         config = compose_own(run_overrides(folder))
-        _check_encoder(folder, config)
+        _check_encoder(read_result(folder).get("encoder", "") if there(folder / RESULT) else "", config)
         if best:
             network = _network(config, model_of(folder, BestModel(folder).file()))
         else:
@@ -143,6 +143,7 @@ def load_model(place: str | Path, institution: str = "", run: str = "", *, best:
     elif (folder / RUNS).is_dir():
         of_run = _chosen(folder / RUNS, run)
         config, scale = compose_own(kept_overrides(of_run)), None
+        _check_encoder(read_text(of_run / ENCODER) if there(of_run / ENCODER) else "", config)
         network = _private(of_run, config)
         if isinstance(make_task(config.task), Regression):
             raise RunError(
@@ -156,9 +157,8 @@ def load_model(place: str | Path, institution: str = "", run: str = "", *, best:
     return TrainedModel(network, config.task, *(scale or (0.0, 1.0))).eval()
 
 
-def _check_encoder(folder: Path, config: RunConfig) -> None:
+def _check_encoder(then: str, config: RunConfig) -> None:
     """Refuse a file of weights that is not the one whose encoder the run had; older runs had none."""
-    then = read_result(folder).get("encoder", "") if there(folder / RESULT) else ""
     if then and (now := encoder_digest(config.model, config.task)) != then:
         raise RunError(
             f"the encoder must be the run's, {then}; that of model.weights={config.model.weights} is {now}: put the "

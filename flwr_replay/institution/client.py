@@ -150,6 +150,7 @@ class InstitutionClient(NumPyClient):
             self.institution.check_split(getattr(decoded, "split", ""))
         if (run := getattr(decoded, "run", "")) or self.budget:
             self.state.bind(run, self.bound)
+            self.state.check_encoder(run, self.institution.frozen())
         answer = method(decoded)
         if self.budget:
             self.budget.check_steps()

@@ -5,7 +5,6 @@ It lies beside the decoded images, under the same limit, is removed with them, a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -56,8 +55,7 @@ class FeatureSource:
     @property
     def form(self) -> str:
         """What an entry is named by: the data folder, the task and the encoder."""
-        layers = re.sub(r" at 0x\w+", "", repr(self.encoder))  # a function's place in memory is another every time
-        return digest_of([form_of(self.task), self.encoder.digest, layers])
+        return digest_of([form_of(self.task), self.encoder.digest])
 
     @property
     def key(self) -> str:

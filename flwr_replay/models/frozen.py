@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -67,8 +69,9 @@ class Frozen(nn.Module):
 
     @property
     def numbers(self) -> dict[str, Tensor]:
-        """Its weights and norm statistics, by their names in the model."""
-        return {name: buffer for name, buffer in self.stages.named_buffers() if buffer.is_floating_point()}
+        """Its weights and norm statistics, by their names in the model; not how many batches made these."""
+        buffers = self.stages.named_buffers()
+        return {name: buffer for name, buffer in buffers if not name.endswith("num_batches_tracked")}
 
     @property
     def prepared(self) -> Prepared | None:
@@ -77,8 +80,10 @@ class Frozen(nn.Module):
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of its numbers."""
-        return digest({name: buffer.cpu().numpy() for name, buffer in self.numbers.items()})
+        """The SHA-256 of its numbers and layers."""
+        layers = re.sub(r" at 0x\w+", "", repr(self.stages))  # a function's place in memory is another every time
+        numbers = {name: buffer.cpu().numpy() for name, buffer in self.numbers.items()}
+        return digest({**numbers, "": np.frombuffer(layers.encode(), np.uint8)})
 
     def takes_as_features(self, x: Tensor) -> bool:
         """Say whether inputs (B, ...) are features, and no images."""

@@ -60,8 +60,6 @@ class Prepared(nn.Module):
         super().__init__()
         self.channels, self.size, self.mode, self.mean, self.std = channels, size, mode, mean, std
         self.standardize = Standardize(mean, std)
-        form = torch.tensor([float(size), float(mode == "bicubic")])  # part of the digest of what is frozen
-        self.register_buffer("form", form, persistent=False)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return (B, channels, size, size)."""

@@ -43,7 +43,13 @@ NO_WEIGHTS = (
     (rb"version https://git-lfs", "it is a pointer of Git LFS, not the file itself, which `git lfs pull` fetches"),
     (rb"(\xef\xbb\xbf)?\s*<", "it is a web page, perhaps of a login: download the file itself"),
 )
-PARTS = (".weight", ".bias", "gain", "gamma")  # what trains is called so; other numbers of a file may be its constants
+PARTS = (
+    ".weight",
+    ".bias",
+    ".running_var",
+    "gain",
+    "gamma",
+)  # what trains is called so; other numbers of a file may be its constants
 
 
 class Found(NamedTuple):

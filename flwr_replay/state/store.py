@@ -33,6 +33,7 @@ __all__ = ["DATA", "OPTIONS", "ORIGIN", "REMOVED", "RUNS", "StateStore"]
 
 RUNS = "runs"  # the folder of all runs: the server names them, so they must not meet the institution's own files
 DATA = "data.sha256"  # a run's file: digests of the training examples, a line each
+ENCODER = "encoder.sha256"  # a run's file: that of what does not train
 FINGERPRINTS = "fingerprints.json"  # a run's file: by split, that of its examples and labels
 OPTIONS = "options.json"  # a run's file: those to which it is bound
 REMOVED = "removed"  # a run's file: the institution has removed what it kept of the run
@@ -84,6 +85,14 @@ class StateStore:
                 f"this institution has removed what it kept of run {run!r}, which cannot go on: begin a new run"
             )
         _bind(self.of_run(run), bound, self.institution.durable)
+
+    def check_encoder(self, run: str, encoder: str) -> None:
+        """Bind a run to what does not train of its model, by its SHA-256; empty if all of it trains."""
+        if encoder and (before := write_once(self.of_run(run) / ENCODER, encoder, self.institution.durable)) != encoder:
+            raise RefusedError(
+                f"a run keeps its encoder; that of run {run!r} was {before}, and this institution's is now {encoder}: "
+                "put the file of then back"
+            )
 
     def check_data(self, run: str, dp: bool, pooled: bool = False) -> None:
         """Look whether the examples and labels are those that a run began with here; the first time, note them.

@@ -1,5 +1,6 @@
 """Attacks by encoders: names that are places, huge networks, other files, what is frozen in a pinned stage."""
 
+import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -15,6 +16,7 @@ from torch import nn
 from flwr_replay.config.binding import shared_digest
 from flwr_replay.config.compose import compose
 from flwr_replay.config.model import PARAMETERS
+from flwr_replay.memory import forget
 from flwr_replay.models.zoo import encoder_digest, encoder_of
 from flwr_replay.payloads.common import RollCall, Train
 from flwr_replay.payloads.fedreplay import Extract
@@ -102,6 +104,16 @@ def test_an_institutions_own_path_is_not_told_and_every_institution_has_one_dige
         assert str(folder) not in said
     first, second = (compose([*FEDREPLAY, "model.weights=" + file]) for file in (own, other))
     assert shared_digest(first) == shared_digest(second)  # by which sealed and masked runs know each other
+
+
+def test_a_file_that_is_replaced_in_a_run_is_refused(folder, own, tmp_path):
+    options, asked = [*FEDREPLAY, "cut=features", "model.weights=x.pth"], Extract(run="s", cut="features", **LATENTS)
+    copied = str(shutil.copy(own, tmp_path / "w.safetensors"))
+    assert not refusal(sends(folder, *options, request=asked, weights=copied))
+    shutil.copy(own.replace("own.", "other."), copied)
+    forget()  # as in a new process
+    said = refusal(sends(folder, *options, request=asked, weights=copied))
+    assert "a run keeps its encoder; that of run 's' was sha256:" in said
 
 
 # --- what a message costs ---------------------------------------------------------------------------------------------

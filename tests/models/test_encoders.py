@@ -215,6 +215,7 @@ WRONG = {
         ["model=timm", "model.name=resnet18", "model.weights=resnet18", "model.train=head"],
         "`flwr-replay weights get resnet18.a1_in1k` fetches them",
     ),
+    "lite0's weights": (["model=timm", "model.name=efficientnet_lite0", "model.weights=lite0"], "choose model=lite0"),
     "another's weights": (["model=timm", "model.name=resnet18", "model.weights=lite0"], "choose model=lite0"),
 }
 

@@ -1,9 +1,13 @@
 """Frozen encoders in every method: what travels, what stays, what is said, and what an attacker knows of them."""
 
+from collections import OrderedDict
+from copy import deepcopy
+
 import pytest
 import torch
 from attacked_runs import recorded_runs
 from harness import command
+from torch import nn
 
 from flwr_replay import check
 from flwr_replay.config.catalogue import choices
@@ -132,6 +136,23 @@ def test_tests_fit_memory_where_a_model_enlarges_images():
     assert isinstance(model[0], Frozen)
     assert at_once(torch.empty(1, 1, 8, 8), 512, model) == 4_000_000 // (3 * 224**2)
     assert at_once(torch.empty(1, *model[0].stored), 512, model) == 512
+
+
+def test_the_digest_is_of_numbers_and_layers():
+    x, linear = torch.zeros(1, 1, 2, 2), nn.Linear(4, 3)
+    relu, silu = (nn.Sequential(nn.Flatten(), linear, act) for act in (nn.ReLU(), nn.SiLU()))
+    first, second, third = (Frozen(OrderedDict(a=deepcopy(part)), x, alone=False) for part in (relu, silu, relu))
+    assert first.digest == third.digest != second.digest
+
+
+def test_shifted_images_have_no_kept_features():
+    shifted = ["strategy=proxyfl", "private_shift=2", "private_epochs=1", *HEAD]
+    assert not compose(shifted).features_once
+    assert compose([word.replace("=2", "=0") for word in shifted]).features_once
+
+
+def test_sealed_runs_take_frozen_weights():
+    assert compose(["strategy=avgpush", "sealed=true", "model=lite0", "model.train=head"]).sealed
 
 
 def test_a_publishers_means_stand_in_the_order_of_channels():
