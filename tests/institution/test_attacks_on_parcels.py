@@ -14,6 +14,7 @@ from sealed_runs import ABC, CWT, MODEL, PUSH, SEALED, SMALL, again, deliver, pa
 
 from flwr_replay.ciphers.seal import KEY, NONCE, Seal, _bound, make_key, read_pins
 from flwr_replay.config.binding import shared_digest
+from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError
 from flwr_replay.files.atomic import read_json
 from flwr_replay.files.tensors import nested
@@ -252,9 +253,9 @@ def test_a_sealed_institution_takes_part_in_no_unsealed_run(folder, options):
         assert not weights(reply)
 
 
-def test_a_method_that_averages_cannot_be_sealed(folder):
+def test_a_method_that_averages_cannot_be_sealed():
     with pytest.raises(ConfigError, match="sealed=true is for methods whose server only hands on"):
-        HostileServer(folder, *SMALL, "strategy=fedavg", SEALED)
+        compose([*SMALL, "strategy=fedavg", SEALED])
 
 
 def test_an_institution_without_keys_takes_part_in_no_sealed_run(folder):
