@@ -4,10 +4,11 @@ CIFAR-10: a sample, 8 institutions of 500 images: equal mixes, 80 % of one class
 drawn at random as in `study proxyfl`. PneumoniaMNIST: 2 institutions of 380, 80 % of one class each. X-rays: three
 sites as they are, at 224 pixels.
 
-Settings were chosen on seeds 0 to 2 of CIFAR-10, by validation images of the institutions' own mixes, and serve all
-data and networks; they are reported on seeds 10 to 14. Of the learning rates 0.01 and 0.1 every method but FedAvg on
-equal mixes did better with the first. `local` and `own head, pooled` are what an institution has alone, without
-noise. Batch norm that trains has no per-example gradients, so the tuned network is not in ProxyFL.
+Settings were chosen on seeds 0 to 2 of CIFAR-10 with lite0 frozen, and on 0 and 1 with Gabor, by validation images of
+the institutions' own mixes. They serve all data and networks, and are reported on seeds 10 to 14. Of the learning
+rates 0.01 and 0.1 every method but FedAvg on equal mixes did better with the first. `local` and `own head, pooled` are
+what an institution has alone, without noise. Batch norm that trains has no per-example gradients, so the tuned network
+is not in ProxyFL.
 """
 
 from __future__ import annotations

@@ -133,3 +133,20 @@ class Forks(ForkContext):
 def forking(patch):
     """Have forked, instead of spawned, what `multiprocessing` starts: an interpreter imports torch for seconds."""
     patch.setattr(multiprocessing, "get_context", lambda method: Forks())
+
+
+def begun_together(target, *args):
+    """Run a function in four forks that wait for one event; return how often they have counted.
+
+    It is called with the event, a counter, and `args`.
+    """
+    forked = multiprocessing.get_context("fork")
+    begin, counted = forked.Event(), forked.Value("i", 0)
+    workers = [forked.Process(target=target, args=(begin, counted, *args)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    begin.set()
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0] * 4
+    return counted.value

@@ -59,7 +59,7 @@ class Found(NamedTuple):
     where: str
 
 
-def load_pretrained(model: nn.Module, file: str, library: str = "") -> nn.Module:
+def load_pretrained(model: nn.Module, file: str, library: str = "", own_code: bool = False) -> nn.Module:
     """Copy the weights of `model.weights` into a model, in place.
 
     A head of another shape keeps its fresh weights; so does one beside a publisher's network, whose head is for other
@@ -67,14 +67,14 @@ def load_pretrained(model: nn.Module, file: str, library: str = "") -> nn.Module
 
     It is a .safetensors file, or a .pt or .pth file of a state dict or of a checkpoint that holds one, with the model's
     names, its publisher's, torchvision's (ResNet) or those of Buda et al. 2019 (U-Net); a prefix as `module.` may stand
-    before. With `library="timm"` it may also be the name of weights on timm's hub that were fetched, or `lite0`. The
-    model's last stage is `head`.
+    before. With `library="timm"` it may also be the name of weights on timm's hub that were fetched, or `lite0`. With
+    `own_code` the model may be a part of the file's network. The model's last stage is `head`.
 
     Raises
     ------
     ConfigError
-        If the file cannot be read, if a weight outside the head is missing or has another shape, or if timm's
-        architecture has not all that the file has.
+        If the file cannot be read, if a weight outside the head is missing or has another shape, or if the model's
+        stages have not all that the file has of them.
     """
     own, foreign = model.state_dict(), getattr(model, "foreign", {})
     if library and file == LITE0:
@@ -97,12 +97,14 @@ def load_pretrained(model: nn.Module, file: str, library: str = "") -> nn.Module
         elif not name.endswith("num_batches_tracked"):  # older files lack it
             raise _lacking("model.weights", published, tuple(tensor.shape), file, found)
     known = {*foreign.values()} if theirs else {*own}
-    stages = {name.partition(".")[0] for name in known if library} - {"head"}  # a publisher's head is for other classes
+    stages = {name.partition(".")[0] for name in known if not own_code} - {
+        "head"
+    }  # a publisher's head is for other classes
     for name in found.arrays:
         if name not in known and name.partition(".")[0] in stages and name.endswith(PARTS):
             raise ConfigError(
                 f"model.weights must be of the model's own architecture, which has no {name!r}; {file}{found.where} "
-                "has: give model.name as the file's publisher does"
+                "has: choose the model, or model.name, as the file's publisher does"
             )
     return model
 

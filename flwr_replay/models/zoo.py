@@ -112,7 +112,7 @@ def _whole(model: ModelConfig, task: TaskConfig, seed: int) -> StagedModel:
         layers = OrderedDict(standardize=Standardize(task.mean, task.std), **inner)
         setattr(built, name, nn.Sequential(layers))
     if model.everywhere:
-        load_pretrained(built, model.weights, model.library)
+        load_pretrained(built, model.weights, model.library, own_code=bool(model.build))
     return built
 
 

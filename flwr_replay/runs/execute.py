@@ -134,7 +134,10 @@ def beginning(config: RunConfig) -> Callable[[int], nn.Module]:
         f"model.weights is read by the server, but strategy={config.strategy.name} begins with models of the "
         "institutions: remove one of the two options, or freeze what they share, model.train=head",
     )
-    return (lambda seed: load_pretrained(fresh(seed), file, config.model.library)) if file else fresh
+    if not file:
+        return fresh
+    library, own_code = config.model.library, bool(config.model.build)
+    return lambda seed: load_pretrained(fresh(seed), file, library, own_code)
 
 
 def network_of(config: RunConfig) -> str:

@@ -1,12 +1,12 @@
 """An institution decodes its images once: its processes share a memory map, which nothing copies."""
 
-import multiprocessing
 import shlex
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import Context, RecordDict
+from forks import begun_together
 from harness import run
 from PIL import Image
 
@@ -90,7 +90,7 @@ def test_a_wrong_size_is_one_line(folder, size):
         institution(folder, **{"cache-gb": size})
 
 
-def fill(task, place, begin, decodings):
+def fill(begin, decodings, task, place):
     plain = decoded.ImageSource.examples
 
     def counted(source, members):
@@ -105,14 +105,5 @@ def fill(task, place, begin, decodings):
 
 def test_of_processes_that_begin_together_one_decodes_and_the_others_wait(folder):
     task = institution(folder).read.args[0]
-    spawned = multiprocessing.get_context("fork")
-    begin, decodings = spawned.Event(), spawned.Value("i", 0)
-    workers = [spawned.Process(target=fill, args=(task, folder / "decoded", begin, decodings)) for _ in range(4)]
-    for worker in workers:
-        worker.start()
-    begin.set()
-    for worker in workers:
-        worker.join(60)
-    assert [worker.exitcode for worker in workers] == [0] * 4
-    assert decodings.value == 1
+    assert begun_together(fill, task, folder / "decoded") == 1
     assert len(list((folder / "decoded").iterdir())) == 2

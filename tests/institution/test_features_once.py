@@ -1,7 +1,6 @@
 """An institution computes its features once: found again, made anew after any change, never half-written."""
 
 import json
-import multiprocessing
 import resource
 import shlex
 import signal
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Context, RecordDict
+from forks import begun_together
 from harness import run
 from PIL import Image
 
@@ -203,7 +203,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_left(folder):
     assert len(list(place.iterdir())) == 2
 
 
-def fill(place, begin, encodings, task, model):
+def fill(begin, encodings, place, task, model):
     plain = FeatureSource.examples
 
     def counted(source, members):
@@ -220,17 +220,7 @@ def fill(place, begin, encodings, task, model):
 
 def test_of_processes_that_begin_together_one_encodes_and_the_others_wait(folder):
     model, task = of([*CNN, f"task.data_dir={folder / 'a'}"])
-    forked = multiprocessing.get_context("fork")
-    begin, encodings = forked.Event(), forked.Value("i", 0)
-    jobs = (folder / "kept", begin, encodings, task, model)
-    workers = [forked.Process(target=fill, args=jobs) for _ in range(4)]
-    for worker in workers:
-        worker.start()
-    begin.set()
-    for worker in workers:
-        worker.join(60)
-    assert [worker.exitcode for worker in workers] == [0] * 4
-    assert encodings.value == 1
+    assert begun_together(fill, folder / "kept", task, model) == 1
     assert len(list((folder / "kept").iterdir())) == 2
 
 

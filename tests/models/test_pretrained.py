@@ -45,6 +45,13 @@ def test_a_run_begins_with_the_files_weights(tmp_path, monkeypatch):
     assert np.abs(ends[1] - begun).max() < 0.01 < np.abs(ends[0] - begun).max()
 
 
+def test_a_larger_networks_file_is_refused_and_nothing_of_it_ignored(tmp_path):
+    torch.save(torchvision.models.resnet34().state_dict(), tmp_path / "resnet34.pth")
+    config = compose(["task=folder", "task.size=64", "model=resnet18"])
+    with pytest.raises(ConfigError, match=r"which has no 'layer1\.2\.conv1\.weight'"):
+        load_pretrained(build(config.model, config.task, 0), str(tmp_path / "resnet34.pth"))
+
+
 def test_torchvisions_file_fits_but_for_the_head(tmp_path):
     theirs = torchvision.models.resnet18(num_classes=1000)
     torch.save(theirs.state_dict(), tmp_path / "resnet18.pth")
