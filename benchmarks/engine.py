@@ -144,11 +144,12 @@ def inline(config: RunConfig, overrides: list[str]) -> tuple[list[float], list[f
     return pairing.theirs, pairing.ours
 
 
-def flower(config: RunConfig, overrides: list[str]) -> tuple[list[float], list[float]]:
-    """Return seconds per round of the plain loop and of Flower's FedAvg on the in-process grid."""
-    owned = shards(config)
-    pairing = Pairing(sequential(config, owned))
-    model, client = backbone(config.model, config.task)(derived_seed(config.seed, "model")), ClientApp()
+def flower(
+    config: RunConfig, owned: list[tuple[Shard, Shard]], only: slice = slice(None)
+) -> tuple[list[float], list[float]]:
+    """Return seconds per round of the plain loop and of Flower's FedAvg on the in-process grid. `only` some stages."""
+    pairing = Pairing(sequential(config, owned, only))
+    model, client = backbone(config.model, config.task)(derived_seed(config.seed, "model"))[only], ClientApp()
 
     @client.train()
     def train(message: Message, context: Context) -> Message:
@@ -249,7 +250,7 @@ def main() -> None:
         ours: list[float] = []
         for _ in range(given.repeats):
             if given.engine != "ray":
-                theirs, own = (inline if given.engine == "inline" else flower)(config, overrides)
+                theirs, own = inline(config, overrides) if given.engine == "inline" else flower(config, shards(config))
                 plain, ours = plain + theirs, ours + own
             else:
                 plain += parallel(config, overrides, os.cpu_count() or 1)

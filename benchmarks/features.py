@@ -7,7 +7,8 @@ The encoder is EfficientNet-Lite0 with its ImageNet weights, on one thread of a 
 with nothing kept before, and in turn passes the same images through the same encoder, in batches of as many and in
 batches of 64, without digests and files. `rounds` is FedAvg on 8 institutions, model.train=head, one pass and one test
 a round, in process; its features are there. In turn the loop of engine.py takes the same batches and steps
-of the head alone on the same features, and tests on as many. Medians of the paired ratios count.
+of the head alone on the same features, and tests on as many; after it Flower's own FedAvg does so with a plain
+ClientApp. Medians of the paired ratios count.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from engine import Pairing, sequential
+from engine import Pairing, flower, sequential
 from numpy.typing import NDArray
 
 from flwr_replay.config.compose import compose
@@ -83,9 +84,12 @@ def rounds(config: RunConfig, overrides: list[str], encoder: Frozen) -> None:
     part = dealt(config.task, config.partition, config.nodes, config.seed)
     owned = [part.examples(features, k) for k in range(config.nodes)]
     shards = [(flat(own.train), flat(own.test)) for own in owned]
-    pairing = Pairing(sequential(config, shards, slice(-1, None)))  # the head
+    head = slice(-1, None)
+    pairing = Pairing(sequential(config, shards, head))
     run_inline(overrides, pairing)
     report("plain loop, a round", pairing.theirs, "in process", pairing.ours)
+    theirs, flowers = flower(config, shards, head)
+    report("plain loop, a round", theirs, "Flower's FedAvg", flowers)
 
 
 def report(name: str, theirs: Sequence[float], own: str, mine: Sequence[float]) -> None:
