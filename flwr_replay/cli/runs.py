@@ -176,7 +176,7 @@ def export(
 ) -> None:
     """Write the model of a finished run as one file for other programs, and a model card beside it.
 
-    RUN is a run directory, `last` for the newest in runs/, or an institution's state directory.
+    RUN is a run directory, or `last` for the newest in runs/.
     """
     from flwr_replay.finished.export import card
     from flwr_replay.finished.export import export as write

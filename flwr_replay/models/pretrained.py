@@ -150,9 +150,10 @@ def read_weights(path: Path, option: str, names: Collection[str] = ()) -> Found:
             f"{option} must be a .safetensors or .pth file of weights; {path} has no arrays by name: save "
             "torch.save(model.state_dict(), 'weights.pth')"
         )
-    fitting = [len(view.arrays.keys() & set(names)) for view in views]
+    wanted = {name for name in names if not name.endswith("num_batches_tracked")}  # older files lack it
+    fitting = [len(view.arrays.keys() & wanted) for view in views]
     best = [view for view, fits in zip(views, fitting, strict=True) if fits == max(fitting)]
-    if len(best) > 1 and 2 * max(fitting) >= len(names) > 0:
+    if len(best) > 1 and 2 * max(fitting) >= len(wanted) > 0:
         places = ",".join(view.where or " at its top" for view in best)
         raise ConfigError(
             f"{option} must hold one model; {path} has several that fit:{places}: save the one that you want alone, "

@@ -79,6 +79,7 @@ def weights(net, file, x):
 NETS = {"xray": xray, "efficientnet": efficientnet}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NETS)
 def test_an_own_encoder_serves_every_method(name, tmp_path, monkeypatch):
     torch.manual_seed(0)
