@@ -152,8 +152,8 @@ class Spent(Payload):
     """Part of an answer that is under DP: its epsilon and delta, computed from numbers of examples alone."""
 
     epsilon: float | None = statistic(
-        "of all releases of the institution in this run; by Renyi DP, or of latents exactly; none: its noise is not "
-        "secret",
+        "of all releases of the institution in this run; by Renyi DP, or exactly, of latents and where steps take all "
+        "examples; none: its noise is not secret",
         default=None,
         public=True,
     )

@@ -33,9 +33,9 @@ LABELS = "label_epsilon"  # a key of local releases alone
 class Account:
     """The charges of one institution in one run, over all of its mechanisms, and its budget.
 
-    The budget is kept by Rényi DP. Its bound stays true where steps and noise are chosen during the run, as a server
-    does (Lécuyer 2021, arXiv 2103.01379). Without a limit, epsilon is that of steps that were chosen beforehand. Local
-    releases have accounts of their own, which compose exactly.
+    The budget is kept by Rényi DP, or exactly where every step takes all examples. Its bound stays true where steps and
+    noise are chosen during the run, as a server does (Lécuyer 2021, arXiv 2103.01379). Without a limit, epsilon is that
+    of steps that were chosen beforehand. Local releases have accounts of their own, which compose exactly.
     Runs on the same examples add up beyond the budget: take `Account(...).spent` of all their folders as one list.
 
     Parameters

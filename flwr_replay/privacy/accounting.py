@@ -3,7 +3,8 @@
 Two bounds on the same mechanism, both computed by Opacus: Rényi DP (Mironov, Talwar and Zhang 2019, arXiv 1908.10530)
 and numerical composition of privacy loss random variables (Gopi, Lee and Wutschitz 2021, arXiv 2106.02848), which is
 tighter. Both hold for Poisson sampling, in which every example joins every step independently and with the same
-probability. Neither covers shuffled epochs. Neighbouring data sets differ by one example added or removed.
+probability. Neither covers shuffled epochs. Neighbouring data sets differ by one example added or removed. Where every
+example joins every step, neither is needed: `flwr_replay.privacy.gaussian` has the exact epsilon.
 
 Latents and labels under local DP are accounted for apart, exactly, and for one example replaced by another.
 """
@@ -112,7 +113,8 @@ def epsilon(
     Parameters
     ----------
     costs : Sequence[SampledGaussian]
-        All that was released; of nothing, epsilon is 0. Of `LocalRelease` alone it is exact, by either accountant.
+        All that was released; of nothing, epsilon is 0. Of `LocalRelease` alone it is exact, by either accountant, and so
+        it is where every rate is 1.
     delta : float
         In (0, 1); usually at most 1/|D|.
     accountant : str
@@ -155,6 +157,8 @@ def epsilon(
         return 0.0
     if any(sigma == 0 for _, sigma in steps):
         return inf
+    if all(rate == 1 for rate, _ in steps):
+        return gaussian_epsilon(sqrt(sum(count / sigma**2 for (_, sigma), count in steps.items())), delta)
     bound = _rdp(tuple(steps.items()), delta, tuple(orders))
     return bound if accountant == "rdp" else _prv(steps, delta, bound)
 

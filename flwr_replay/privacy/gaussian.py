@@ -6,7 +6,8 @@ sensitivity Δ, is (ε, δ)-DP if and only if
     δ ≥ Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ),   μ = Δ/σ,   Φ the normal distribution function
 
 Several such releases with μ_1, μ_2, … are together exactly one with μ² = μ_1² + μ_2² + …, also where later ones are
-chosen by what earlier ones gave (Dong, Roth and Su 2022, arXiv 1905.02383, Corollary 3.3).
+chosen by what earlier ones gave (Dong, Roth and Su 2022, arXiv 1905.02383, Corollary 3.3), their noise too, as long as
+the sum keeps within a limit (Smith and Thakurta 2022, arXiv 2210.17520).
 """
 
 from __future__ import annotations

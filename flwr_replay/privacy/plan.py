@@ -150,7 +150,7 @@ class PrivacyPlan:
         return passes._replace(epochs=epochs, steps=0).cost(examples, _sigma(self, examples))
 
     def planned(self, examples: int, share: float = 1.0) -> tuple[float, float]:
-        """Return epsilon, by Rényi DP, and delta of an institution that stays to the end; at most its budget.
+        """Return epsilon, as its account states it, and delta of an institution that stays to the end; at most its budget.
 
         Parameters
         ----------

@@ -16,7 +16,7 @@ from scipy.stats import norm
 from flwr_replay.errors import ConfigError
 from flwr_replay.privacy.accounting import ORDERS, SampledGaussian, epsilon, noise_for
 
-POINTS = [(0.028, 0.7, 7875), (0.0032, 0.7, 93600), (0.1, 1.0, 100), (0.25, 2.0, 400), (1.0, 5.0, 10), (0.9, 4.0, 30)]
+POINTS = [(0.028, 0.7, 7875), (0.0032, 0.7, 93600), (0.1, 1.0, 100), (0.25, 2.0, 400), (0.99, 5.0, 10), (0.9, 4.0, 30)]
 costs = st.builds(
     SampledGaussian,
     rate=st.sampled_from([0.001, 0.03, 0.25, 1.0]),
@@ -85,6 +85,19 @@ def test_prv_is_dp_accountings_privacy_loss_distribution(parts):
     found = epsilon(mechanisms, 1e-5, "prv")
     assert found == pytest.approx(other.get_epsilon(1e-5), rel=0.01)
     assert found < epsilon(mechanisms, 1e-5)
+
+
+@pytest.mark.parametrize("steps", [[(3.5, 30)], [(15.7, 15)], [(2.0, 1), (20.0, 40)], [(0.6, 1)]])
+@pytest.mark.parametrize("delta", [1e-5, 1e-3])
+def test_where_every_step_takes_all_examples_epsilon_is_exact(steps, delta):
+    mechanisms, other = [SampledGaussian(1.0, *these) for these in steps], PLDAccountant()
+    for mechanism in mechanisms:
+        other.compose(event(mechanism))
+    found, theirs = epsilon(mechanisms, delta), other.get_epsilon(delta)  # theirs is rounded up to its grid
+    assert found == epsilon(mechanisms, delta, "prv")
+    assert found <= theirs <= found + 0.01 * max(1.0, found)
+    almost = [SampledGaussian(1 - 1e-9, *these) for these in steps]
+    assert 0.85 * epsilon(almost, delta) < found < epsilon(almost, delta)
 
 
 @settings(max_examples=40, deadline=None)
