@@ -39,6 +39,7 @@ from flwr_replay.config.catalogue import own_options, parts_of
 from flwr_replay.config.compose import compose, overrides_of
 from flwr_replay.config.halves import load_client, load_strategy
 from flwr_replay.config.parts import allow
+from flwr_replay.config.privacy import MECHANISMS
 from flwr_replay.data.partitions import DEALERS
 from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.engines.simulate import Simulation
@@ -67,7 +68,6 @@ from flwr_replay.wire.weights import to_arrays
 __all__ = ["check_attack", "check_partition", "check_strategy"]
 
 JOB = ("task=digits", "partition=iid", "model=cnn", "model.width=4", "nodes=3", "rounds=2", "device=cpu")
-MECHANISMS = ("encoder", "classifier", "proxy", "generator", "prior", "latents")
 OF_REPLAY = {"generator", "prior"}  # replay declares their passes
 CLASSIFIERS = ("released", "kept", "none")
 NEEDED = {"latents": ("latent_clip=1", "latent_epsilon=8", "label_epsilon=2")}  # options without a default

@@ -5,10 +5,11 @@ drawn at random as in `study proxyfl`. PneumoniaMNIST: 2 institutions of 380, 80
 sites as they are, at 224 pixels.
 
 Settings were chosen by validation images of the institutions' own mixes: on seeds 0 to 2 of CIFAR-10 with lite0 frozen,
-on 0 and 1 with Gabor, on seed 0 of the 80 % partition with the others (from scratch only Central tried both rates). They serve all data, and are reported on seeds
-10 to 14. The learning rate is 0.01, which every method preferred to 0.1 but FedAvg on equal mixes, and FedAvg and Local
-with the tuned network. `local` and `own head, pooled` are what an institution has alone, without noise. Batch norm that
-trains has no per-example gradients, so the tuned network is not in ProxyFL.
+on 0 and 1 with Gabor, on seed 0 of the 80 % partition with the others (from scratch only Central tried both rates).
+They serve all data, and are reported on seeds 10 to 14. The learning rate is 0.01, which every method preferred to 0.1
+but FedAvg on equal mixes, and FedAvg and Local with the tuned network. `local` and `own head, pooled` are what an
+institution has alone, without noise. Batch norm that trains has no per-example gradients, so the tuned network is not
+in ProxyFL.
 """
 
 from __future__ import annotations
@@ -63,7 +64,14 @@ def part(data: str, encoder: str) -> Part:
         name=f"{data}-{encoder}",
         about=f"{data}: {encoder}.",
         methods=methods,
-        options=[*dealt, *network, f"rounds={5 if tuned else 20}", "evaluate_every=30", "delta=1e-5", "seeds=10,11,12,13,14"],
+        options=[
+            *dealt,
+            *network,
+            f"rounds={5 if tuned else 20}",
+            "evaluate_every=30",
+            "delta=1e-5",
+            "seeds=10,11,12,13,14",
+        ],
         against="central",
         metric="accuracy" if file == "cifar10-8k.npz" else "balanced-accuracy",
         data=file,

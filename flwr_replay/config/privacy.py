@@ -9,7 +9,7 @@ from flwr_replay.config.sections import FRACTION, NOT_NEGATIVE_FINITE, Range, on
 
 __all__ = ["MECHANISMS", "PrivacyConfig"]
 
-MECHANISMS = ("generator", "prior", "encoder", "classifier", "proxy", "latents")
+MECHANISMS = ("generator", "prior", "encoder", "classifier", "proxy", "latents", "statistics")
 NOISE = Range(0.01, 1e6, "lies in [0.01, 1e6]")  # noise multipliers
 CLIP = Range(1e-9, 1e9, "lies in [1e-9, 1e9]")
 LEAST = 1e-3  # the smallest epsilon
@@ -25,7 +25,9 @@ class PrivacyConfig:
     Qu et al. 2022, section 4.4: sigma 0.7, delta 1/|D|; they give no clipping norm, and their latents have no DP.
     """
 
-    dp: str = "none"  # none | generator, prior, encoder, classifier, proxy, latents, joined by + | end-to-end
+    dp: str = (
+        "none"  # none | generator, prior, encoder, classifier, proxy, latents, statistics, joined by + | end-to-end
+    )
     sigma: float = 0.7  # noise multiplier
     target_epsilon: float = 0.0  # choose the least sigma that keeps the whole run within it; 0: use sigma as given
     clip: float = 1.0  # C, the largest L2 norm of an example's gradient: encoder, classifier, proxy
@@ -99,7 +101,7 @@ class PrivacyConfig:
 
     def clip_of(self, mechanism: str) -> float:
         """Return C, the clipping norm of a mechanism."""
-        clips = {"generator": self.generator_clip, "prior": self.prior_clip}
+        clips = {"generator": self.generator_clip, "prior": self.prior_clip, "statistics": 1.0}
         return clips.get(mechanism, self.clip)
 
     @property

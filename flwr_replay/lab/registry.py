@@ -65,6 +65,10 @@ KNOWN: dict[Meaning, Known] = {
     ),
     "gradients at a cut": Known((AT_CUT,)),
     "images": Known((LOOKED_AT, RELEASED), OfImages),
+    "class sums": Known(
+        untried="The features of an image that is alone in its class leave as they are, unless the sums have noise; of "
+        "sums over several images no attack is known here."
+    ),
     "scales": Known(
         untried="A scale is one number for an image, a 127th of its largest latent; no attack on it alone is known. "
         "Attacks on the latents use it."

@@ -113,8 +113,8 @@ def epsilon(
     Parameters
     ----------
     costs : Sequence[SampledGaussian]
-        All that was released; of nothing, epsilon is 0. Of `LocalRelease` alone it is exact, by either accountant, and so
-        it is where every rate is 1.
+        All that was released; of nothing, epsilon is 0. By either accountant it is exact of `LocalRelease` alone, and
+        where every rate is 1.
     delta : float
         In (0, 1); usually at most 1/|D|.
     accountant : str

@@ -36,7 +36,7 @@ def noise_of(plan: PrivacyPlan, examples: int, share: float = 1.0) -> list[dict[
                 "sigma": cost.sigma,
                 "clip": config.clip_of(passes.mechanism),
                 "sampling-rate": cost.rate,
-                "batch": passes.batch,
+                "batch": passes.batch or examples,
                 "examples": examples,
                 "steps": passes.steps or cost.steps,
             }

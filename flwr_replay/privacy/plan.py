@@ -21,12 +21,14 @@ from flwr_replay.wire.masked import MASKED
 from flwr_replay.wire.payload import LedgerRow, Payload
 from flwr_replay.wire.sealed import SEALED
 
-__all__ = ["COUNTS", "NOTHING", "Passes", "PrivacyPlan"]
+__all__ = ["COUNTS", "NOTHING", "STATISTICS", "Passes", "PrivacyPlan"]
 
 NO_PROOF = " as the paper counts it; not a proof"
 COUNTS = "label counts"  # released together with a prior, with noise of their own
 NOTHING = "Nothing here is differentially private; no epsilon can be stated."
 ONE_EXAMPLE = "An epsilon is of one example; a patient with several has as many times it, or more."
+ONE_PATIENT = "An epsilon is of one patient, with all examples, where the data name patients; else of one example."
+STATISTICS = "statistics"  # the mechanism: noise on sums over all examples, once
 
 
 class Passes(NamedTuple):
@@ -34,12 +36,13 @@ class Passes(NamedTuple):
 
     mechanism: str
     epochs: int
-    batch: int
+    batch: int  # 0: all examples
     steps: int = 0  # in place of those of the epochs, however many examples there are
 
     def cost(self, examples: int, sigma: float) -> SampledGaussian:
         """Return the cost of the whole training."""
-        cost = SampledGaussian.of_epochs(examples=examples, batch=self.batch, sigma=sigma, epochs=self.epochs)
+        batch = self.batch or examples
+        cost = SampledGaussian.of_epochs(examples=examples, batch=batch, sigma=sigma, epochs=self.epochs)
         return replace(cost, steps=self.steps) if self.steps else cost
 
     def in_share(self, share: float) -> Passes:
@@ -101,7 +104,8 @@ class PrivacyPlan:
         if not wanted:
             return None
         check_fit(config, wanted)
-        passes = {name: Passes(name, epochs, config.training.batch_size) for name, epochs in declared.items()}
+        batches = {STATISTICS: 0}
+        passes = {name: Passes(name, n, batches.get(name, config.training.batch_size)) for name, n in declared.items()}
         generator, prior = config.generator, config.prior
         passes["generator"] = Passes("generator", generator.dp_passes, generator.batch_size, generator.dp_steps)
         passes["prior"] = Passes("prior", prior.epochs, prior.batch_size)
@@ -150,7 +154,7 @@ class PrivacyPlan:
         return passes._replace(epochs=epochs, steps=0).cost(examples, _sigma(self, examples))
 
     def planned(self, examples: int, share: float = 1.0) -> tuple[float, float]:
-        """Return epsilon, as its account states it, and delta of an institution that stays to the end; at most its budget.
+        """Return epsilon and delta, as its account states them, of an institution that stays to the end.
 
         Parameters
         ----------
@@ -192,7 +196,7 @@ class PrivacyPlan:
             If the budget does not allow it, delta is too large, or there are fewer examples than a batch has.
         """
         delta, limit = self.checked_delta(examples), self.config.limit
-        for mechanism in [name for name in self.mechanisms if name in ("classifier", "proxy")]:
+        for mechanism in [name for name in self.mechanisms if name in ("classifier", "proxy", STATISTICS)]:
             try:
                 first = self.cost(mechanism, examples, 1)
             except ConfigError as error:
@@ -208,6 +212,8 @@ class PrivacyPlan:
         """Name of the mechanism to which an epsilon belongs."""
         if self.local:
             return "Gaussian noise on latents and randomised response on labels; one example replaced"
+        if self.mechanisms == (STATISTICS,):
+            return "Gaussian noise on sums"
         return "DP-SGD, Poisson sampling" + (NO_PROOF if self.unproven else "")
 
     # --- claims -------------------------------------------------------------------------------------------------------
@@ -336,10 +342,12 @@ class PrivacyPlan:
         others = " It also learns replays of the others' images, which are not protected." if learns_replays else ""
         if self.unproven:
             return f"{self.unproven} These also leave unprotected: {'; '.join(left)}."
+        what, one = f"training the {covered} at an institution reveals", ONE_EXAMPLE
+        if self.mechanisms == (STATISTICS,):
+            what, one = "the noisy sums of an institution reveal", ONE_PATIENT
         return (
-            f"Only what training the {covered} at an institution reveals of its own examples is differentially "
-            f"private.{others} These leave unprotected: {'; '.join(left)}. What leaves as a whole has no epsilon. "
-            f"{ONE_EXAMPLE}"
+            f"Only what {what} of its own examples is differentially private.{others} These leave unprotected: "
+            f"{'; '.join(left)}. What leaves as a whole has no epsilon. {one}"
         )
 
 
@@ -364,5 +372,6 @@ def _sigma(plan: PrivacyPlan, examples: int) -> float:
     """Return the noise multiplier of an institution, the same in all mechanisms."""
     if not plan.config.target_epsilon:
         return plan.config.sigma
-    samplings = [(min(1.0, p.batch / examples), p.steps or examples // p.batch * p.epochs) for p in plan.passes]
+    sizes = [(p, p.batch or examples) for p in plan.passes]
+    samplings = [(min(1.0, batch / examples), p.steps or examples // batch * p.epochs) for p, batch in sizes]
     return noise_for(plan.config.target_epsilon, plan.config.delta_for(examples), samplings, fixed=plan.fixed())

@@ -30,6 +30,7 @@ Meaning = Literal[
     "labels",
     "gradients at a cut",
     "images",
+    "class sums",
 ]
 RECORD_OF: dict[Kind, str] = {
     "model": "arrays",

@@ -1,0 +1,147 @@
+"""FedStats beside slow twins: nearest class means of the union, whoever has which images."""
+
+import numpy as np
+import pytest
+import torch
+from harness import run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flwr_replay.config.compose import compose
+from flwr_replay.data.dealt import dealt, loaded
+from flwr_replay.errors import ConfigError
+from flwr_replay.files.tensors import read_tensors
+from flwr_replay.learning.heads import features_of, linear_head
+from flwr_replay.models.layers import as_input
+from flwr_replay.models.zoo import backbone
+from flwr_replay.privacy.secret import Stream
+from flwr_replay.privacy.sums import class_sums, in_units, noises, noisy
+from flwr_replay.strategies.fedstats import FedStats, FedStatsConfig
+
+JOB = ["task=digits", "model=gabor", "nodes=3", "device=cpu", "rounds=2", "strategy=fedstats"]
+DP = ["dp=statistics", "delta=0.001", "privacy.noise=seeded"]
+
+
+def head_after(folder, *options):
+    folder = run(folder, [*JOB, *options], 3).folder
+    model = read_tensors(folder / "models" / "global.safetensors")
+    return model["head.fc.weight"], model["head.fc.bias"]
+
+
+def union(*options):
+    """Return features and labels of all institutions' training examples."""
+    config = compose([*JOB, *options])
+    part, data = dealt(config.task, config.partition, config.nodes, config.seed), loaded(config.task)
+    owned = [part.examples(data, k).train for k in range(config.nodes)]
+    x, y = (np.concatenate([getattr(own, name) for own in owned]) for name in "xy")
+    return features_of(backbone(config.model, config.task)(0), as_input(torch.from_numpy(x))).double().numpy(), y
+
+
+@pytest.mark.parametrize("partition", [["partition=iid"], ["partition=ks", "ks=0.9"]])
+def test_the_head_is_that_of_the_unions_class_means(tmp_path, partition):
+    features, labels = union(*partition)
+    weight, bias = head_after(tmp_path, *partition)
+    means = np.stack([features[labels == c].mean(0) for c in range(10)])
+    slow = np.array([[np.square(f - mu).sum() for mu in means] for f in features[:300]]).argmin(1)
+    assert ((features[:300] @ weight.T + bias).argmax(1) == slow).all()
+    scale = weight[0, 0] / means[0, 0]
+    np.testing.assert_allclose(weight, means * scale, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(bias, -np.square(means).sum(1) / 2 * scale, rtol=1e-4)
+
+
+def test_it_is_asked_once_under_masks_too_with_the_same_result(tmp_path):
+    plain = head_after(tmp_path / "plain")
+    under_masks = head_after(tmp_path / "masked", "masked=true")
+    for one, other in zip(plain, under_masks, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_who_comes_late_is_asked_then_and_nobody_twice(tmp_path):
+    late = run(tmp_path / "late", [*JOB, "rounds=3"], 3, fail={("institution-2", "summarise", 1)})
+    asked = [row for row in late.ledger if row["stage"] == "summarise" and row["direction"] == "up"]
+    assert sorted({(row["institution"], row["exchange"]) for row in asked}) == [
+        ("institution-1", 1),
+        ("institution-2", 2),
+        ("institution-3", 1),
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 12),
+    st.sampled_from([1e-3, 1.0, 10.0]),
+    st.sampled_from([0.0, 1e-6, 1.0, 1e3, 1e30, np.inf, np.nan]),
+)
+def test_no_patient_changes_the_sums_by_more_than_one(seed, images, clip, size):
+    rng = np.random.default_rng(seed)
+    features = rng.normal(size=(30 + images, 7)) * clip
+    features[30:] = features[30:1:-1][:images] * size if np.isfinite(size) else size
+    labels, patients = rng.integers(0, 4, 30 + images), np.r_[rng.integers(0, 9, 30), np.full(images, 9)]
+
+    def sums(n):
+        return class_sums(*(torch.from_numpy(of[:n]) for of in (features, labels, patients)), 4, clip)
+
+    change = torch.linalg.vector_norm(sums(30 + images) - sums(30))
+    assert change <= 1
+    if images > 1 or np.isfinite(size):
+        assert change > 0  # at least the number of examples changes
+
+
+def test_without_clipping_they_are_sums():
+    rng = np.random.default_rng(0)
+    features, labels = torch.from_numpy(rng.normal(size=(20, 5))), torch.from_numpy(rng.integers(0, 3, 20))
+    of_features, numbers = in_units(class_sums(features, labels, torch.arange(20), 3, 10.0), 10.0)
+    np.testing.assert_allclose(numbers, np.bincount(labels, minlength=3))
+    np.testing.assert_allclose(of_features, np.stack([features[labels == c].sum(0) for c in range(3)]))
+
+
+def test_the_noise_is_that_which_was_charged():
+    sums = torch.zeros(10, 2000, dtype=torch.float64)
+    of_features, numbers = in_units(noisy(sums, 3.0, Stream(bytes(32))), 10.0)
+    of_number, of_sums = noises(10.0)
+    assert of_features.std() == pytest.approx(3 * of_sums, rel=0.03)
+    assert numbers.std() == pytest.approx(3 * of_number, rel=0.6)
+    steps = noisy(sums, 3.0, Stream(bytes(32))) / 2.0**-19
+    assert (steps == steps.round()).all()
+
+
+def test_much_noise_does_not_enlarge_the_means():
+    server = FedStats(FedStatsConfig())
+    server.variance, rng, (of_number, of_sums) = 4.0, np.random.default_rng(0), noises(10.0)
+    truth = rng.normal(size=(3, 400))
+    truth *= 9 / np.linalg.norm(truth, axis=1, keepdims=True)
+    numbers = np.array([200.0, 400.0, 800.0])
+    found = truth * numbers[:, None] + rng.normal(size=truth.shape) * of_sums * 2
+    weight, bias = server.classifier(found, numbers + rng.normal(size=3) * of_number * 2)
+    assert (truth @ weight.T + bias).argmax(1).tolist() == [0, 1, 2]
+    scale = weight[2] @ truth[2] / (truth[2] @ truth[2])
+    np.testing.assert_allclose(bias, -81 / 2 * scale, rtol=0.35)
+
+
+def test_a_class_that_nobody_has_is_never_named(tmp_path):
+    weight, bias = head_after(tmp_path, "task.classes=12")
+    features, _ = union("task.classes=12")
+    assert (features @ weight.T + bias).argmax(1).max() < 10
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["task=diabetes", "model=mlp"], "has none: choose a classification"),
+        (["task=digits", "training.augment=flip"], "training.augment=none"),
+        (["task=digits", "strategy.clip=0"], "strategy.clip lies in"),
+        (["task=digits", "dp=classifier"], "can have dp=statistics; got classifier"),
+        (["task=digits", "fraction=0.5"], "fraction is for methods"),
+        (["task=digits", "dp=statistics", "privacy.target-epsilon=1e-3", "delta=0.5"], "delta may be at most"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, options, line):
+    with pytest.raises((ConfigError, Exception), match=line) as caught:
+        run(tmp_path, [*JOB, *options], 3)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_a_linear_head_is_refused():
+    with pytest.raises(ConfigError, match="the head must be a torch.nn.Linear with a bias"):
+        linear_head(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU()))
