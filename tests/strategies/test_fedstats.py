@@ -3,27 +3,28 @@
 import numpy as np
 import pytest
 import torch
-from harness import run
+from harness import SHARDS, node_configs, run, write_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flwr_replay.config.compose import compose
 from flwr_replay.data.dealt import dealt, loaded
-from flwr_replay.errors import ConfigError
+from flwr_replay.engines.simulate import run_inline
+from flwr_replay.errors import ConfigError, FlwrReplayError
 from flwr_replay.files.tensors import read_tensors
 from flwr_replay.learning.heads import features_of, linear_head
 from flwr_replay.models.layers import as_input
 from flwr_replay.models.zoo import backbone
 from flwr_replay.privacy.secret import Stream
 from flwr_replay.privacy.sums import class_sums, in_units, noises, noisy
+from flwr_replay.report.progress import Display
 from flwr_replay.strategies.fedstats import FedStats, FedStatsConfig
 
 JOB = ["task=digits", "model=gabor", "nodes=3", "device=cpu", "rounds=2", "strategy=fedstats"]
-DP = ["dp=statistics", "delta=0.001", "privacy.noise=seeded"]
 
 
 def head_after(folder, *options):
-    folder = run(folder, [*JOB, *options], 3).folder
+    _, folder = run_inline([*JOB, *options, f"runs_dir={folder}"], Display())
     model = read_tensors(folder / "models" / "global.safetensors")
     return model["head.fc.weight"], model["head.fc.bias"]
 
@@ -57,13 +58,17 @@ def test_it_is_asked_once_under_masks_too_with_the_same_result(tmp_path):
 
 
 def test_who_comes_late_is_asked_then_and_nobody_twice(tmp_path):
-    late = run(tmp_path / "late", [*JOB, "rounds=3"], 3, fail={("institution-2", "summarise", 1)})
-    asked = [row for row in late.ledger if row["stage"] == "summarise" and row["direction"] == "up"]
-    assert sorted({(row["institution"], row["exchange"]) for row in asked}) == [
-        ("institution-1", 1),
-        ("institution-2", 2),
-        ("institution-3", 1),
+    write_shards(tmp_path, {"a": 30, "b": 20, "c": 10})
+    job = [*SHARDS, "classes=3", "model=gabor", "strategy=fedstats", "device=cpu", "rounds=3"]
+    whole = run(tmp_path, job, node_configs(tmp_path, tmp_path / "state"), name="whole")
+    late = run(tmp_path, job, node_configs(tmp_path, tmp_path / "state"), name="late", failing=[("summarise", "b", 1)])
+    assert [(at.name, at.exchange) for at in late.grid.asked if at.stage == "summarise"] == [
+        *(("a", 1), ("b", 1), ("c", 1)),
+        ("b", 2),
     ]
+    one, other = (read_tensors(ran.folder / "models" / "global.safetensors") for ran in (whole, late))
+    for name, array in one.items():
+        np.testing.assert_allclose(other[name], array, rtol=1e-5)
 
 
 @settings(max_examples=60, deadline=None)
@@ -137,11 +142,11 @@ def test_a_class_that_nobody_has_is_never_named(tmp_path):
     ],
 )
 def test_a_mistake_is_one_line(tmp_path, options, line):
-    with pytest.raises((ConfigError, Exception), match=line) as caught:
-        run(tmp_path, [*JOB, *options], 3)
+    with pytest.raises(FlwrReplayError, match=line) as caught:
+        head_after(tmp_path, *options)
     assert "\n" not in str(caught.value)
 
 
 def test_a_model_without_a_linear_head_is_refused():
-    with pytest.raises(ConfigError, match="the head must be a torch.nn.Linear with a bias"):
+    with pytest.raises(ConfigError, match=r"the head must be a torch\.nn\.Linear with a bias"):
         linear_head(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU()))
