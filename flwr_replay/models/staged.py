@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flwr_replay.config.sections import one_of, require
+from flwr_replay.models.frozen import Frozen
 
 __all__ = ["StagedModel", "has_batch_norm", "placed", "split", "split_before_head", "staged"]
 
@@ -93,7 +94,8 @@ def split(model: nn.Module, cut: str) -> tuple[StagedModel, StagedModel]:
     )
     cuts = tuple(model._modules)[:-1]
     if cut:
-        one_of("cut", cut, cuts)
+        frozen = isinstance(next(model.children(), None), Frozen)
+        one_of(f"cut, with all up to {cuts[0]} frozen by model.train," if frozen else "cut", cut, cuts)
     first = cuts.index(cut) + 1 if cut else 1
     stages = list(model.named_children())
     before, after = StagedModel(OrderedDict(stages[:first])), StagedModel(OrderedDict(stages[first:]))

@@ -141,12 +141,13 @@ def beginning(config: RunConfig) -> Callable[[int], nn.Module]:
 
 
 def network_of(config: RunConfig) -> str:
-    """Say what a pretrained or frozen network is, and when its features are computed; empty for one that is neither."""
+    """Say what pretrained or frozen networks are, and when features are computed; empty if there are none."""
     text = described(config.model, config.task)
-    if not text or config.model.train == "all":
-        return text
-    how = f"anew in every step, since {config.features_anew}" if config.features_anew else "once"
-    return f"{text} Institutions compute their features {how}."
+    if config.model.train != "all":
+        how = f"anew in every step, since {config.features_anew}" if config.features_anew else "once"
+        text += f" Institutions compute their features {how}."
+    private = (described(model_named(name), config.task) for name in config.strategy.private_models)
+    return " ".join([text, *(f"Private: {own}" for own in private if own)]).lstrip()
 
 
 def claim(strategy: Movement) -> str:

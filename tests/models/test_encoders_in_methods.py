@@ -21,7 +21,7 @@ from flwr_replay.learning.training import at_once
 from flwr_replay.models import build
 from flwr_replay.models.frozen import Frozen
 from flwr_replay.models.zoo import described, encoder_of
-from flwr_replay.runs.execute import Job
+from flwr_replay.runs.execute import Job, network_of
 
 TINY = ["model=timm", "model.name=test_efficientnet", "model.size=32"]
 HEAD = [*TINY, "model.train=head"]
@@ -117,7 +117,10 @@ WRONG = {
     "augmented": (["strategy=fedreplay", "training.augment=flip", *HEAD], "needs encoder=institution"),
     "DP": (["strategy=fedreplay", "dp=encoder", *HEAD], "nothing there does"),
     "batch norm": (["strategy=fedavg", "dp=classifier", *ENCODERS["batch norm trains"]], GROUP),
-    "a cut inside": (["strategy=splitnn", "cut=blocks1", *HEAD], "cut must be one of features; got 'blocks1'"),
+    "a cut inside": (
+        ["strategy=splitnn", "cut=blocks1", *HEAD],
+        "with all up to features frozen by model.train, must be one",
+    ),
     "no middle": (["strategy=splitnn", "share_labels=false", *HEAD], "model.train=from:STAGE"),
 }
 
@@ -158,3 +161,9 @@ def test_sealed_runs_take_frozen_weights():
 def test_a_publishers_means_stand_in_the_order_of_channels():
     config = compose(HEAD)
     assert "mean 0.485, 0.456, 0.406, standard deviation 0.229, 0.224, 0.225" in described(config.model, config.task)
+
+
+def test_what_private_models_train_is_said():
+    text = network_of(compose(["strategy=proxyfl", "task=digits", "model=mlp", "private_models=[mlp,lite0]"]))
+    assert text.startswith("Private: tf_efficientnet_lite0, weights lite0; images to 224 x 224 pixels")
+    assert "3,383,818 numbers train" in text
