@@ -37,6 +37,7 @@ from flwr_replay.privacy.fitting import trains_encoder
 from flwr_replay.report.summary import RECONSTRUCT
 from flwr_replay.runs.environment import versions
 from flwr_replay.runs.execute import Job
+from flwr_replay.runs.options import file_options
 from flwr_replay.wire.payload import rows
 
 __all__ = ["COORDINATOR_FOLDER", "PEERS_FILE", "host_of", "init"]
@@ -95,7 +96,9 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
         raise RunError(f"a deployment's folder must be new; {place} exists: choose another --out, or delete it")
     with new_folder(place) as new:
         installed = versions()
-        pairs = [option.partition("=") for option in study]
+        files = {key_of(option): option for option in file_options(config)}
+        names = {*files, *(key.rpartition(".")[2] for key in files)}
+        pairs = [option.partition("=") for option in [*(o for o in study if key_of(o) not in names), *files.values()]]
         named = {key.replace("_", "-"): value for key, _, value in pairs if key != "rounds"}
         lines = "\n".join(f"{toml_text(key)} = {toml_text(value)}" for key, value in named.items())
         words: dict[str, object] = {
@@ -115,6 +118,8 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
             "leaves": next((LEAVES[kind] for kind in LEAVES if kind in policy["kinds"].split(", ")), STAYS),
             "private": _private(config.privacy),
             "weights": WEIGHTS.format(config.model.copy) if config.model.copy else "",
+            "here": "'.[timm]'" if config.model.library else ".",
+            "extra": " --extra timm" if config.model.library else "",
             "own_weights": f" model.weights={config.model.copy}" if config.model.copy else "",
             "weights_step": _filled("weights.md", {"file": config.model.copy, "digest": digest})
             if config.model.copy

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.ciphers.seal import KEY, make_key
-from flwr_replay.config.compose import compose_own
+from flwr_replay.config.compose import compose, compose_own
 from flwr_replay.config.quoting import key_of, node_config, quoted
 from flwr_replay.data.folder import folder_rows, form_of
 from flwr_replay.data.manifest import ManifestRow
@@ -32,6 +32,7 @@ from flwr_replay.files.table import csv_text
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.report.run_files import read_result
 from flwr_replay.rng import derived_rng
+from flwr_replay.runs.options import file_options
 
 __all__ = ["deal", "rehearse", "supernode"]
 
@@ -82,9 +83,8 @@ def rehearse(
     overrides = ["task=folder", *task, *options, *runs]
     config = compose_own(overrides, options)  # a wrong option is reported before anything is written
     shared = {"record": "all"} if record else {}
-    weights = config.model.weights_file and str(Path(config.model.weights_file).expanduser().absolute())
-    overrides += [f"model.weights={quoted(weights)}"] if weights else []
-    shared |= {"weights": weights or config.model.weights} if config.model.copy else {}
+    overrides += file_options(config)
+    shared |= {"weights": compose(overrides).model.weights} if config.model.copy else {}
     shared |= {"own-parts": " ".join(config.own_parts)} if config.own_parts else {}
     if place.exists():
         raise RunError(f"a rehearsal's folder must be new; {place} exists: choose another --out, or delete it")

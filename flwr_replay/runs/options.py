@@ -6,7 +6,7 @@ What reads run directories imports Flower, and so is imported late: a wrong opti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from flwr_replay.config.compose import COMMAND_LINE, compose, compose_own, overrides_of
@@ -17,7 +17,7 @@ from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import read_json
 from flwr_replay.files.disk import there
 
-__all__ = ["kept_overrides", "resolve", "run_overrides"]
+__all__ = ["file_options", "kept_overrides", "resolve", "run_overrides"]
 
 INLINE_NODES = 4
 PLACES_AND_TIMES = ("device", "client_cpus", "client_gpus", "timeout", "wait")
@@ -58,13 +58,7 @@ def resolve(
     else:
         overrides = [*_read_off(options), *options, f"runs_dir={quoted(Path(runs_dir).expanduser().absolute())}"]
     config = compose_own(overrides, typed)
-    values = asdict(config.strategy)
-    files = {"task.data_dir": config.task.data_dir, "model.weights": config.model.weights_file}
-    files |= {"partition.file": config.partition.file}
-    files |= {f"strategy.{name}": values[name] for name in config.strategy.files}
-    for option, file in files.items():
-        if file:  # absolute, since the run may be resumed from another working directory
-            overrides.append(f"{option}={quoted(Path(file).expanduser().absolute())}")
+    overrides += file_options(config)
     config = compose(overrides)  # changes only the paths of files
     if not config.nodes and "nodes" in map(key_of, options):
         raise ConfigError(f"nodes must be at least 1; got 0: leave it out for all that there are, or {INLINE_NODES}")
@@ -74,6 +68,14 @@ def resolve(
         _sites(config.task) if config.partition.name == "natural" else len(config.partition.shares) or INLINE_NODES
     )
     return [*overrides, f"nodes={nodes}"], replace(config, nodes=nodes)
+
+
+def file_options(config: RunConfig) -> list[str]:
+    """Return the options that name a user's files, with absolute paths: other processes work in other folders."""
+    files = {"task.data_dir": config.task.data_dir, "model.weights": config.model.weights_file}
+    files |= {"partition.file": config.partition.file}
+    files |= {f"strategy.{name}": getattr(config.strategy, name) for name in config.strategy.files}
+    return [f"{option}={quoted(Path(file).expanduser().absolute())}" for option, file in files.items() if file]
 
 
 def run_overrides(folder: Path) -> list[str]:

@@ -18,12 +18,14 @@ from harness import command
 from safetensors.torch import save_file
 
 from flwr_replay import processes
+from flwr_replay.config.compose import compose
 from flwr_replay.config.quoting import node_config
 from flwr_replay.deploy import clinic
 from flwr_replay.deploy.clinic import examine_clinic
 from flwr_replay.deploy.deployment import host_of
 from flwr_replay.engines.certificates import write_certificates
 from flwr_replay.errors import ConfigError
+from flwr_replay.forecast.officer import study_options
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.memory import forget
 
@@ -93,9 +95,14 @@ def test_a_study_with_a_frozen_encoder_pins_it_and_every_clinic_has_a_copy(tmp_p
     model = ["model=timm", "model.name=resnet18", "model.size=32", "model.train=head", "cut=features"]
     form = [word for word in STUDY if not word.startswith(("model", "width", "cut"))]
     words = ["--clinics", "north,south", "--address", "localhost:8000", "--out", str(tmp_path / "dep")]
-    study = [*words, *form, *model, f"model.weights={tmp_path / 'agreed.safetensors'}"]
+    study = [*words, *form, *model, "model.weights=agreed.safetensors"]
+    monkeypatch.chdir(tmp_path)
     assert command(monkeypatch, "deploy", "init", *study) == 0
-    north = tmp_path / "dep" / "north"
+    north, at_server = tmp_path / "dep" / "north", tmp_path / "dep" / "coordinator"
+    # the SuperLink works in another folder
+    assert compose(study_options(at_server / "study")).model.weights == str(tmp_path / "agreed.safetensors")
+    for readme in (north / "README.md", at_server / "README.md"):
+        assert "`pip install '.[timm]'`; or `uv sync --extra timm`" in readme.read_text()
     [(stage, [agreed])] = read_policy(north / "policy.yaml").weights
     assert (stage, agreed[:7]) == ("extract", "sha256:")
     assert 'weights=\\"$PWD/weights.safetensors\\"' in (north / "start.sh").read_text()
