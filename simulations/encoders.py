@@ -59,6 +59,9 @@ def part(data: str, encoder: str) -> Part:
             f"ProxyFL, ε {budget} := {pair}:topology=complete:target_epsilon={budget}:rounds={rounds}:lr_step={step}"
             for budget, (rounds, step) in ROUNDS.items()
         ]
+        if encoder != "scratch":
+            noisy = "fedstats:dp=statistics:target_epsilon"
+            methods += ["fedstats", *(f"FedStats, ε {budget} := {noisy}={budget}" for budget in ROUNDS)]
         methods.append(f"own head, pooled := {pair}:topology=none:dp=none:rounds=30:lr_step=24")
     return Part(
         name=f"{data}-{encoder}",
