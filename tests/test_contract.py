@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SMALL = "partition.size=70"  # several batches of each institution
 GENERATOR = ["generator.epochs=1", "generator.width=4", "prior.epochs=1", "prior.width=4", "prior.layers=1"]
 FEW = {"feder": ["buffer=40"], "syncentral": ["buffer=40"]}  # images that institutions draw
-CLASSES = {"proxyfl", "fml", "feder", "syncentral"}  # methods that compare probabilities, or draw images for classes
+CLASSES = {"proxyfl", "fml", "feder", "syncentral", "fedstats"}  # methods that compare probabilities, or draw images for classes
 
 
 @pytest.fixture(autouse=True)

@@ -24,8 +24,9 @@ def versions() -> dict[str, str]:
 def environment(config: RunConfig) -> dict[str, Any]:
     """Return what stands in a run's `environment.json`."""
     package = package_of(config.strategy.name)
+    more = [name for name in (package.distribution if package else "", config.model.library) if name]
     return {
-        "versions": versions() | ({package.distribution: _version(package.distribution)} if package else {}),
+        "versions": versions() | {name: _version(name) for name in more},
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "threads": config.threads,
