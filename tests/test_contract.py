@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SMALL = "partition.size=70"  # several batches of each institution
 GENERATOR = ["generator.epochs=1", "generator.width=4", "prior.epochs=1", "prior.width=4", "prior.layers=1"]
 FEW = {"feder": ["buffer=40"], "syncentral": ["buffer=40"]}  # images that institutions draw
-CLASSES = {"proxyfl", "fml", "feder", "syncentral", "fedstats"}  # methods that compare probabilities, or draw images for classes
+# methods that compare probabilities, or take or draw images class by class
+CLASSES = {"proxyfl", "fml", "feder", "syncentral", "fedstats"}
 
 
 @pytest.fixture(autouse=True)
