@@ -16,8 +16,8 @@ patient more or less, all of whose images are clipped together, where the data n
 less. Without it nothing is: of a class with one image its features are sent as they are.
 
 Deviations: Where sums have noise, ‖μ_c‖² is corrected by what the noise adds on average, and no class counts as smaller
-than six times the noise of its number. Logits are scaled to a fixed margin, which changes no decision. An institution that is
-late sends its sums when it comes; later rounds ask nobody twice.
+than six times the noise of its number. Logits are scaled to a fixed margin, which changes no decision. An institution
+that is late sends its sums when it comes; later rounds ask nobody twice.
 """
 
 from __future__ import annotations

@@ -113,11 +113,11 @@ def test_the_noise_is_that_which_was_charged():
 
 def test_much_noise_does_not_enlarge_the_means():
     server = FedStats(FedStatsConfig())
-    server.variance, rng, (_, of_sums) = 100.0, np.random.default_rng(0), noises(10.0)
-    truth = rng.normal(size=(3, 400))
+    server.variance, rng, (_, of_sums) = 25.0, np.random.default_rng(0), noises(10.0)
+    truth = rng.normal(size=(3, 1600))
     truth *= 9 / np.linalg.norm(truth, axis=1, keepdims=True)
     numbers = np.array([200.0, 400.0, 800.0])
-    found = truth * numbers[:, None] + rng.normal(size=truth.shape) * of_sums * 10
+    found = truth * numbers[:, None] + rng.normal(size=truth.shape) * of_sums * 5
     weight, bias = server.classifier(found, numbers)
     scale = weight[2] @ truth[2] / (truth[2] @ truth[2])
     np.testing.assert_allclose(bias, -81 / 2 * scale, rtol=0.3)
