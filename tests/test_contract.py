@@ -44,6 +44,7 @@ def test_strategy_keeps_the_contract(name):
         "fedavg fraction=0.4 dp=classifier model.norm=group privacy.noise=seeded",
         "fedavgm fraction=0.7 optimizer_state=keep",
         "fedsgd fraction=0.4 training.optimizer=adam",
+        "fedstats model=gabor dp=statistics target_epsilon=4 delta=0.001 privacy.noise=seeded",
         "fedprox fraction=0.7 optimizer_state=keep",
         "fedavgshare fraction=0.7",
         "local fraction=0.4 optimizer_state=keep evaluate_every=2",
