@@ -175,13 +175,13 @@ def head_run(tmp_path, monkeypatch, *options, strategy="fedavg"):
 
 
 def test_features_are_computed_once_and_change_no_result(tmp_path, monkeypatch):
-    _, once = head_run(tmp_path, monkeypatch)
+    _, once = head_run(tmp_path, monkeypatch, "partition.size=60")
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "home" / FOLDER).glob("*.images")}
     assert len(kept) == 1
-    head_run(tmp_path, monkeypatch, "seed=1")
+    head_run(tmp_path, monkeypatch, "partition.size=60", "seed=1")
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     monkeypatch.setattr(RunConfig, "features_once", False)
-    result, anew = head_run(tmp_path, monkeypatch)
+    result, anew = head_run(tmp_path, monkeypatch, "partition.size=60")
     first, second = (load_model(place).network.state_dict() for place in (once, anew))
     assert {*first} == {"head.fc.weight", "head.fc.bias"}
     for name, tensor in first.items():
