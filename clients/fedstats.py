@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from flwr_replay.errors import PrivacyError, WireError
 from flwr_replay.files.atomic import alone
@@ -52,35 +54,56 @@ class FedStatsClient(InstitutionClient):
         Raises
         ------
         PrivacyError
-            If the run's sums were made by other weights, or are lost, or the budget does not allow them.
+            If the run's sums were made by another encoder, or are lost, or the budget does not allow them.
         """
-        made_by = np.frombuffer(digest({**opened(request.arrays), "clip": np.array(request.clip)}).encode(), np.uint8)
         with alone(self.state.of_run(request.run).parent, wait=True):
+            head, _ = linear_head(self.scratch_model(request.arrays))
+            encoder = {name: array for name, array in opened(request.arrays).items() if not name.startswith(f"{head}.")}
+            made_by = np.frombuffer(digest({**encoder, "clip": np.array(request.clip)}).encode(), np.uint8)
             kept, charged = self.state.at(KEPT, request.run, ONCE), STATISTICS in budget.charged(request.run)
-            if charged and (kept is None or not np.array_equal(kept[MADE_BY], made_by)):
+            if not np.array_equal(kept[MADE_BY], made_by) if kept else charged:
                 raise PrivacyError(
-                    "under dp=statistics an institution makes its sums once in a run, by one network; in this run it "
+                    "under dp=statistics an institution makes its sums once in a run, by one encoder; in this run it "
                     "made others, or they are gone; fresh noise would cost as much again: begin a new run"
                 )
-            if kept is None or not charged:
+            if not kept:
                 kept = {**self.summed(request, budget), MADE_BY: made_by}
                 self.state.save(KEPT, request.run, ONCE, kept, self.institution.durable)
-                budget.charge(STATISTICS, budget.plan.cost(STATISTICS, budget.examples, 1), request)
-            else:
+            if charged:
                 budget.rest(STATISTICS, request)
+            else:
+                budget.charge(STATISTICS, budget.plan.cost(STATISTICS, budget.examples, 1), request)
         return {name: array for name, array in kept.items() if name != MADE_BY}
 
     def summed(self, request: Summarise, budget: PrivacyBudget | None) -> StateDict:
         """Sum the features of all training examples; with a budget, add noise."""
         train, model = self.institution.train, self.scratch_model(request.arrays)
         name, head = linear_head(model)
-        blocks = torch.split(train.x, at_once(train.x, BLOCK, model))
-        features_NF = torch.cat([features_of(model, as_input(x_B)).cpu() for x_B in blocks])
-        patients = self.institution.data.train.patients
-        of = np.arange(len(train)) if patients is None else np.unique(patients, return_inverse=True)[1]
-        sums = class_sums(features_NF, train.y.cpu(), torch.from_numpy(of), head.out_features, request.clip)
+        patients, together = budget and self.institution.data.train.patients, at_once(train.x, BLOCK, model)
+        of_N = np.arange(len(train)) if patients is None else np.unique(patients, return_inverse=True)[1]
+        sums = torch.zeros(head.out_features, 1 + head.in_features, dtype=torch.float64)
+        for rows_B in blocks(of_N, together):
+            features_BF = torch.cat([same_bits(model, x, together) for x in torch.split(train.x[rows_B], together)])
+            of_B = torch.from_numpy(of_N[rows_B])
+            sums += class_sums(features_BF, train.y[rows_B].cpu(), of_B, head.out_features, request.clip)
         if budget:
             sigma = budget.plan.cost(STATISTICS, budget.examples, 1).sigma
             sums = noisy(sums, sigma, budget.stream(STATISTICS, request))
         sums_CF, numbers_C = (part / len(train) for part in in_units(sums, request.clip))
         return {f"{name}.weight": sums_CF.float().numpy(), f"{name}.bias": numbers_C.float().numpy()}
+
+
+def blocks(of_N: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:
+    """Return row numbers in blocks of about this size, larger where the examples of one patient need it."""
+    order_N = np.argsort(of_N, kind="stable")
+    first_P = np.flatnonzero(np.diff(of_N[order_N], prepend=-1))
+    return np.split(order_N, first_P[np.flatnonzero(np.diff(first_P // size)) + 1])
+
+
+def same_bits(model: nn.Module, x_B: Tensor, size: int) -> Tensor:
+    """Return features, filled up to always as many examples: their number may change the last bits of all of them.
+
+    These would carry a patient's presence into others' features; weights can make them as large as the features.
+    """
+    filled = torch.cat([x_B, x_B.new_zeros(size - len(x_B), *x_B.shape[1:])])
+    return features_of(model, as_input(filled))[: len(x_B)].cpu()

@@ -47,15 +47,16 @@ def class_sums(features_NF: Tensor, labels_N: Tensor, patients_N: Tensor, classe
         Shape (C, 1 + F), float64: numbers of examples, then sums of features, in units in which a patient adds at most
         a vector of norm 1.
     """
-    units = torch.tensor(noises(clip), dtype=torch.float64)
+    of_number, of_sums = noises(clip)
     f_NF = features_NF.double()
     norms_N1 = torch.linalg.vector_norm(f_NF, dim=1, keepdim=True)
     f_NF = torch.where(norms_N1.isfinite(), f_NF * (clip / (norms_N1 * ROUNDING)).clamp(max=1), 0.0)
-    v_NF = torch.cat([f_NF.new_full((len(f_NF), 1), 1 / units[0]), f_NF / units[1]], 1)
-    of_both, pair_N = torch.unique(patients_N * classes + labels_N, return_inverse=True)
+    v_NF = torch.cat([f_NF.new_full((len(f_NF), 1), 1 / of_number), f_NF / of_sums], 1)
+    people = int(patients_N.max()) + 1
+    of_both, pair_N = torch.unique(labels_N * people + patients_N, return_inverse=True)
     v_PF = v_NF.new_zeros(len(of_both), v_NF.shape[1]).index_add_(0, pair_N, v_NF)  # P: patient and class
-    patient_P, class_P = of_both // classes, of_both % classes
-    squares = v_NF.new_zeros(int(patients_N.max()) + 1).index_add_(0, patient_P, v_PF.square().sum(1))
+    class_P, patient_P = of_both // people, of_both % people
+    squares = v_NF.new_zeros(people).index_add_(0, patient_P, v_PF.square().sum(1))
     v_PF = v_PF / (squares[patient_P].sqrt() * ROUNDING).clamp(min=1)[:, None]
     return v_NF.new_zeros(classes, v_NF.shape[1]).index_add_(0, class_P, v_PF)
 

@@ -57,11 +57,15 @@ def test_it_is_asked_once_under_masks_too_with_the_same_result(tmp_path):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_who_comes_late_is_asked_then_and_nobody_twice(tmp_path):
+@pytest.mark.parametrize("script", ["failing", "losing"])  # who has lost an answer has made its sums for another head
+def test_who_comes_late_is_asked_then_and_nobody_twice(tmp_path, script):
     write_shards(tmp_path, {"a": 30, "b": 20, "c": 10})
     job = [*SHARDS, "classes=3", "model=gabor", "strategy=fedstats", "device=cpu", "rounds=3"]
+    job += ["dp=statistics", "delta=0.01", "privacy.sigma=0.1", "privacy.noise=seeded"] if script == "losing" else []
     whole = run(tmp_path, job, node_configs(tmp_path, tmp_path / "state"), name="whole")
-    late = run(tmp_path, job, node_configs(tmp_path, tmp_path / "state"), name="late", failing=[("summarise", "b", 1)])
+    late = run(
+        tmp_path, job, node_configs(tmp_path, tmp_path / "state"), name="late", **{script: [("summarise", "b", 1)]}
+    )
     assert [(at.name, at.exchange) for at in late.grid.asked if at.stage == "summarise"] == [
         *(("a", 1), ("b", 1), ("c", 1)),
         ("b", 2),

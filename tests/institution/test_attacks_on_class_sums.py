@@ -1,0 +1,242 @@
+"""Attacks on dp=statistics by a server that sends what it likes, and what a careless hospital may lose or damage."""
+
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from harness import SHARDS, write_shards
+from hostile_server import HostileServer, metrics, refusal, weights
+
+from flwr_replay.clients.fedstats import FedStatsClient
+from flwr_replay.errors import RunError
+from flwr_replay.institution.budget import PrivacyBudget
+from flwr_replay.memory import forget
+from flwr_replay.payloads.common import RollCall, Train
+from flwr_replay.payloads.fedstats import ClassSums, Summarise
+from flwr_replay.privacy.accounting import noise_for
+from flwr_replay.privacy.sums import noises
+from flwr_replay.wire.records import opened
+
+N, WIDTH, HEAD = 40, 64, ("head.fc.weight", "head.fc.bias")
+PLAIN = [*SHARDS, "classes=3", "model=mlp", f"model.width={WIDTH}", "device=cpu", "strategy=fedstats"]
+NOISY = [*PLAIN, "dp=statistics", "privacy.target-epsilon=2", "delta=0.001"]
+SIGMA = noise_for(2, 0.001, [(1.0, 1)])
+MADE, AGAIN = ("statistics", 1), ("statistics", 0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hospitals")
+    write_shards(folder, {"a": N})
+    return folder
+
+
+@pytest.fixture
+def server(folder):
+    return HostileServer(folder, *NOISY)
+
+
+def ask(server, run, change=None, **options):
+    return server.send(Summarise(arrays={**server.weights, **(change or {})}, run=run, **{"clip": 10.0, **options}))
+
+
+def scaled(server, name, by):
+    return {name: server.weights[name] * np.float32(by)}
+
+
+def charged(server, run):
+    return [(charge["mechanism"], charge["steps"]) for charge in server.charges(run)]
+
+
+def sums(reply):
+    return [weights(reply)[name] for name in HEAD]
+
+
+def same(one, other):
+    return all(a.tobytes() == b.tobytes() for a, b in zip(sums(one), sums(other), strict=True))
+
+
+def kept_file(server, run):
+    [file] = (server.state / "runs" / run).glob("class-sums-*.safetensors")
+    return file
+
+
+# --- what leaves ------------------------------------------------------------------------------------------------------
+
+
+def test_what_leaves_has_the_noise_that_was_charged_and_nothing_else_depends_on_examples(server, folder):
+    plain, reply = ask(HostileServer(folder, *PLAIN), "plain"), ask(server, "noisy")
+    (of_sums, of_numbers), told = [(n - p) * N for n, p in zip(sums(reply), sums(plain), strict=True)], metrics(reply)
+    assert of_sums.std() == pytest.approx(SIGMA * noises(10.0)[1], rel=0.15)
+    assert np.abs(of_numbers).max() > 0.1
+    assert charged(server, "noisy") == [MADE]
+    assert set(told) == {"num-examples", "examples-seen", "num-steps", "epsilon", "delta"}
+    assert (told["num-examples"], told["examples-seen"], told["num-steps"]) == (N, N, 0)
+    assert 1.99 < told["epsilon"] <= 2
+    assert told["delta"] == 0.001
+    others = {name: array for name, array in weights(reply).items() if name not in HEAD}
+    assert all(array.tobytes() == server.weights[name].tobytes() for name, array in others.items())
+    protection = {row["field"]: row["protection"] for row in server.ledger if row["run"] == "noisy"}
+    assert protection["arrays"] == "(2, 0.001)-DP"
+    assert protection["num-examples"] == "declared public"
+
+
+# --- what is asked again ----------------------------------------------------------------------------------------------
+
+
+def test_whatever_is_asked_again_leaves_as_the_same_bytes(server):
+    """In the same exchange, another, after a restart, and with another head, as a server has it after it has pooled."""
+    first = ask(server, "again")
+    for change in ({}, {"server_round": 7}, {}, {"change": scaled(server, HEAD[0], 3), "server_round": 2}):
+        forget()
+        reply = ask(server, "again", **change)
+        assert same(first, reply)
+        assert metrics(reply)["epsilon"] == metrics(first)["epsilon"] <= 2
+    assert charged(server, "again") == [MADE, *[AGAIN] * 4]
+
+
+def test_other_sums_do_not_leave_in_the_same_run(server, folder):
+    ask(server, "others")
+    for name in set(server.weights) - set(HEAD):
+        assert "once in a run, by one encoder" in refusal(ask(server, "others", scaled(server, name, 1.001)))
+    reply = ask(HostileServer(folder, *PLAIN), "others")
+    assert "a run keeps its options" in refusal(reply)
+    assert not weights(reply)
+    assert charged(server, "others") == [MADE]
+
+
+@pytest.mark.parametrize("clip", [0.0, -1.0, float("nan"), float("inf"), 1e300, 9.0])
+@pytest.mark.parametrize("guarded", [True, False])
+def test_another_clip_is_refused(server, monkeypatch, clip, guarded):
+    run = f"clip {clip}{guarded}".replace("+", "")
+    if not guarded:
+        monkeypatch.setattr("flwr_replay.institution.guard._check_options_kept", lambda *_: None)
+    ask(server, run)
+    reply = ask(server, run, clip=clip)
+    assert refusal(reply)
+    assert not weights(reply)
+    assert charged(server, run) == [MADE]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38, "shape", "none", "name", "integers"])
+def test_weights_that_cannot_be_are_refused_alike_whatever_the_examples(server, value):
+    arrays, name = dict(server.weights), "hidden1.fc.weight"
+    if value == "none":
+        arrays = {key: array for key, array in arrays.items() if key not in HEAD}
+    elif value == "name":
+        arrays["more"] = arrays[name]
+    elif value == "shape":
+        arrays[HEAD[0]] = arrays[HEAD[0]][:2]
+    else:
+        arrays[name] = arrays[name].astype(int) if value == "integers" else np.full_like(arrays[name], value)
+    for run in ("strange", "noisy"):
+        reply = server.send(Summarise(arrays=arrays, run=run, clip=10.0))
+        assert refusal(reply)
+        assert not weights(reply)
+    assert charged(server, "strange") == []
+
+
+def test_two_servers_at_the_same_time_get_one_upload(folder, monkeypatch):
+    made, both = FedStatsClient.summed, threading.Barrier(2)
+
+    def waits(self, *about):
+        with suppress(threading.BrokenBarrierError):
+            both.wait(timeout=0.5)  # for the other one, which must not come
+        return made(self, *about)
+
+    monkeypatch.setattr(FedStatsClient, "summed", waits)
+    servers = [HostileServer(folder, *NOISY) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        replies = list(pool.map(lambda server: ask(server, "race"), servers))
+    assert both.broken
+    assert same(*replies)
+    assert charged(servers[0], "race") == [MADE, AGAIN]
+
+
+# --- a careless hospital ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["removed", "cut", "empty", "moved"])
+def test_lost_or_damaged_sums_are_not_made_anew(server, damage):
+    run = f"file {damage}"
+    ask(server, run)
+    file, content = kept_file(server, run), kept_file(server, run).read_bytes()
+    if damage == "removed":
+        file.unlink()
+    elif damage == "moved":  # from another run, with noise of its own
+        ask(server, "source")
+        shutil.copy(kept_file(server, "source"), file)
+    else:
+        file.write_bytes(content[: len(content) // 2 if damage == "cut" else 0])
+    forget()
+    reply = ask(server, run)
+    assert refusal(reply)
+    assert not weights(reply)
+    assert charged(server, run) == [MADE]
+
+
+def test_a_lost_account_releases_no_second_noise(server):
+    """The server says that nothing was stated; what it gets are the bytes that it has, charged once more."""
+    first = ask(server, "lost account")
+    (server.state / "runs" / "lost account" / "privacy.jsonl").unlink()
+    forget()
+    assert "missing or an older copy" in refusal(ask(server, "lost account", stated=2.0))
+    assert "once in a run, by one encoder" in refusal(ask(server, "lost account", scaled(server, "hidden1.fc.bias", 2)))
+    assert same(first, ask(server, "lost account"))
+    assert charged(server, "lost account") == [MADE]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_crash_around_the_charge_releases_one_noise(server, monkeypatch, when):
+    run, charge = f"crash {when}", PrivacyBudget.charge
+
+    def crashes(self, *about):
+        if when == "after":
+            charge(self, *about)
+        raise RunError("the power is gone")
+
+    monkeypatch.setattr(PrivacyBudget, "charge", crashes)
+    assert not weights(ask(server, run))
+    monkeypatch.setattr(PrivacyBudget, "charge", charge)
+    forget()
+    assert same(ask(server, run), ask(server, run))
+    assert charged(server, run) == [MADE, AGAIN, *[AGAIN] * (when == "after")]
+
+
+# --- what else is refused ---------------------------------------------------------------------------------------------
+
+
+def test_the_guard_keeps_back_sums_that_nobody_charged_for(server, monkeypatch):
+    def summarise(self, request):
+        return ClassSums(arrays=opened(request.arrays), num_examples=N, examples_seen=N, num_steps=0, **stated)
+
+    monkeypatch.setattr(FedStatsClient, "summarise", summarise)
+    stated = {"epsilon": 2.0, "delta": 0.001}
+    reply = ask(server, "uncharged")
+    assert "only if its statistics has been charged" in refusal(reply)
+    assert not weights(reply)
+    assert "ConfigError" in refusal(server.send(Train(arrays=server.weights, run="uncharged", lr=0.1)))
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "line"),
+    [
+        ("strategies: [fedavg]", [], "policy allows strategies fedavg"),
+        ("kinds: [statistic]", [], "is model"),
+        ("{max-epsilon: 8, max-delta: 0.01}", [], "has no differential privacy"),
+        ("max-delta: 1.0e-5", [], "delta <= 1e-05"),
+        ("masked: true", [], "masked=true"),
+        ("", ["masked=true"], "pinned keys"),
+        ("", ["delta=0.5"], "at most one over the number"),
+        ("", ["privacy.target-epsilon=0", "privacy.sigma=0.1", "privacy.epsilon=1"], "would make"),
+    ],
+)
+def test_policy_and_budget_hold(folder, policy, options, line):
+    server, run = HostileServer(folder, *NOISY, *options, policy=policy), f"policy {line[:6]} {len(line)}"
+    replies = [ask(server, run), server.send(RollCall(strategy="fedstats", run=run, stages=["summarise"]))]
+    assert line in refusal(replies[0])
+    assert all(refusal(reply) and not weights(reply) for reply in replies)
+    assert charged(server, run) == []

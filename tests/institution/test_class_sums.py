@@ -1,0 +1,106 @@
+"""What one patient changes in an institution's class sums: at most 1, whatever the weights, images and labels are."""
+
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from harness import SHARDS, write_shards
+from hostile_server import HostileServer, refusal, weights
+from PIL import Image
+
+from flwr_replay.clients.fedstats import blocks
+from flwr_replay.data.datasets import load
+from flwr_replay.learning.heads import features_of
+from flwr_replay.models.layers import as_input
+from flwr_replay.models.zoo import backbone
+from flwr_replay.payloads.fedstats import Summarise
+from flwr_replay.privacy.sums import SHARE, class_sums, noises
+
+WIDTH = 64
+PLAIN = [*SHARDS, "classes=3", "model=mlp", f"model.width={WIDTH}", "device=cpu", "strategy=fedstats"]
+
+
+def ask(server, change=None, clip=10.0):
+    reply = server.send(Summarise(arrays={**server.weights, **(change or {})}, run="sums", clip=clip))
+    assert not refusal(reply)
+    return weights(reply)
+
+
+def in_units(arrays, examples, clip):
+    """Return numbers and sums, (C, 1 + F), in units in which a patient adds at most 1."""
+    of_number, of_sums = noises(clip)
+    both = arrays["head.fc.bias"][:, None] / of_number, arrays["head.fc.weight"] / of_sums
+    return np.hstack(both).astype(np.float64) * examples
+
+
+def test_weights_cannot_make_one_patient_show_in_the_features_of_others(tmp_path):
+    """Sums that cancel, 1e12 times a pixel, leave rounding errors, which depend on how many images pass at once."""
+    rng, found = np.random.default_rng(0), []
+    big = rng.random((WIDTH, WIDTH // 2)) * 1e6
+    first, second = np.zeros((WIDTH, 64), np.float32), [rng.permutation(row) for row in np.hstack([big, -big])]
+    first[:, 0] = 1e6
+    change = {"hidden1.fc.weight": first, "hidden2.fc.weight": np.float32(second)}
+    change |= {name: np.zeros(WIDTH, np.float32) for name in ("hidden1.fc.bias", "hidden2.fc.bias")}
+    write_shards(tmp_path, {"a": 5})
+    parts = dict(np.load(tmp_path / "a.npz"))
+    for n in range(1, 6):
+        (hospital := tmp_path / f"first {n}").mkdir()
+        np.savez(hospital / "a.npz", **{name: of[:n] if "train" in name else of for name, of in parts.items()})
+        found.append(in_units(ask(HostileServer(hospital, *PLAIN), change), n, 10.0))
+    assert all(np.linalg.norm(b - a) <= 1 + 1e-5 for a, b in pairwise(found))
+
+
+COLUMN = ["P", "P", "P", "", "NA", "q/ 1", "P", "P", "P", "q/ 1"]
+CLIP, SIGMA = 1e-2, 0.01
+
+
+@pytest.fixture
+def hospital(tmp_path):
+    """Thirteen images, ten of them to train on; two patients have several, in an order of their own."""
+    rng, labels = np.random.default_rng(0), [0, 1, 2, 0, 1, 2, 0, 0, 1, 1, 0, 1, 2]
+    (tmp_path / "a.npz").mkdir()
+    with open(tmp_path / "a.npz" / "manifest.csv", "w", encoding="utf-8") as file:
+        print("image,label,patient,split", file=file)
+        for n, label in enumerate(labels):
+            Image.fromarray(rng.integers(0, 256, (8, 8), np.uint8)).save(tmp_path / "a.npz" / f"{n}.png")
+            print(n, ".png,", label, ",", *(COLUMN[n : n + 1]), ",", "train" if n < 10 else "test", sep="", file=file)
+    return tmp_path
+
+
+@pytest.mark.parametrize("dp", [True, False])
+def test_under_dp_all_images_of_a_patient_are_clipped_together(hospital, dp):
+    under = ["dp=statistics", "delta=0.001", f"privacy.sigma={SIGMA}"] if dp else []
+    server = HostileServer(hospital, "task=folder", "task.channels=1", *PLAIN[1:], f"strategy.clip={CLIP}", *under)
+    reply, config = ask(server, clip=CLIP), server.config
+    train = load(replace(config.task, data_dir=str(hospital / "a.npz"))).train
+    f_NF = features_of(backbone(config.model, config.task)(0), as_input(torch.from_numpy(train.x))).double().numpy()
+    f_NF /= np.maximum(1, np.linalg.norm(f_NF, axis=1, keepdims=True) / CLIP)
+    own = defaultdict(lambda: np.zeros((3, 1 + WIDTH)))
+    for n, (f, label) in enumerate(zip(f_NF, train.y, strict=True)):
+        patient = COLUMN[n] if dp and COLUMN[n] not in ("", "NA") else n
+        own[patient][label] += np.r_[SHARE, np.sqrt(1 - SHARE**2) * f / CLIP]
+    slow = sum(of / max(1, np.linalg.norm(of)) for of in own.values())
+    assert len(own) == (4 if dp else 10)
+    assert np.abs(in_units(reply, 10, CLIP) - slow).max() < (6 * SIGMA if dp else 1e-5)
+
+
+def test_examples_in_blocks_keep_patients_together_and_memory_bounded():
+    rng = np.random.default_rng(0)
+    for size in (1, 7, 256):
+        for patients in (1, 5, 90, 1000):
+            of = np.unique(rng.integers(0, patients, 500), return_inverse=True)[1]
+            found = blocks(of, size)
+            assert sorted(np.concatenate(found)) == list(range(500))
+            owners = [set(of[rows]) for rows in found]
+            assert sum(map(len, owners)) == of.max() + 1
+            assert max(map(len, found)) < size + np.bincount(of).max()
+
+
+def test_a_label_outside_the_classes_is_not_counted_as_another_patients():
+    features = torch.ones(3, 2)
+    for wrong in (-1, 2):
+        with pytest.raises((IndexError, RuntimeError)):
+            class_sums(features, torch.tensor([0, wrong, 1]), torch.tensor([0, 1, 2]), 2, 1.0)
