@@ -1,8 +1,7 @@
 """FedStats: the server's half; the institution's half is `clients/fedstats.py`.
 
-Source: Mensink et al. 2013 (doi:10.1109/TPAMI.2013.83), nearest class means on fixed features. Summed over institutions
-as in Legate et al. 2023 (arXiv 2305.16925, FedNCM) and Guan et al. 2025 (FedCGS), with noise as in Dwork and Roth 2014,
-section 3.5.
+Source: Legate et al. 2023 (arXiv 2306.03937, FedNCM), nearest class means (Mensink et al. 2013) of all institutions on
+fixed features. Noise on the sums is ours: the Gaussian mechanism, Balle and Wang 2018 (arXiv 1805.06530).
 Idea: Every institution sums the features of its images, class by class, and sends the sums once. The means of all are a
 classifier that does not depend on who has which images.
 Travels: the weights, to every institution (`Summarise`); once from each the sums, of the size of a head (`ClassSums`).
@@ -11,9 +10,9 @@ Travels: the weights, to every institution (`Summarise`); once from each the sum
     at the server:     μ_c ← Σ_k S_k,c / Σ_k n_k,c
                        an image with features f is of the class with the largest  μ_c·f − ‖μ_c‖²/2
 
-What is protected: With dp=statistics the sums have Gaussian noise. An institution's one message is (ε, δ)-DP for one
-patient more or less, all of whose images are clipped together, where the data name patients; else for one image more or
-less. Without it nothing is: of a class with one image its features are sent as they are.
+What is protected: With dp=statistics the sums have Gaussian noise. All of an institution's one message but numbers of
+examples is (ε, δ)-DP for one patient more or less, all of whose images there are clipped together, where the data name
+patients; else for one image more or less. Without it nothing is: of a class with one image its features leave.
 
 Deviations: Where sums have noise, ‖μ_c‖² is corrected by what the noise adds on average, and no class counts as smaller
 than six times the noise of its number. Logits are scaled to a fixed margin, which changes no decision. An institution

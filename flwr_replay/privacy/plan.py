@@ -27,7 +27,10 @@ NO_PROOF = " as the paper counts it; not a proof"
 COUNTS = "label counts"  # released together with a prior, with noise of their own
 NOTHING = "Nothing here is differentially private; no epsilon can be stated."
 ONE_EXAMPLE = "An epsilon is of one example; a patient with several has as many times it, or more."
-ONE_PATIENT = "An epsilon is of one patient, with all examples, where the data name patients; else of one example."
+ONE_PATIENT = (
+    "An epsilon is of one patient, with all examples at an institution, where its data name patients; else of one "
+    "example. Numbers of examples are public."
+)
 STATISTICS = "statistics"  # the mechanism: noise on sums over all examples, once
 
 
