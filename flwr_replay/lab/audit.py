@@ -40,6 +40,8 @@ from flwr_replay.lab.seen_steps import judged
 from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.bounds import SIGNIFICANCE, Guesses, guessed, lower_bound
+from flwr_replay.privacy.local import LATENTS
+from flwr_replay.privacy.plan import STATISTICS
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import read_run_id
 from flwr_replay.serve import serve
@@ -129,10 +131,11 @@ def check(simulation: Simulation, kind: str) -> None:
     )
     if kind == "gradients":
         why = f"dp={config.privacy.dp} takes no such step" if plan else "got dp=none, which has no mechanism to audit"
-        known = [name for name in config.strategy.traits.dp_mechanisms if name != "latents"]
+        known = [name for name in config.strategy.traits.dp_mechanisms if name not in (LATENTS, STATISTICS)]
         advice = f"choose dp={' or '.join(known)}, or --kind images or noise"
         advice = advice if known else f"strategy={config.strategy.name} can have none: choose another strategy"
-        require(plan is not None and bool(plan.passes), f"canaries that are gradients test DP-SGD; {why}: {advice}")
+        steps = plan is not None and {*plan.mechanisms} - {LATENTS, STATISTICS}
+        require(bool(steps), f"canaries that are gradients test DP-SGD; {why}: {advice}")
         return
     answers = [REQUESTS[stage].answer for stage in simulation.job.strategy("").all_stages()]
     fields = [
