@@ -70,7 +70,8 @@ def keeps_the_contract(name, options, monkeypatch, tmp_path):
 @pytest.mark.parametrize("encoder", ENCODERS)
 @pytest.mark.parametrize("name", choices("strategy"))
 def test_every_method_keeps_its_contract_beside_an_encoder(name, encoder, monkeypatch, tmp_path):
-    keeps_the_contract(name, ENCODERS[encoder], monkeypatch, tmp_path)
+    noiseless = ["dp=none"] if encoder == "batch norm trains" and name in ("proxyfl", "fml") else []
+    keeps_the_contract(name, [*ENCODERS[encoder], *noiseless], monkeypatch, tmp_path)
 
 
 @pytest.mark.sampled(1)
