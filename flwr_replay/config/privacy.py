@@ -25,9 +25,7 @@ class PrivacyConfig:
     Qu et al. 2022, section 4.4: sigma 0.7, delta 1/|D|; they give no clipping norm, and their latents have no DP.
     """
 
-    dp: str = (
-        "none"  # none | generator, prior, encoder, classifier, proxy, latents, statistics, joined by + | end-to-end
-    )
+    dp: str = "none"  # none | some of MECHANISMS, joined by + | end-to-end
     sigma: float = 0.7  # noise multiplier
     target_epsilon: float = 0.0  # choose the least sigma that keeps the whole run within it; 0: use sigma as given
     clip: float = 1.0  # C, the largest L2 norm of an example's gradient: encoder, classifier, proxy

@@ -97,9 +97,8 @@ def load_pretrained(model: nn.Module, file: str, library: str = "", own_code: bo
         elif not name.endswith("num_batches_tracked"):  # older files lack it
             raise _lacking("model.weights", published, tuple(tensor.shape), file, found)
     known = {*foreign.values()} if theirs else {*own}
-    stages = {name.partition(".")[0] for name in known if not own_code} - {
-        "head"
-    }  # a publisher's head is for other classes
+    stages = {name.partition(".")[0] for name in known if not own_code}
+    stages -= {"head"}  # a publisher's is for other classes
     for name in found.arrays:
         if name not in known and name.partition(".")[0] in stages and name.endswith(PARTS):
             raise ConfigError(
