@@ -14,15 +14,17 @@ What is protected: With dp=statistics the sums have Gaussian noise. All of an in
 examples is (ε, δ)-DP for one patient more or less, all of whose images there are clipped together, where the data name
 patients; else for one image more or less. Without it nothing is: of a class with one image its features leave.
 
-Deviations: Where sums have noise, ‖μ_c‖² is corrected by what the noise adds on average, and no class counts as smaller
-than six times the noise of its number. Logits are scaled to a fixed margin, which changes no decision. An institution
-that is late sends its sums when it comes; later rounds ask nobody twice.
+Deviations: The authors' code brings each μ_c to norm 1 and leaves the fresh biases; their fine-tuning is not here.
+Where sums have noise, ‖μ_c‖² is corrected by what the noise adds on average, and no class counts as smaller than six
+times the noise of its number. Logits are scaled to a fixed margin, which changes no decision. An institution that is
+late sends its sums when it comes; later rounds ask nobody twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,7 +45,7 @@ from flwr_replay.wire.records import StateDict, Weights, opened
 __all__ = ["FedStats", "FedStatsConfig"]
 
 NEVER = -1e3  # bias of a class of which nobody has an example
-SURE = 6  # times the noise: a number of examples that divides; chosen on CIFAR-10's training images, seeds 0 to 2
+SURE = 6  # times the noise: a number of examples that divides; chosen on CIFAR-10's validation images, seeds 0 to 2
 MARGIN = 4  # by which, on average, a class mean's own logit is above another
 
 
@@ -94,7 +96,7 @@ class FedStats(Parallel):
         if settings.model is not None:
             linear_head(settings.model(0))
 
-    @property
+    @cached_property
     def head(self) -> tuple[str, str]:
         """Names of the head's weights, (C, F), and biases, (C,)."""
         if self.settings.model is None:

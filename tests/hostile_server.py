@@ -2,6 +2,9 @@
 
 import json
 import shlex
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 
 from flwr.app import Message
@@ -62,6 +65,22 @@ class HostileServer:
     def charges(self, run):
         path = self.state / "runs" / run / "privacy.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def at_the_same_time(patch, maker, method, *asking):
+    """Ask in threads, each of which waits in `maker.method` for another, which must not come; return the answers."""
+    made, both = getattr(maker, method), threading.Barrier(2)
+
+    def waits(self, *about):
+        with suppress(threading.BrokenBarrierError):
+            both.wait(timeout=0.5)
+        return made(self, *about)
+
+    patch.setattr(maker, method, waits)
+    with ThreadPoolExecutor(len(asking)) as pool:
+        answers = list(pool.map(lambda ask: ask(), asking))
+    assert both.broken
+    return answers
 
 
 def refusal(reply):

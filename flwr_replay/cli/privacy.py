@@ -49,7 +49,10 @@ Delta = Annotated[float, typer.Option("--delta", help="0 means 1/|D|.")]
 def show_epsilon(
     examples: Examples, batch: Batch, noise: Noise, epochs: Epochs, delta: Delta = 0.0, as_json: AsJson = False
 ) -> None:
-    """Print the epsilon of DP-SGD, by Rényi DP (RDP) and by privacy loss random variables (PRV)."""
+    """Print the epsilon of DP-SGD, by Rényi DP (RDP) and by privacy loss random variables (PRV).
+
+    Where b = |D| it is exact.
+    """
     from flwr_replay.privacy.accounting import SampledGaussian
 
     say("computing …")
@@ -162,9 +165,10 @@ def _print(cost: SampledGaussian, examples: int, batch: int, epochs: int, delta:
     if as_json:
         print(json.dumps(report, indent=2))
         return
-    rdp, prv = rounded_up(bound, 4), "" if bounds["prv"] is None else f", {rounded_up(bounds['prv'], 4)} (PRV)"
+    by = "RDP" if cost.rate < 1 else "exact"
+    prv = "" if by == "exact" or bounds["prv"] is None else f", {rounded_up(bounds['prv'], 4)} (PRV)"
     print(
-        f"epsilon {rdp} (RDP){prv} at delta {rounded_up(delta, 2)}, noise {cost.sigma:g}\n"
+        f"epsilon {rounded_up(bound, 4)} ({by}){prv} at delta {rounded_up(delta, 2)}, noise {cost.sigma:g}\n"
         f"{epochs} epochs of {examples // batch:,} steps make {cost.steps:,}; sampling rate {batch}/{examples:,} = "
         f"{cost.rate:.4g}\n"
         "for neighbours that differ by one example, with Poisson sampling; shuffled epochs are not covered"

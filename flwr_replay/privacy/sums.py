@@ -20,7 +20,7 @@ from flwr_replay.privacy.secret import Stream
 
 __all__ = ["class_sums", "noises"]
 
-SHARE = 0.15  # w; chosen on CIFAR-10's training images, seeds 0 to 2
+SHARE = 0.15  # w; chosen on CIFAR-10's validation images, seeds 0 to 2
 
 
 def noises(clip: float) -> tuple[float, float]:

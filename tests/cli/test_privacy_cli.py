@@ -44,6 +44,12 @@ def test_epsilon_as_json_with_the_default_delta(privacy):
     assert (report["steps"], report["rate"]) == (7875, 32 / 1144)
 
 
+def test_where_every_step_takes_all_examples_epsilon_is_exact(privacy):
+    whole = ["--examples", "100", "--batch", "100", "--epochs", "30", "--delta", "1e-5"]
+    assert "(exact) at delta 1e-05, noise " in privacy("noise", "--epsilon", "8", *whole)[1]
+    assert "epsilon 7.996 (exact) at delta 1e-05, noise 3.289" in privacy("epsilon", *whole, "--noise", "3.289")[1]
+
+
 def test_where_prv_cannot_reach_rdp_stands_alone(privacy):
     code, out, err = privacy("epsilon", *FIG7, "--noise", "0.2", "--json")
     assert code == 0

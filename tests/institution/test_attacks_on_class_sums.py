@@ -1,14 +1,12 @@
 """Attacks on dp=statistics by a server that sends what it likes, and what a careless hospital may lose or damage."""
 
 import shutil
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import pytest
 from harness import SHARDS, write_shards
-from hostile_server import HostileServer, metrics, refusal, weights
+from hostile_server import HostileServer, at_the_same_time, metrics, refusal, weights
 
 from flwr_replay.clients.fedstats import FedStatsClient
 from flwr_replay.errors import RunError
@@ -140,20 +138,10 @@ def test_weights_that_cannot_be_are_refused_alike_whatever_the_examples(server, 
 
 
 def test_two_servers_at_the_same_time_get_one_upload(folder, monkeypatch):
-    made, both = FedStatsClient.summed, threading.Barrier(2)
-
-    def waits(self, *about):
-        with suppress(threading.BrokenBarrierError):
-            both.wait(timeout=0.5)  # for the other one, which must not come
-        return made(self, *about)
-
-    monkeypatch.setattr(FedStatsClient, "summed", waits)
-    servers = [HostileServer(folder, *NOISY) for _ in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        replies = list(pool.map(lambda server: ask(server, "race"), servers))
-    assert both.broken
+    asking = (partial(ask, HostileServer(folder, *NOISY), "race") for _ in range(2))
+    replies = at_the_same_time(monkeypatch, FedStatsClient, "summed", *asking)
     assert same(*replies)
-    assert charged(servers[0], "race") == [MADE, AGAIN]
+    assert charged(HostileServer(folder, *NOISY), "race") == [MADE, AGAIN]
 
 
 # --- a careless hospital ----------------------------------------------------------------------------------------------

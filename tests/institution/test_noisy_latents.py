@@ -1,14 +1,12 @@
 """Attacks on dp=latents by a server that sends what it likes: no sequence of messages exceeds the account."""
 
 import shutil
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import pytest
 from harness import SHARDS, write_shards
-from hostile_server import HostileServer, metrics, refusal, weights
+from hostile_server import HostileServer, at_the_same_time, metrics, refusal, weights
 
 from flwr_replay.clients.fedreplay import FedReplayClient
 from flwr_replay.errors import RunError
@@ -130,18 +128,9 @@ def test_more_views_than_the_noise_is_for_do_not_leave_without_a_guard_either(se
 
 def test_two_encoders_at_the_same_time_make_one_upload(folder, monkeypatch):
     """Each of two processes finds nothing charged; without a lock the second's upload would lie there uncharged."""
-    made, both = NoisyUpload._made, threading.Barrier(2)
-
-    def waits(self, *about):
-        with suppress(threading.BrokenBarrierError):
-            both.wait(timeout=0.5)  # for the other one, which must not come
-        return made(self, *about)
-
-    monkeypatch.setattr(NoisyUpload, "_made", waits)
     servers = [HostileServer(folder, *NOISY) for _ in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        replies = list(pool.map(lambda server, change: ask(server, "race", change=change), servers, (1.0, 1.001)))
-    assert both.broken
+    asking = (partial(ask, server, "race", change=by) for server, by in zip(servers, (1.0, 1.001), strict=True))
+    replies = at_the_same_time(monkeypatch, NoisyUpload, "_made", *asking)
     again = [ask(servers[0], "race", change=change) for change in (1.0, 1.001)]
     assert sorted(bool(weights(reply)) for reply in replies) == [False, True]
     assert [bool(weights(reply)) for reply in again] == [bool(weights(reply)) for reply in replies]
