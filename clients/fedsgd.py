@@ -5,16 +5,22 @@ Source: McMahan et al. 2017, section 2: g_k = ∇L_k(θ), the average gradient o
 
 from __future__ import annotations
 
+import copy
 import math
 
 import torch
+from torch import Tensor, nn
 
+from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.learning.augment import changed
 from flwr_replay.learning.training import at_once, mean_loss, refuse_single_batches
-from flwr_replay.models.layers import as_input
+from flwr_replay.models.layers import as_input, filled
 from flwr_replay.payloads.fedsgd import Differentiate, Gradient
-from flwr_replay.wire.records import array_record
+from flwr_replay.privacy.dpsgd import clipped_sums
+from flwr_replay.privacy.plan import GRADIENT
+from flwr_replay.privacy.shares import beside
+from flwr_replay.wire.records import array_record, opened
 
 __all__ = ["FedSGDClient"]
 
@@ -28,6 +34,8 @@ class FedSGDClient(InstitutionClient):
         """Sum the gradients of blocks, each weighted by its share of all examples, replayed ones included."""
         data, losses = self.training_data(), []
         model = self.scratch_model(request.arrays)
+        if self.budget and self.budget.plan.covers(GRADIENT):
+            return self.under_dp(request, model, self.budget)
         refuse_single_batches(model, len(data), BLOCK)
         number = math.ceil(len(data) / at_once(data.x, BLOCK, model))
         parts = list(zip(torch.chunk(data.x, number), torch.chunk(data.y, number), strict=True))
@@ -45,3 +53,29 @@ class FedSGDClient(InstitutionClient):
         arrays = array_record({name: tensor.cpu().numpy() for name, tensor in tensors.items()})
         loss = mean_loss(losses) if self.institution.reports_losses else None
         return Gradient(arrays=arrays, num_examples=len(data), examples_seen=total, num_steps=0, train_loss=loss)
+
+    def under_dp(self, request: Differentiate, model: nn.Module, budget: PrivacyBudget) -> Gradient:
+        """Sum the clipped gradients of all examples, and add noise; charged first.
+
+        Sums are in float64: rounding must not tell of an example. All blocks have one size, since it may decide the
+        last bits of every example's gradient; what fills the last one up has no loss.
+        """
+        data, model = self.training_data(), copy.deepcopy(model).double()
+        stream, size = budget.stream(GRADIENT, request), at_once(data.x, BLOCK, model)
+        budget.charge(GRADIENT, budget.plan.cost(GRADIENT, len(data), 1), request)
+
+        def losses(x_B: Tensor, y_B: Tensor, real_B: Tensor) -> Tensor:
+            return self.task.losses(model(x_B), y_B) * real_B
+
+        sums: dict[str, Tensor] = {}
+        clip = budget.plan.config.clip_of(GRADIENT)
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        for x_B, y_B in zip(torch.split(data.x, size), torch.split(data.y, size), strict=True):
+            real_B = torch.ones(len(x_B), dtype=torch.float64, device=x_B.device)
+            block = (filled(part, size) for part in (as_input(x_B).double(), y_B, real_B))
+            summed, _ = clipped_sums(model, losses, tuple(block), clip)
+            sums = {name: sums.get(name, 0) + of.cpu() / clip for name, of in zip(names, summed, strict=True)}
+        sent = opened(request.arrays)
+        made = budget.noisy(GRADIENT, sums, sum(array.size for array in sent.values()), stream)
+        n, spent = len(data), self.spent(request.run)
+        return Gradient(arrays=beside(sent, made), num_examples=n, examples_seen=n, num_steps=0, **spent)

@@ -18,10 +18,11 @@ from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.learning.heads import features_of, linear_head
 from flwr_replay.learning.training import at_once
-from flwr_replay.models.layers import as_input
+from flwr_replay.models.layers import as_input, filled
 from flwr_replay.payloads.fedstats import ClassSums, Summarise
 from flwr_replay.privacy.plan import STATISTICS
-from flwr_replay.privacy.sums import class_sums, in_units, noisy
+from flwr_replay.privacy.shares import beside
+from flwr_replay.privacy.sums import class_sums
 from flwr_replay.wire.records import StateDict, opened
 
 __all__ = ["FedStatsClient"]
@@ -41,7 +42,7 @@ class FedStatsClient(InstitutionClient):
         made = self.once(request, covered) if covered else self.summed(request, None)
         n = len(self.institution.train)
         return ClassSums(
-            arrays={**opened(request.arrays), **made},
+            arrays=beside(opened(request.arrays), made),
             num_examples=n,
             examples_seen=n,
             num_steps=0,
@@ -86,11 +87,11 @@ class FedStatsClient(InstitutionClient):
             features_BF = torch.cat([same_bits(model, x, together) for x in torch.split(train.x[rows_B], together)])
             of_B = torch.from_numpy(of_N[rows_B])
             sums += class_sums(features_BF, train.y[rows_B].cpu(), of_B, head.out_features, request.clip)
+        parts = {f"{name}.weight": sums[:, 1:], f"{name}.bias": sums[:, 0]}
         if budget:
-            sigma = budget.plan.cost(STATISTICS, budget.examples, 1).sigma
-            sums = noisy(sums, sigma, budget.stream(STATISTICS, request))
-        sums_CF, numbers_C = (part / len(train) for part in in_units(sums, request.clip))
-        return {f"{name}.weight": sums_CF.float().numpy(), f"{name}.bias": numbers_C.float().numpy()}
+            numbers = sum(array.size for array in opened(request.arrays).values())
+            return budget.noisy(STATISTICS, parts, numbers, budget.stream(STATISTICS, request))
+        return {name: (part / len(train)).float().numpy() for name, part in parts.items()}
 
 
 def blocks(of_N: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:
@@ -105,5 +106,4 @@ def same_bits(model: nn.Module, x_B: Tensor, size: int) -> Tensor:
 
     These would carry a patient's presence into others' features; weights can make them as large as the features.
     """
-    filled = torch.cat([x_B, x_B.new_zeros(size - len(x_B), *x_B.shape[1:])])
-    return features_of(model, as_input(filled))[: len(x_B)].cpu()
+    return features_of(model, as_input(filled(x_B, size)))[: len(x_B)].cpu()

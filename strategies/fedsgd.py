@@ -8,6 +8,13 @@ Travels: the weights, to every institution (`Differentiate`), one gradient back 
         for each institution k in parallel: g_k ← ∇L_k(θ), over all n_k examples
         θ ← θ - η Σ_k (n_k / n) g_k
 
+With dp=gradient, in every round
+
+    g_k ← (Σ_i ∇L_i(θ) / max(1, ‖∇L_i(θ)‖ / C) + N(0, σ²C² I)) / n_k
+
+which is DP-SGD (Abadi et al. 2016, arXiv 1607.00133, Algorithm 1) with a sampling rate of 1. With noise=shared the sum
+of all institutions has this noise once (`flwr_replay.privacy.shares`).
+
 Deviations: The step is that of the configured optimizer, whose momentum the server keeps; training.momentum=0 is
 McMahan's SGD. C is the option fraction. A round has one step, so FedSGD needs many more rounds than FedAvg. An
 institution sums its gradient over blocks of up to 256 examples. Batch norm normalises over a block, and its running
@@ -16,7 +23,7 @@ statistics are averaged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,12 +31,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from flwr_replay.config.sections import require
 from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.errors import ConfigError
 from flwr_replay.learning.training import make_optimizer
+from flwr_replay.movements.base import Settings
 from flwr_replay.movements.parallel import Parallel, weighted_mean
 from flwr_replay.payloads.common import Trained
 from flwr_replay.payloads.fedsgd import Differentiate, Gradient
+from flwr_replay.privacy.plan import GRADIENT
 from flwr_replay.wire.records import StateDict, Weights, opened
 from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
 
@@ -41,7 +51,11 @@ class FedSGDConfig(StrategyConfig):
     """FedSGD has no options of its own."""
 
     name = "fedsgd"
-    traits = Traits(summed=True, supports_replay=True, takes_fraction=True)
+    traits = Traits(summed=True, supports_replay=True, takes_fraction=True, dp_mechanisms=(GRADIENT,))
+
+    def dp_passes(self, rounds: int) -> Mapping[str, int]:
+        """One gradient in every round."""
+        return {GRADIENT: rounds}
 
 
 class FedSGD(Parallel):
@@ -54,6 +68,15 @@ class FedSGD(Parallel):
 
     kept: StateDict | None = None  # the optimizer's state from the checkpoint, if the run is resumed
 
+    @classmethod
+    def check(cls, config: FedSGDConfig, settings: Settings, names: Sequence[str] = ()) -> None:
+        """Refuse changed images under DP."""
+        super().check(config, settings, names)
+        require(
+            not (settings.privacy and settings.training.changes),
+            "dp=gradient takes each image once, as it is: set training.augment=none",
+        )
+
     def train_request(self, exchange: int, arrays: Weights) -> Differentiate:
         """Send θ to every institution."""
         return Differentiate(server_round=exchange, arrays=arrays, run=self.settings.run)
@@ -63,9 +86,10 @@ class FedSGD(Parallel):
         mean = weighted_mean([opened(answer.arrays) for answer in answers], [answer.num_examples for answer in answers])
         model, optimizer = self.stepper
         gradients = {name: mean[name] for name, _ in model.named_parameters()}
-        load_arrays(model, {**self.sent, **{name: mean[name] for name in mean.keys() - gradients.keys()}})
+        buffers = {} if self.settings.privacy else {name: mean[name] for name in mean.keys() - gradients.keys()}
+        load_arrays(model, {**self.sent, **buffers})
         for name, parameter in model.named_parameters():
-            parameter.grad = torch.from_numpy(gradients[name])
+            parameter.grad = torch.from_numpy(gradients[name]).to(parameter.dtype)
         for group in optimizer.param_groups:
             group["lr"] = self.lr(self.exchange)
         optimizer.step()

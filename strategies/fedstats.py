@@ -121,7 +121,7 @@ class FedStats(Parallel):
         sizes = {member.name: member.num_examples for member in self.members.known}
         plan, names = self.settings.privacy, self.exchanger.answered
         if plan:
-            self.variance += sum(plan.cost(STATISTICS, sizes[name], 1).sigma ** 2 for name in names)
+            self.variance += sum(plan.share(STATISTICS, sizes[name]) ** 2 for name in names)
         before = self.sums if self.held else dict.fromkeys(self.head, np.float64(0))
         sent = [(answer.num_examples, opened(answer.arrays)) for answer in answers]
         self.sums = {name: before[name] + sum(n * of[name].astype(np.float64) for n, of in sent) for name in self.head}
@@ -132,7 +132,9 @@ class FedStats(Parallel):
 
     def classifier(self, sums_CF: Any, numbers_C: Any) -> tuple[Any, Any]:
         """Return weights and biases of the nearest class mean."""
-        of_number, of_sums = (noise * self.variance**0.5 for noise in noises(self.config.clip))
+        of_number, of_sums = noises(self.config.clip)
+        sums_CF, numbers_C = sums_CF * of_sums, numbers_C * of_number
+        of_number, of_sums = (noise * self.variance**0.5 for noise in (of_number, of_sums))
         n_C = np.maximum(numbers_C, max(1.0, SURE * of_number))
         mu_CF = sums_CF / n_C[:, None]
         by_noise_C = mu_CF.shape[1] * (of_sums / n_C) ** 2  # of ‖μ‖², on average

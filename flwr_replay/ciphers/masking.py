@@ -43,7 +43,7 @@ from flwr_replay.errors import RefusedError
 from flwr_replay.files.atomic import write_once
 from flwr_replay.payloads.common import RollCall
 from flwr_replay.wire.fields import RECORD_OF
-from flwr_replay.wire.masked import MASKED, check_room, fixed_point
+from flwr_replay.wire.masked import MASKED, check_room, exact, fixed_point
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import StateDict, array_record, config_in, metrics_in, opened
 from flwr_replay.wire.sealed import joined_body
@@ -74,6 +74,11 @@ class Masking(Hiding):
             raise RefusedError(
                 f"masked=true needs at least {FEWEST} institutions with pinned keys; got {len(self.seal.pins)}: of "
                 "two, each could compute the other's weights from the mean"
+            )
+        if config.privacy.noise == "shared" and len(self.seal.pins) != config.nodes:
+            raise RefusedError(
+                f"noise is shared by all institutions; the run says nodes={config.nodes}, and here "
+                f"{len(self.seal.pins)} have pinned keys: set nodes to their number"
             )
 
     def opened(self, message: Message, request: type[Request] | None) -> Message:
@@ -144,7 +149,10 @@ class Masking(Hiding):
         kept = self.kept
         if not kept:
             weights = opened(record)
-            numbers = fixed_point(weights, self.share, self._cancelling(weights, "<u4", exchange))
+            if self.config.privacy.noise == "shared":
+                numbers = exact(weights)
+            else:
+                numbers = fixed_point(weights, self.share, self._cancelling(weights, "<u4", exchange))
             masked = {
                 name: np.add(mask, numbers[name].view(np.int64), out=mask).view(np.uint64)
                 for name, mask in self._cancelling(numbers, "<i8", exchange, self.run).items()

@@ -7,9 +7,10 @@ from math import inf
 
 from flwr_replay.config.sections import FRACTION, NOT_NEGATIVE_FINITE, Range, one_of, require, within
 
-__all__ = ["MECHANISMS", "PrivacyConfig"]
+__all__ = ["MECHANISMS", "ON_SUMS", "PrivacyConfig"]
 
-MECHANISMS = ("generator", "prior", "encoder", "classifier", "proxy", "latents", "statistics")
+MECHANISMS = ("generator", "prior", "encoder", "classifier", "proxy", "latents", "statistics", "gradient")
+ON_SUMS = ("statistics", "gradient")  # with noise on a sum over all examples, which institutions can share
 NOISE = Range(0.01, 1e6, "lies in [0.01, 1e6]")  # noise multipliers
 CLIP = Range(1e-9, 1e9, "lies in [1e-9, 1e9]")
 LEAST = 1e-3  # the smallest epsilon
@@ -37,10 +38,12 @@ class PrivacyConfig:
     label_epsilon: float = 0.0  # latents: epsilon of one example's label
     epsilon: float = 0.0  # each institution's budget for a run; 0: no limit, epsilon is only reported
     delta: float = 0.0  # delta; 0: 1/|D|
-    noise: str = "secret"  # secret: from a key that the institution keeps | seeded: for tests, protects nothing
+    noise: str = "secret"  # secret: from a key that the institution keeps | shared: so, a share of it, under
+    # masks | seeded: for tests, protects nothing
+    colluders: int = -1  # shared: institutions that may help the server, or add no noise; -1: a third of the others
 
     def __post_init__(self) -> None:
-        one_of("privacy.noise", self.noise, ("secret", "seeded"))
+        one_of("privacy.noise", self.noise, ("secret", "shared", "seeded"))
         if self.dp not in ("none", "end-to-end"):
             for name in self.mechanisms:
                 one_of("privacy.dp", name, ("none", *MECHANISMS, "end-to-end"))
@@ -59,10 +62,30 @@ class PrivacyConfig:
                 f"got {value}",
             )
         self._check_local()
+        self._check_shared()
         require(
             not (self.epsilon and self.target_epsilon),
             f"privacy.target-epsilon also sets the budget; got {self.target_epsilon:g} and privacy.epsilon="
             f"{self.epsilon:g}: leave one of them out",
+        )
+
+    def _check_shared(self) -> None:
+        if self.noise != "shared":
+            require(
+                self.colluders == -1,
+                f"privacy.colluders is for noise=shared; got colluders={self.colluders} and noise={self.noise}: leave "
+                "it out",
+            )
+            return
+        require(
+            self.dp in ON_SUMS,
+            f"noise=shared is for sums over all examples, dp={' or '.join(ON_SUMS)}; got dp={self.dp}: choose "
+            "one of them, with strategy=fedstats or fedsgd",
+        )
+        require(
+            self.delta > 0,
+            "noise that is shared has one delta for all institutions; got privacy.delta=0, one over the number of each "
+            "one's examples: set privacy.delta=1e-5, or less than one over the number of all",
         )
 
     def _check_local(self) -> None:
@@ -89,6 +112,11 @@ class PrivacyConfig:
     def end_to_end(self) -> bool:
         """Say whether everything that depends on training examples is under DP."""
         return self.dp == "end-to-end"
+
+    @property
+    def secret(self) -> bool:
+        """Say whether noise comes from keys that institutions keep."""
+        return self.noise != "seeded"
 
     @property
     def mechanisms(self) -> tuple[str, ...]:

@@ -94,6 +94,8 @@ class RunConfig:
             self._check_sealed()
         if self.masked:
             self._check_masked()
+        if self.privacy.noise == "shared":
+            self._check_shared()
         require(
             (self.replay.name == "none" and not self.draws_images) or self.generator.slice_seconds < self.timeout,
             "generator.slice-seconds must be below timeout, since a message must be answered before that; got "
@@ -152,6 +154,21 @@ class RunConfig:
             "forgetting": (self.forgetting, False),
         }
         _refuse_beside("with masked=true the server gets nothing but the mean of all", unset)
+
+    def _check_shared(self) -> None:
+        """Refuse shares of noise without masks, or that nobody makes up."""
+        require(self.masked, "shares of noise protect a sum, and nothing less; got masked=false: set masked=true")
+        require(self.nodes > 0, "noise=shared needs the number of institutions; got nodes=0: set nodes")
+        require(
+            -1 <= self.privacy.colluders <= self.nodes - 2,
+            "of all institutions at least two must add their share and help nobody; got nodes="
+            f"{self.nodes} and privacy.colluders={self.privacy.colluders}: choose at most {self.nodes - 2}",
+        )
+
+    @property
+    def colluders(self) -> int:
+        """How many institutions may help the server without harm to shared noise."""
+        return self.privacy.colluders if self.privacy.colluders >= 0 else (self.nodes - 1) // 3
 
     def __hash__(self) -> int:
         return self._hash

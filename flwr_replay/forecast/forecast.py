@@ -180,7 +180,7 @@ def forecast_page(simulation: Simulation) -> str:
         its_lines = [line for line in lines if line.institution == name]
         up, down = (sum(line.bytes for line in its_lines if line.direction == way) for way in ("up", "down"))
         text.append(f"  {name}: up {shown_bytes(up)}, down {shown_bytes(down)}")
-    if (plan := strategy.settings.privacy) and plan.config.noise == "secret":
+    if (plan := strategy.settings.privacy) and plan.config.secret:
         counts = {member.name: member.num_examples for member in strategy.members}
         whole, shares = sum(counts.values()), shares_of(strategy, config.rounds)
         text += ["", "Privacy by institution, at the end of the run"]

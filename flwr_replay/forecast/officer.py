@@ -176,7 +176,7 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
         "masked": config.masked,
         "pinned": [stage for stage, _ in policy.weights if stage in strategy.all_stages()],
         "claim": claim(strategy),
-        "private": plan is not None and plan.config.noise == "secret",
+        "private": plan is not None and plan.config.secret,
         "options": to_yaml(config),
         "versions": versions(),
     }

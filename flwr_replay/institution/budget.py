@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,10 @@ from flwr_replay.privacy.accounting import LocalRelease, SampledGaussian, epsilo
 from flwr_replay.privacy.dpsgd import clipped_sums, noisy_step, poisson_batches
 from flwr_replay.privacy.plan import COUNTS, PrivacyPlan
 from flwr_replay.privacy.secret import Stream, noise_stream
+from flwr_replay.privacy.shares import shared
+from flwr_replay.privacy.sums import noisy
 from flwr_replay.state.store import StateStore
+from flwr_replay.wire.records import StateDict
 
 __all__ = ["DPTraining", "PrivacyBudget"]
 
@@ -117,6 +120,18 @@ class PrivacyBudget:
         others = [spent for folder in self.state.runs() for spent in Account(folder, delta=delta).spent]
         local = [spent for spent in others if isinstance(spent, LocalRelease)]
         self.institution.policy.check_local(epsilon([*local, cost], delta))
+
+    def noisy(self, mechanism: str, sums: Mapping[str, Tensor], numbers: int, stream: Stream) -> StateDict:
+        """Return sums over all examples with noise, divided by |D|, float32; with shared noise whole numbers, int64.
+
+        `sums` are float64, in units of their sensitivity; `numbers` is how many an answer has.
+        """
+        plan, n = self.plan, self.examples
+        if plan.institutions:
+            step = plan.step(mechanism, n, numbers)
+            return {name: shared(of, step, stream).numpy() for name, of in sums.items()}
+        sigma, scale = plan.share(mechanism, n), plan.config.clip_of(mechanism) / n
+        return {name: (noisy(of, sigma, stream) * scale).float().numpy() for name, of in sums.items()}
 
     def noisy_counts(self, counts: Tensor, request: ChargedRequest) -> Tensor:
         """Return noisy label counts: whole numbers, none negative, at least one of them positive."""

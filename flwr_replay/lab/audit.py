@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from flwr_replay.attacks.membership import auc
 from flwr_replay.client_app import client_of
+from flwr_replay.config.privacy import ON_SUMS
 from flwr_replay.config.sections import one_of, require
 from flwr_replay.data.dealt import loaded
 from flwr_replay.engines.simulate import Simulation, simulate
@@ -41,7 +42,6 @@ from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.bounds import SIGNIFICANCE, Guesses, guessed, lower_bound
 from flwr_replay.privacy.local import LATENTS
-from flwr_replay.privacy.plan import STATISTICS
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import read_run_id
 from flwr_replay.serve import serve
@@ -131,10 +131,10 @@ def check(simulation: Simulation, kind: str) -> None:
     )
     if kind == "gradients":
         why = f"dp={config.privacy.dp} takes no such step" if plan else "got dp=none, which has no mechanism to audit"
-        known = [name for name in config.strategy.traits.dp_mechanisms if name not in (LATENTS, STATISTICS)]
+        known = [name for name in config.strategy.traits.dp_mechanisms if name not in (LATENTS, *ON_SUMS)]
         advice = f"choose dp={' or '.join(known)}, or --kind images or noise"
         advice = advice if known else f"strategy={config.strategy.name} can have none: choose another strategy"
-        steps = plan is not None and {*plan.mechanisms} - {LATENTS, STATISTICS}
+        steps = plan is not None and {*plan.mechanisms} - {LATENTS, *ON_SUMS}
         require(bool(steps), f"canaries that are gradients test DP-SGD; {why}: {advice}")
         return
     answers = [REQUESTS[stage].answer for stage in simulation.job.strategy("").all_stages()]

@@ -17,7 +17,7 @@ from flwr_replay.movements.evaluating import SPLIT_OF
 from flwr_replay.movements.participation import AtOnce
 from flwr_replay.payloads.common import Trained
 from flwr_replay.server.members import Member
-from flwr_replay.wire.masked import blank_masked, mean_of
+from flwr_replay.wire.masked import blank_masked, mean_of, sums_of
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened
 
@@ -97,8 +97,15 @@ class Parallel(AtOnce):
                 f"with masked=true an exchange needs every institution; exchange {self.exchange} has no answer of "
                 f"{', '.join(lacking)}; {self.recorder.failures_line()}: resume the run when all are there"
             )
-        mean = mean_of([opened(answer.arrays) for answer in answers], like=self.sent)
-        return replace(answers[0], arrays=mean, num_examples=sum(answer.num_examples for answer in answers))
+        arrays, n = [opened(answer.arrays) for answer in answers], sum(answer.num_examples for answer in answers)
+        plan = self.settings.privacy
+        if not (plan and plan.institutions):
+            return replace(answers[0], arrays=mean_of(arrays, like=self.sent), num_examples=n)
+        [mechanism] = plan.mechanisms
+        step = plan.step(mechanism, n, sum(array.size for array in self.sent.values()))
+        scale = step * plan.config.clip_of(mechanism) / n
+        mean = {name: whole * scale for name, whole in sums_of(arrays, self.sent).items()}
+        return replace(answers[0], arrays=mean, num_examples=n)
 
 
 def weighted_mean(states: Sequence[StateDict], weights: Sequence[float]) -> StateDict:

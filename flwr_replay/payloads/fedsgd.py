@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flwr_replay.payloads.common import ExpectsReplay, LabelScale, Summed, Trained
+from flwr_replay.payloads.common import ExpectsReplay, LabelScale, Spending, Summed, Trained
 from flwr_replay.wire.fields import instruction, model
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import Weights
@@ -18,15 +18,15 @@ class Gradient(Trained):
 
     No step is taken here, so the number of steps is 0: the server takes one on the mean of the gradients.
 
-    Under the names of buffers (running statistics of batch norm) are their new values. The gradient has no noise, so
-    nothing protects it.
+    Under the names of buffers (running statistics of batch norm) are their new values. Without dp=gradient nothing
+    protects it.
     """
 
-    arrays: Weights = model(means="gradient")
+    arrays: Weights = model(means="gradient", dp="gradient")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Differentiate(ExpectsReplay, LabelScale, Summed, Request, stage="differentiate", answer=Gradient):
+class Differentiate(Spending, ExpectsReplay, LabelScale, Summed, Request, stage="differentiate", answer=Gradient):
     """Compute the gradient of the loss at these weights over all your training examples."""
 
     arrays: Weights = model()

@@ -16,7 +16,8 @@ __all__ = ["ClassSums", "Summarise"]
 class ClassSums(Trained):
     """Sums over the training examples, in the place of the head's weights: by class of features, and of examples.
 
-    Both are divided by the number of examples. All other weights are as they were sent. No step is taken.
+    Both are in units of the noise (`flwr_replay.privacy.sums.noises`), and divided by the number of examples. All other
+    weights are as they were sent. No step is taken.
     """
 
     arrays: Weights = model(means="class sums", dp="statistics")

@@ -112,7 +112,7 @@ class Account:
     def epsilon(self, accountant: str = "rdp") -> float:
         """Return epsilon of all that was charged; infinite where some noise came from the run's seed."""
         book = self._read()
-        return epsilon(list(book.costs), self.delta, accountant) if book.noises <= {"secret"} else inf
+        return epsilon(list(book.costs), self.delta, accountant) if "seeded" not in book.noises else inf
 
     def _read(self) -> _Book:
         """Return the charges as they stand."""

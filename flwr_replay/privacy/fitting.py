@@ -119,7 +119,7 @@ def _check_replay(config: RunConfig, wanted: Container[str]) -> None:
         f"dp=prior needs a prior; got replay={replay}: choose replay=pixelcnn",
     )
     require(
-        "classifier" not in wanted or replay == "none" or "prior" in wanted,
+        not any(name in wanted for name in ("classifier", "gradient")) or replay == "none" or "prior" in wanted,
         "a classifier that also learns replays of the same patients, made without noise, has no epsilon; got "
         f"replay={replay}: choose replay=none or dp=end-to-end",
     )

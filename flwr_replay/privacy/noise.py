@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.local import LATENTS
 from flwr_replay.privacy.plan import COUNTS, PrivacyPlan
 
@@ -20,7 +21,8 @@ def noise_of(plan: PrivacyPlan, examples: int, share: float = 1.0) -> list[dict[
         `mechanism`; `sigma`, the noise multiplier: the noise's standard deviation over the sensitivity; `clip`, C. For
         DP-SGD the sensitivity is C, and there are `sampling-rate` q = `batch` / `examples`, and `steps`, as many as an
         institution takes that stays to the end. For latents the sensitivity is 2C, and labels have `label-epsilon`.
-        For label counts it is 1, and there is no C.
+        For label counts it is 1, and there is no C. Of noise that is shared, sigma is that of the sum of
+        `institutions`, `colluders` of whom may help the server, and `alone` the epsilon of one's own messages.
     """
     config = plan.config
     if plan.local:
@@ -41,6 +43,9 @@ def noise_of(plan: PrivacyPlan, examples: int, share: float = 1.0) -> list[dict[
                 "steps": passes.steps or cost.steps,
             }
         )
+        if plan.institutions:
+            alone = plan.alone(*plan.planned(examples, share))
+            noise[-1] |= {"institutions": plan.institutions, "colluders": plan.colluders, "alone": alone}
     return noise + ([{"mechanism": COUNTS, "sigma": config.count_sigma}] if plan.counted else [])
 
 
@@ -58,6 +63,11 @@ def shown_noise(noise: Sequence[Mapping[str, Any]]) -> str:
         if "sampling-rate" in entry:
             line += f", sampling rate {entry['sampling-rate']:.3g} ({entry['batch']:,} of {entry['examples']:,})"
             line += f", up to {entry['steps']:,} steps"
+        if "alone" in entry:
+            line += (
+                f", on the sum of {entry['institutions']}, {entry['colluders'] or 'none'} of whom may help the server; "
+            )
+            line += f"epsilon without masks {rounded_up(entry['alone'])}"
         if "label-epsilon" in entry:
             line += f", noise 2 C sigma; labels: randomised response, epsilon {entry['label-epsilon']:g}"
         lines.append(line)

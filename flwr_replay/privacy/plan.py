@@ -5,33 +5,29 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from math import inf, isfinite
+from math import inf, isfinite, sqrt
 from typing import Any, NamedTuple, Self
 
-from flwr_replay.config.privacy import PrivacyConfig
+from flwr_replay.config.privacy import ON_SUMS, PrivacyConfig
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import require
 from flwr_replay.errors import BudgetError, ConfigError, PrivacyError, WireError
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon, noise_for, rounded_up
 from flwr_replay.privacy.fitting import check_fit, mechanisms_wanted, trains_encoder
+from flwr_replay.privacy.gaussian import gaussian_epsilon, gaussian_noise
 from flwr_replay.privacy.local import LATENTS, LocalDP
+from flwr_replay.privacy.shares import step_of
 from flwr_replay.wire.fields import Field
 from flwr_replay.wire.masked import MASKED
 from flwr_replay.wire.payload import LedgerRow, Payload
 from flwr_replay.wire.sealed import SEALED
 
-__all__ = ["COUNTS", "NOTHING", "STATISTICS", "Passes", "PrivacyPlan"]
+__all__ = ["COUNTS", "GRADIENT", "STATISTICS", "Passes", "PrivacyPlan"]
 
 NO_PROOF = " as the paper counts it; not a proof"
 COUNTS = "label counts"  # released together with a prior, with noise of their own
-NOTHING = "Nothing here is differentially private; no epsilon can be stated."
-ONE_EXAMPLE = "An epsilon is of one example; a patient with several has as many times it, or more."
-ONE_PATIENT = (
-    "An epsilon is of one patient, with all examples at an institution, where its data name patients; else of one "
-    "example. Numbers of examples are public."
-)
-STATISTICS = "statistics"  # the mechanism: noise on sums over all examples, once
+STATISTICS, GRADIENT = ON_SUMS  # mechanisms: noise on sums over all examples, once, or in every round
 
 
 class Passes(NamedTuple):
@@ -50,7 +46,7 @@ class Passes(NamedTuple):
 
     def in_share(self, share: float) -> Passes:
         """Return those of an institution that trains in a share of the rounds; what is trained before is not less."""
-        by_round = self.mechanism in ("classifier", "proxy")
+        by_round = self.mechanism in ("classifier", "proxy", GRADIENT)
         return self._replace(epochs=round(share * self.epochs)) if by_round else self
 
 
@@ -74,6 +70,8 @@ class PrivacyPlan:
         Whether institutions learn from codes of each other's images.
     local : LocalDP | None
         With dp=latents, what each example releases of itself; then nothing is trained by DP-SGD.
+    institutions, colluders : int
+        With noise=shared, how many add a share, and how many of these may help the server or add none; else 0.
     """
 
     config: PrivacyConfig
@@ -84,6 +82,8 @@ class PrivacyPlan:
     tests_own: bool = False
     replays_codes: bool = False
     local: LocalDP | None = None
+    institutions: int = 0
+    colluders: int = 0
 
     @classmethod
     def of(cls, config: RunConfig) -> Self | None:
@@ -107,7 +107,7 @@ class PrivacyPlan:
         if not wanted:
             return None
         check_fit(config, wanted)
-        batches = {STATISTICS: 0}
+        batches = dict.fromkeys(ON_SUMS, 0)
         passes = {name: Passes(name, n, batches.get(name, config.training.batch_size)) for name, n in declared.items()}
         generator, prior = config.generator, config.prior
         passes["generator"] = Passes("generator", generator.dp_passes, generator.batch_size, generator.dp_steps)
@@ -132,6 +132,8 @@ class PrivacyPlan:
             counted="prior" in wanted and config.replay.name == "pixelcnn",
             tests_own=strategy.classifiers == "kept",
             replays_codes=config.replay.name in ("vqvae2", "pixelcnn"),
+            institutions=config.nodes * (privacy.noise == "shared"),
+            colluders=config.colluders * (privacy.noise == "shared"),
         )
 
     @property
@@ -155,6 +157,23 @@ class PrivacyPlan:
         """Return the cost of some epochs of a mechanism at an institution with this number of examples."""
         passes = next(passes for passes in self.passes if passes.mechanism == mechanism)
         return passes._replace(epochs=epochs, steps=0).cost(examples, _sigma(self, examples))
+
+    @property
+    def honest(self) -> int:
+        """How many shares make up the noise of a sum; 1: an institution's own is all of it."""
+        return self.institutions - self.colluders or 1
+
+    def share(self, mechanism: str, examples: int) -> float:
+        """Return the noise that an institution adds to its sums, in units of their sensitivity."""
+        return self.cost(mechanism, examples, 1).sigma / sqrt(self.honest)
+
+    def step(self, mechanism: str, examples: int, numbers: int) -> float:
+        """Return what a step of an answer's whole numbers is worth, with shared noise; units as of `share`."""
+        return step_of(self.cost(mechanism, examples, 1).sigma, self.honest, numbers)
+
+    def alone(self, epsilon: float, delta: float) -> float:
+        """Return the epsilon of one institution's messages without masks, where that of the sums is this one."""
+        return gaussian_epsilon(sqrt(self.honest) / gaussian_noise(epsilon, delta), delta) if epsilon else 0.0
 
     def planned(self, examples: int, share: float = 1.0) -> tuple[float, float]:
         """Return epsilon and delta, as its account states them, of an institution that stays to the end.
@@ -199,7 +218,7 @@ class PrivacyPlan:
             If the budget does not allow it, delta is too large, or there are fewer examples than a batch has.
         """
         delta, limit = self.checked_delta(examples), self.config.limit
-        for mechanism in [name for name in self.mechanisms if name in ("classifier", "proxy", STATISTICS)]:
+        for mechanism in [name for name in self.mechanisms if name in ("classifier", "proxy", *ON_SUMS)]:
             try:
                 first = self.cost(mechanism, examples, 1)
             except ConfigError as error:
@@ -215,9 +234,16 @@ class PrivacyPlan:
         """Name of the mechanism to which an epsilon belongs."""
         if self.local:
             return "Gaussian noise on latents and randomised response on labels; one example replaced"
-        if self.mechanisms == (STATISTICS,):
+        if self.institutions:
+            return "discrete Gaussian noise on a sum, shared"
+        if set(self.mechanisms) <= {*ON_SUMS}:
             return "Gaussian noise on sums"
         return "DP-SGD, Poisson sampling" + (NO_PROOF if self.unproven else "")
+
+    @property
+    def trust(self) -> str:
+        """Say how many institutions may help the server."""
+        return f"{self.colluders or 'none'} of whom may help the server"
 
     # --- claims -------------------------------------------------------------------------------------------------------
 
@@ -256,7 +282,7 @@ class PrivacyPlan:
         WireError
             If so. Only noise from the run's seed has no epsilon.
         """
-        stated = ("epsilon", "delta") if self.config.noise == "secret" else ("delta",)
+        stated = ("epsilon", "delta") if self.config.secret else ("delta",)
         covered = [key for key in self.dp_fields(answer) if key in leaving]
         if covered and not all(name in metrics for name in stated):
             raise WireError(f"an answer under DP states {' and '.join(stated)}; this one, with {covered[0]}, does not")
@@ -269,7 +295,9 @@ class PrivacyPlan:
             if not isfinite(epsilon):
                 return "not protected: its noise comes from the run's seed"
             proof = NO_PROOF if self.unproven else "-DP of each replaced example" if self.local else "-DP"
-            return f"({rounded_up(epsilon)}, {rounded_up(delta, 2)}){proof}"
+            shown = f"({rounded_up(epsilon)}, {rounded_up(delta, 2)}){proof}"
+            alone = f" in the sum, {self.trust}; alone {rounded_up(self.alone(epsilon, delta))}"
+            return shown + alone if self.institutions else shown
         return "declared public" if field.public else "none"
 
     def promise(self, answer: type[Payload], field: Field) -> float:
@@ -279,7 +307,7 @@ class PrivacyPlan:
         of tests, unless they are those of models that an institution keeps.
         """
         if field.dp and self.covers(field.dp):
-            return self.config.limit if self.config.noise == "secret" and not self.unproven else inf
+            return self.config.limit if self.config.secret and not self.unproven else inf
         tested = issubclass(answer, Evaluation) and not self.tests_own
         free = field.public or tested or self.left_out(answer, field)
         return 0.0 if self.config.end_to_end and free else inf
@@ -291,7 +319,7 @@ class PrivacyPlan:
         of_latents = any(field.dp == LATENTS for field in answer.declared().values())
         if "delta" in answer.declared() and of_latents == (self.local is not None):  # neighbours of its own kind
             epsilon, delta = self.planned(examples, share)
-            stated = epsilon if self.config.noise == "secret" else None
+            stated = epsilon if self.config.secret else None
             answer = replace(answer, epsilon=stated, delta=delta)  # type: ignore[call-arg]
         return answer
 
@@ -313,45 +341,6 @@ class PrivacyPlan:
             else row
             for row in fields
         ]
-
-    def sentence(self, stages: Mapping[str, type[Payload]]) -> str:
-        """Return what the whole run's epsilon covers and what not, as the answers of all stages declare it."""
-        if self.config.noise == "seeded":
-            return "The noise comes from the run's seed, for tests: nothing is protected."
-        if self.local:
-            return self.local.sentence()
-        named = [*self.mechanisms, *(["label counts"] if self.counted else [])]
-        covered = " and ".join([", ".join(named[:-1]), named[-1]] if named[1:] else named)
-        if self.config.end_to_end:
-            own = "; those of an institution's own model, which never leaves and is trained without noise, also depend "
-            own += "on its training examples"
-            return (
-                f"All that leaves and depends on training examples is differentially private: {covered}, together, for "
-                "each institution by itself. Declared public: numbers and bytes of examples, names, who takes part and "
-                f"when{'' if self.counted else ', the classes that an institution says it has'}. Not covered: metrics "
-                f"on validation and test examples{own if self.tests_own else ''}. {ONE_EXAMPLE}"
-            )
-        samples, weights, numbers = [], [], False
-        for stage, answer in stages.items():
-            for name, field in answer.declared().items():
-                free = field.public or self.left_out(answer, field) or (field.dp and self.covers(field.dp))
-                samples += [name] if field.kind.startswith("per-sample") else []
-                weights += [stage] if field.kind == "model" and not free else []
-                numbers |= field.kind == "statistic" and not free
-        left = [f"{' and '.join(samples)} of single patients"] if samples else []
-        left += [f"the weights that stage {stage} returns" for stage in weights]
-        left += ["losses, metrics, counts and, of a regression, sums of labels"] if numbers else []
-        learns_replays = self.replays_codes and "generator" in named and "prior" not in named
-        others = " It also learns replays of the others' images, which are not protected." if learns_replays else ""
-        if self.unproven:
-            return f"{self.unproven} These also leave unprotected: {'; '.join(left)}."
-        what, one = f"training the {covered} at an institution reveals", ONE_EXAMPLE
-        if self.mechanisms == (STATISTICS,):
-            what, one = "the noisy sums of an institution reveal", ONE_PATIENT
-        return (
-            f"Only what {what} of its own examples is differentially private.{others} These leave unprotected: "
-            f"{'; '.join(left)}. What leaves as a whole has no epsilon. {one}"
-        )
 
 
 def also(before: str, by_noise: str) -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flwr_replay.errors import PrivacyError
@@ -48,11 +49,15 @@ class Stream:
     def __init__(self, key: bytes) -> None:
         self._cipher = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
 
-    def uniform(self, n: int) -> Tensor:
-        """Return n numbers in (0, 1), float64: odd multiples of 2^-53."""
+    def words(self, n: int) -> NDArray[np.uint64]:
+        """Return n numbers of 64 random bits."""
         drawn = np.empty(n + 2, np.uint64)  # `update_into` wants room for one block more
         self._cipher.update_into(bytes(8 * n), drawn.data.cast("B"))
-        bits = drawn[:n]
+        return drawn[:n]
+
+    def uniform(self, n: int) -> Tensor:
+        """Return n numbers in (0, 1), float64: odd multiples of 2^-53."""
+        bits = self.words(n)
         bits >>= np.uint64(12)
         bits |= np.uint64(0x3FF << 52)  # now they are those of a number in [1, 2)
         return torch.from_numpy(bits.view(np.float64)).sub_(1 - 2.0**-53)

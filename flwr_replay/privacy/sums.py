@@ -18,7 +18,7 @@ from torch import Tensor
 from flwr_replay.privacy.local import FINE, ROUNDING
 from flwr_replay.privacy.secret import Stream
 
-__all__ = ["class_sums", "noises"]
+__all__ = ["class_sums", "noises", "noisy"]
 
 SHARE = 0.15  # w; chosen on CIFAR-10's validation images, seeds 0 to 2
 
@@ -66,9 +66,3 @@ def noisy(sums: Tensor, sigma: float, stream: Stream) -> Tensor:
     """Add noise of standard deviation σ, in steps of about a millionth of it: last bits would say what was added to."""
     step = 2.0 ** (floor(log2(sigma)) - FINE)
     return ((sums + stream.normal(sums.shape) * sigma) / step).round() * step
-
-
-def in_units(sums: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """Return sums of features, (C, F), and numbers of examples, (C,)."""
-    of_number, of_sums = noises(clip)
-    return sums[:, 1:] * of_sums, sums[:, 0] * of_number

@@ -27,8 +27,9 @@ from flwr_replay.models.zoo import backbone, described, encoder_digest
 from flwr_replay.movements.base import Movement, Settings
 from flwr_replay.movements.relay import Relay
 from flwr_replay.payloads.common import Evaluation
+from flwr_replay.privacy.claims import NOTHING, sentence
 from flwr_replay.privacy.noise import noise_of
-from flwr_replay.privacy.plan import NOTHING, PrivacyPlan
+from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import read_result
 from flwr_replay.rng import derived_seed
@@ -154,11 +155,11 @@ def claim(strategy: Movement) -> str:
     """Say what in a run is differentially private, by the declarations of its stages, and what seals or masks hide."""
     privacy, stages = strategy.settings.privacy, strategy.all_stages()
     if privacy is None:
-        sentence = f"{NOTHING} {EVIDENCE}" if "train-slice" in stages else NOTHING
+        text = f"{NOTHING} {EVIDENCE}" if "train-slice" in stages else NOTHING
     else:
-        sentence = privacy.sentence({stage: REQUESTS[stage].answer for stage in stages})
+        text = sentence(privacy, {stage: REQUESTS[stage].answer for stage in stages})
     hidden = SEALED_RUN if strategy.settings.sealed else MASKED_RUN if strategy.settings.masked else ""
-    return f"{sentence} {hidden}".rstrip()
+    return f"{text} {hidden}".rstrip()
 
 
 def _noise(plan: PrivacyPlan, strategy: Movement, recorder: Recorder, rounds: int) -> dict[str, list[dict[str, Any]]]:

@@ -19,17 +19,17 @@ Source: Bonawitz et al. 2017 (doi:10.1145/3133956.3133982), section 4.0.1: maski
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_replay.errors import DivergedError, RunError
+from flwr_replay.errors import DivergedError, PrivacyError, RunError
 from flwr_replay.wire.bounds import LARGEST, NEVER_NEGATIVE, bounded, is_statistic, largest
 from flwr_replay.wire.records import StateDict, Weights, opened
 
-__all__ = ["MASKED", "blank_masked", "check_room", "fixed_point", "is_masked", "mean_of"]
+__all__ = ["MASKED", "blank_masked", "check_room", "exact", "fixed_point", "is_masked", "mean_of", "sums_of"]
 
 MASKED = "masked"  # of a row of the ledger: its protection; ends the names of masked arrays, and is the check's name
 BITS, COARSE = 43, 33  # of a number's fraction; the latter of statistics and whole numbers
@@ -68,6 +68,18 @@ def fixed_point(weights: StateDict, share: float, dither: Mapping[str, NDArray[n
     return numbers
 
 
+def exact(sums: StateDict) -> StateDict:
+    """Write whole numbers as they are, modulo 2^64, with the check [0, 0]; others are a PrivacyError."""
+    if fractions := [name for name, array in sums.items() if array.dtype != np.int64]:
+        raise PrivacyError(
+            f"with noise=shared whole numbers leave, int64; {fractions[0]!r} is {sums[fractions[0]].dtype}: kept back"
+        )
+    return {
+        MASKED: np.zeros(2, np.uint64),
+        **{f"{name}.{MASKED}": array.view(np.uint64) for name, array in sums.items()},
+    }
+
+
 def is_masked(record: Mapping[str, Any]) -> bool:
     """Say whether a record holds masked arrays only."""
     return bool(record) and all(name.rpartition(".")[2] == MASKED for name in record)
@@ -89,6 +101,17 @@ def mean_of(answers: Sequence[StateDict], like: StateDict) -> StateDict:
     DivergedError
         If weights of an institution are not finite, or too large, or the mean is.
     """
+    mean: StateDict = {}
+    for name, whole in sums_of(answers, like).items():
+        sent, value = like[name], whole / 2.0 ** _bits(name, like[name])
+        value = np.maximum(value, 0) if NEVER_NEGATIVE.fullmatch(name) else value  # rounding may have left -1e-10
+        mean[name] = np.asarray(value if np.issubdtype(sent.dtype, np.floating) else np.rint(value), sent.dtype)
+    check_room(mean)
+    return mean
+
+
+def sums_of(answers: Sequence[StateDict], names: Iterable[str]) -> dict[str, NDArray[np.int64]]:
+    """Return the sums of all institutions' whole numbers, by name; errors as of `mean_of`."""
 
     def total(name: str) -> NDArray[np.uint64]:
         summed: NDArray[np.uint64] = answers[0][name].copy()
@@ -108,13 +131,7 @@ def mean_of(answers: Sequence[StateDict], like: StateDict) -> StateDict:
             f"under masks weights must be finite and below {2 ** (63 - BITS):,} in size; those of an institution are "
             "not, and nothing says whose: lower training.lr and begin a new run"
         )
-    mean: StateDict = {}
-    for name, sent in like.items():
-        value = total(f"{name}.{MASKED}").view(np.int64) / 2.0 ** _bits(name, sent)
-        value = np.maximum(value, 0) if NEVER_NEGATIVE.fullmatch(name) else value  # rounding may have left -1e-10
-        mean[name] = np.asarray(value if np.issubdtype(sent.dtype, np.floating) else np.rint(value), sent.dtype)
-    check_room(mean)
-    return mean
+    return {name: total(f"{name}.{MASKED}").view(np.int64) for name in names}
 
 
 def _bits(name: str, array: NDArray[Any]) -> int:

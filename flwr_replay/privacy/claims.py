@@ -1,0 +1,62 @@
+"""What a run may claim of its privacy, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flwr_replay.privacy.plan import GRADIENT, STATISTICS, PrivacyPlan
+from flwr_replay.wire.payload import Payload
+
+__all__ = ["NOTHING", "sentence"]
+
+NOTHING = "Nothing here is differentially private; no epsilon can be stated."
+ONE_EXAMPLE = "An epsilon is of one example; a patient with several has as many times it, or more."
+ONE_PATIENT = (
+    "An epsilon is of one patient, with all examples at an institution, where its data name patients; else of one "
+    "example. Numbers of examples are public."
+)
+
+
+def sentence(plan: PrivacyPlan, stages: Mapping[str, type[Payload]]) -> str:
+    """Return what the whole run's epsilon covers and what not, as the answers of all stages declare it."""
+    if plan.config.noise == "seeded":
+        return "The noise comes from the run's seed, for tests: nothing is protected."
+    if plan.local:
+        return plan.local.sentence()
+    named = [*plan.mechanisms, *(["label counts"] if plan.counted else [])]
+    covered = " and ".join([", ".join(named[:-1]), named[-1]] if named[1:] else named)
+    if plan.config.end_to_end:
+        own = "; those of an institution's own model, which never leaves and is trained without noise, also depend "
+        own += "on its training examples"
+        return (
+            f"All that leaves and depends on training examples is differentially private: {covered}, together, for "
+            "each institution by itplan. Declared public: numbers and bytes of examples, names, who takes part and "
+            f"when{'' if plan.counted else ', the classes that an institution says it has'}. Not covered: metrics "
+            f"on validation and test examples{own if plan.tests_own else ''}. {ONE_EXAMPLE}"
+        )
+    samples, weights, numbers = [], [], False
+    for stage, answer in stages.items():
+        for name, field in answer.declared().items():
+            free = field.public or plan.left_out(answer, field) or (field.dp and plan.covers(field.dp))
+            samples += [name] if field.kind.startswith("per-sample") else []
+            weights += [stage] if field.kind == "model" and not free else []
+            numbers |= field.kind == "statistic" and not free
+    left = [f"{' and '.join(samples)} of single patients"] if samples else []
+    left += [f"the weights that stage {stage} returns" for stage in weights]
+    left += ["losses, metrics, counts and, of a regression, sums of labels"] if numbers else []
+    learns_replays = plan.replays_codes and "generator" in named and "prior" not in named
+    others = " It also learns replays of the others' images, which are not protected." if learns_replays else ""
+    if plan.unproven:
+        return f"{plan.unproven} These also leave unprotected: {'; '.join(left)}."
+    what, one = f"training the {covered} at an institution reveals", ONE_EXAMPLE
+    if plan.mechanisms == (STATISTICS,):
+        what, one = "the noisy sums of an institution reveal", ONE_PATIENT
+    if plan.mechanisms == (GRADIENT,):
+        what = "the noisy gradients of an institution reveal"
+    if plan.institutions:
+        one += f" It is that of the sum of {plan.institutions} institutions, {plan.trust}; one institution's own "
+        one += "messages have a larger one, which counts if masks are broken."
+    return (
+        f"Only what {what} of its own examples is differentially private.{others} These leave unprotected: "
+        f"{'; '.join(left)}. What leaves as a whole has no epsilon. {one}"
+    )
