@@ -127,14 +127,13 @@ class FedStats(Parallel):
         self.sums = {name: before[name] + sum(n * of[name].astype(np.float64) for n, of in sent) for name in self.head}
         self.held = (*self.held, *names)
         weight, bias = self.head
-        made = self.classifier(self.sums[weight], self.sums[bias])
+        of_number, of_sums = noises(self.config.clip)
+        made = self.classifier(self.sums[weight] * of_sums, self.sums[bias] * of_number)
         return {**self.sent, **{name: made[i].astype(self.sent[name].dtype) for i, name in enumerate(self.head)}}
 
     def classifier(self, sums_CF: Any, numbers_C: Any) -> tuple[Any, Any]:
         """Return weights and biases of the nearest class mean."""
-        of_number, of_sums = noises(self.config.clip)
-        sums_CF, numbers_C = sums_CF * of_sums, numbers_C * of_number
-        of_number, of_sums = (noise * self.variance**0.5 for noise in (of_number, of_sums))
+        of_number, of_sums = (noise * self.variance**0.5 for noise in noises(self.config.clip))
         n_C = np.maximum(numbers_C, max(1.0, SURE * of_number))
         mu_CF = sums_CF / n_C[:, None]
         by_noise_C = mu_CF.shape[1] * (of_sums / n_C) ** 2  # of ‖μ‖², on average

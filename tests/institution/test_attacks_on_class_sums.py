@@ -15,7 +15,6 @@ from flwr_replay.memory import forget
 from flwr_replay.payloads.common import RollCall, Train
 from flwr_replay.payloads.fedstats import ClassSums, Summarise
 from flwr_replay.privacy.accounting import noise_for
-from flwr_replay.privacy.sums import noises
 from flwr_replay.wire.records import opened
 
 N, WIDTH, HEAD = 40, 64, ("head.fc.weight", "head.fc.bias")
@@ -68,8 +67,8 @@ def kept_file(server, run):
 def test_what_leaves_has_the_noise_that_was_charged_and_nothing_else_depends_on_examples(server, folder):
     plain, reply = ask(HostileServer(folder, *PLAIN), "plain"), ask(server, "noisy")
     (of_sums, of_numbers), told = [(n - p) * N for n, p in zip(sums(reply), sums(plain), strict=True)], metrics(reply)
-    assert of_sums.std() == pytest.approx(SIGMA * noises(10.0)[1], rel=0.15)
-    assert np.abs(of_numbers).max() > 0.1
+    assert of_sums.std() == pytest.approx(SIGMA, rel=0.15)
+    assert np.abs(of_numbers).max() > 0.01
     assert charged(server, "noisy") == [MADE]
     assert set(told) == {"num-examples", "examples-seen", "num-steps", "epsilon", "delta"}
     assert (told["num-examples"], told["examples-seen"], told["num-steps"]) == (N, N, 0)

@@ -17,7 +17,7 @@ from flwr_replay.learning.heads import features_of
 from flwr_replay.models.layers import as_input
 from flwr_replay.models.zoo import backbone
 from flwr_replay.payloads.fedstats import Summarise
-from flwr_replay.privacy.sums import SHARE, class_sums, noises
+from flwr_replay.privacy.sums import SHARE, class_sums
 
 WIDTH = 64
 PLAIN = [*SHARDS, "classes=3", "model=mlp", f"model.width={WIDTH}", "device=cpu", "strategy=fedstats"]
@@ -29,11 +29,9 @@ def ask(server, change=None, clip=10.0):
     return weights(reply)
 
 
-def in_units(arrays, examples, clip):
+def sums_in(arrays, examples):
     """Return numbers and sums, (C, 1 + F), in units in which a patient adds at most 1."""
-    of_number, of_sums = noises(clip)
-    both = arrays["head.fc.bias"][:, None] / of_number, arrays["head.fc.weight"] / of_sums
-    return np.hstack(both).astype(np.float64) * examples
+    return np.hstack([arrays["head.fc.bias"][:, None], arrays["head.fc.weight"]]).astype(np.float64) * examples
 
 
 def test_weights_cannot_make_one_patient_show_in_the_features_of_others(tmp_path):
@@ -49,7 +47,7 @@ def test_weights_cannot_make_one_patient_show_in_the_features_of_others(tmp_path
     for n in range(1, 6):
         (hospital := tmp_path / f"first {n}").mkdir()
         np.savez(hospital / "a.npz", **{name: of[:n] if "train" in name else of for name, of in parts.items()})
-        found.append(in_units(ask(HostileServer(hospital, *PLAIN), change), n, 10.0))
+        found.append(sums_in(ask(HostileServer(hospital, *PLAIN), change), n))
     assert all(np.linalg.norm(b - a) <= 1 + 1e-5 for a, b in pairwise(found))
 
 
@@ -84,7 +82,7 @@ def test_under_dp_all_images_of_a_patient_are_clipped_together(hospital, dp):
         own[patient][label] += np.r_[SHARE, np.sqrt(1 - SHARE**2) * f / CLIP]
     slow = sum(of / max(1, np.linalg.norm(of)) for of in own.values())
     assert len(own) == (4 if dp else 10)
-    assert np.abs(in_units(reply, 10, CLIP) - slow).max() < (6 * SIGMA if dp else 1e-5)
+    assert np.abs(sums_in(reply, 10) - slow).max() < (6 * SIGMA if dp else 1e-5)
 
 
 def test_examples_in_blocks_keep_patients_together_and_memory_bounded():

@@ -16,7 +16,7 @@ from flwr_replay.learning.heads import features_of, linear_head
 from flwr_replay.models.layers import as_input
 from flwr_replay.models.zoo import backbone
 from flwr_replay.privacy.secret import Stream
-from flwr_replay.privacy.sums import class_sums, in_units, noises, noisy
+from flwr_replay.privacy.sums import class_sums, noises, noisy
 from flwr_replay.report.progress import Display
 from flwr_replay.strategies.fedstats import FedStats, FedStatsConfig
 
@@ -100,17 +100,14 @@ def test_no_patient_changes_the_sums_by_more_than_one(seed, images, clip, size):
 def test_without_clipping_they_are_sums():
     rng = np.random.default_rng(0)
     features, labels = torch.from_numpy(rng.normal(size=(20, 5))), torch.from_numpy(rng.integers(0, 3, 20))
-    of_features, numbers = in_units(class_sums(features, labels, torch.arange(20), 3, 10.0), 10.0)
-    np.testing.assert_allclose(numbers, np.bincount(labels, minlength=3))
-    np.testing.assert_allclose(of_features, np.stack([features[labels == c].sum(0) for c in range(3)]))
+    sums, (of_number, of_sums) = class_sums(features, labels, torch.arange(20), 3, 10.0), noises(10.0)
+    np.testing.assert_allclose(sums[:, 0] * of_number, np.bincount(labels, minlength=3))
+    np.testing.assert_allclose(sums[:, 1:] * of_sums, np.stack([features[labels == c].sum(0) for c in range(3)]))
 
 
 def test_the_noise_is_that_which_was_charged():
     sums = torch.zeros(10, 2000, dtype=torch.float64)
-    of_features, numbers = in_units(noisy(sums, 3.0, Stream(bytes(32))), 10.0)
-    of_number, of_sums = noises(10.0)
-    assert of_features.std() == pytest.approx(3 * of_sums, rel=0.03)
-    assert numbers.std() == pytest.approx(3 * of_number, rel=0.6)
+    assert noisy(sums, 3.0, Stream(bytes(32))).std() == pytest.approx(3, rel=0.03)
     steps = noisy(sums, 3.0, Stream(bytes(32))) / 2.0**-19
     assert (steps == steps.round()).all()
 
