@@ -54,8 +54,8 @@ def sentence(plan: PrivacyPlan, stages: Mapping[str, type[Payload]]) -> str:
     if plan.mechanisms == (GRADIENT,):
         what = "the noisy gradients of an institution reveal"
     if plan.institutions:
-        one += f" It is that of the sum of {plan.institutions} institutions, {plan.trust}; one institution's own "
-        one += "messages have a larger one, which counts if masks are broken."
+        one += f" It is that of the sum of {plan.institutions} institutions, {plan.trust}. If masks are broken, the "
+        one += "larger one counts that each institution's own messages have."
     return (
         f"Only what {what} of its own examples is differentially private.{others} These leave unprotected: "
         f"{'; '.join(left)}. What leaves as a whole has no epsilon. {one}"
