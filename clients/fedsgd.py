@@ -8,16 +8,19 @@ from __future__ import annotations
 import copy
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.client import InstitutionClient
+from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.augment import changed
 from flwr_replay.learning.training import at_once, mean_loss, refuse_single_batches
 from flwr_replay.models.layers import as_input, filled
 from flwr_replay.payloads.fedsgd import Differentiate, Gradient
-from flwr_replay.privacy.dpsgd import clipped_sums
+from flwr_replay.privacy.dpsgd import ROUNDING, clipped_sums, trained_parameters
 from flwr_replay.privacy.plan import GRADIENT
 from flwr_replay.privacy.shares import beside
 from flwr_replay.wire.records import array_record, opened
@@ -55,27 +58,49 @@ class FedSGDClient(InstitutionClient):
         return Gradient(arrays=arrays, num_examples=len(data), examples_seen=total, num_steps=0, train_loss=loss)
 
     def under_dp(self, request: Differentiate, model: nn.Module, budget: PrivacyBudget) -> Gradient:
-        """Sum the clipped gradients of all examples, and add noise; charged first.
+        """Sum the clipped gradients of all patients, or of all examples where these are not known; add noise.
 
-        Sums are in float64: rounding must not tell of an example. All blocks have one size, since it may decide the
-        last bits of every example's gradient; what fills the last one up has no loss.
+        It is charged first. Sums are in float64: rounding must not tell of an example.
         """
         data, model = self.training_data(), copy.deepcopy(model).double()
-        stream, size = budget.stream(GRADIENT, request), at_once(data.x, BLOCK, model)
+        stream, clip = budget.stream(GRADIENT, request), budget.plan.config.clip_of(GRADIENT)
         budget.charge(GRADIENT, budget.plan.cost(GRADIENT, len(data), 1), request)
+        alone_N, several = by_patient(self.institution.data.train.patients, len(data))
+        sums = self.clipped(model, data, alone_N, clip)
+        for rows_B in several:
+            own = self.clipped(model, data, rows_B, math.inf)
+            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(of) for of in own])) * ROUNDING
+            if norm.isfinite():
+                sums = [before + of * (clip / norm).clamp(max=1) for before, of in zip(sums, own, strict=True)]
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        sent, scaled = opened(request.arrays), (of.cpu() / clip for of in sums)
+        numbers = sum(array.size for array in sent.values())
+        made = budget.noisy(GRADIENT, dict(zip(names, scaled, strict=True)), numbers, stream)
+        n, spent = len(data), self.spent(request.run)
+        return Gradient(arrays=beside(sent, made), num_examples=n, examples_seen=n, num_steps=0, **spent)
+
+    def clipped(self, model: nn.Module, data: Shard, rows_N: NDArray[np.int64], clip: float) -> list[Tensor]:
+        """Sum the clipped gradients of some examples.
+
+        All blocks have one size, since it may decide the last bits of every example's gradient; what fills the last one
+        up has no loss.
+        """
 
         def losses(x_B: Tensor, y_B: Tensor, real_B: Tensor) -> Tensor:
             return self.task.losses(model(x_B), y_B) * real_B
 
-        sums: dict[str, Tensor] = {}
-        clip = budget.plan.config.clip_of(GRADIENT)
-        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        for x_B, y_B in zip(torch.split(data.x, size), torch.split(data.y, size), strict=True):
-            real_B = torch.ones(len(x_B), dtype=torch.float64, device=x_B.device)
-            block = (filled(part, size) for part in (as_input(x_B).double(), y_B, real_B))
-            summed, _ = clipped_sums(model, losses, tuple(block), clip)
-            sums = {name: sums.get(name, 0) + of.cpu() / clip for name, of in zip(names, summed, strict=True)}
-        sent = opened(request.arrays)
-        made = budget.noisy(GRADIENT, sums, sum(array.size for array in sent.values()), stream)
-        n, spent = len(data), self.spent(request.run)
-        return Gradient(arrays=beside(sent, made), num_examples=n, examples_seen=n, num_steps=0, **spent)
+        size = at_once(data.x, BLOCK, model)
+        sums = [torch.zeros_like(parameter) for parameter in trained_parameters(model)]
+        for rows_B in np.split(rows_N, range(size, len(rows_N), size)):
+            x_B, real_B = as_input(data.x[rows_B]).double(), torch.ones(len(rows_B), device=data.x.device)
+            block = tuple(filled(part, size) for part in (x_B, data.y[rows_B], real_B))
+            sums = [before + of for before, of in zip(sums, clipped_sums(model, losses, block, clip)[0], strict=True)]
+        return sums
+
+
+def by_patient(patients_N: NDArray[np.str_] | None, examples: int) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
+    """Return the rows of patients who have one example, and of each who has several; of no known patients, all rows."""
+    if patients_N is None:
+        return np.arange(examples), []
+    _, of_N, times_P = np.unique(patients_N, return_inverse=True, return_counts=True)
+    return np.flatnonzero(times_P[of_N] == 1), [np.flatnonzero(of_N == p) for p in np.flatnonzero(times_P > 1)]

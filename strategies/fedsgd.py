@@ -10,7 +10,7 @@ Travels: the weights, to every institution (`Differentiate`), one gradient back 
 
 With dp=gradient, in every round
 
-    g_k ← (Σ_i ∇L_i(θ) / max(1, ‖∇L_i(θ)‖ / C) + N(0, σ²C² I)) / n_k
+    g_k ← (Σ_p ∇L_p(θ) / max(1, ‖∇L_p(θ)‖ / C) + N(0, σ²C² I)) / n_k     L_p sums the losses of one patient's examples
 
 which is DP-SGD (Abadi et al. 2016, arXiv 1607.00133, Algorithm 1) with a sampling rate of 1. With noise=shared the sum
 of all institutions has this noise once (`flwr_replay.privacy.shares`).

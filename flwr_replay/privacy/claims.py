@@ -52,7 +52,7 @@ def sentence(plan: PrivacyPlan, stages: Mapping[str, type[Payload]]) -> str:
     if plan.mechanisms == (STATISTICS,):
         what, one = "the noisy sums of an institution reveal", ONE_PATIENT
     if plan.mechanisms == (GRADIENT,):
-        what = "the noisy gradients of an institution reveal"
+        what, one = "the noisy gradients of an institution reveal", ONE_PATIENT
     if plan.institutions:
         one += f" It is that of the sum of {plan.institutions} institutions, {plan.trust}. If masks are broken, the "
         one += "larger one counts that each institution's own messages have."

@@ -29,7 +29,15 @@ from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.ghost import Ghost, norms_of
 from flwr_replay.privacy.secret import Stream
 
-__all__ = ["add_clipped", "clipped_sums", "noisy_step", "poisson_batches", "refuse_mixing", "trained_parameters"]
+__all__ = [
+    "ROUNDING",
+    "add_clipped",
+    "clipped_sums",
+    "noisy_step",
+    "poisson_batches",
+    "refuse_mixing",
+    "trained_parameters",
+]
 
 MEMORY = 2**28  # bytes that the gradients of single examples may take at once
 ROUNDING = 1 + 1e-5  # float32 must not carry a clipped norm above C

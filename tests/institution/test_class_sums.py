@@ -16,6 +16,7 @@ from flwr_replay.data.datasets import load
 from flwr_replay.learning.heads import features_of
 from flwr_replay.models.layers import as_input
 from flwr_replay.models.zoo import backbone
+from flwr_replay.payloads.fedsgd import Differentiate
 from flwr_replay.payloads.fedstats import Summarise
 from flwr_replay.privacy.sums import SHARE, class_sums
 
@@ -83,6 +84,28 @@ def test_under_dp_all_images_of_a_patient_are_clipped_together(hospital, dp):
     slow = sum(of / max(1, np.linalg.norm(of)) for of in own.values())
     assert len(own) == (4 if dp else 10)
     assert np.abs(sums_in(reply, 10) - slow).max() < (6 * SIGMA if dp else 1e-5)
+
+
+@pytest.mark.parametrize("clip", [0.3, 100.0])
+def test_under_dp_the_gradient_of_a_patient_is_clipped_as_a_whole(hospital, clip):
+    """Beside a loop over patients; noise of 0.01 C hides less than an example."""
+    own = ["strategy=fedsgd", "dp=gradient", "delta=0.001", f"privacy.sigma={SIGMA}", f"privacy.clip={clip}"]
+    server = HostileServer(hospital, "task=folder", "task.channels=1", *PLAIN[1:-1], *own)
+    reply, config = server.send(Differentiate(arrays=server.weights, run="patients", server_round=1)), server.config
+    assert not refusal(reply)
+    train = load(replace(config.task, data_dir=str(hospital / "a.npz"))).train
+    model, slow = backbone(config.model, config.task)(0).double(), defaultdict(float)
+    of = [patient if patient not in ("", "NA") else n for n, patient in enumerate(COLUMN)]
+    for patient in set(of):
+        rows = [n for n, other in enumerate(of) if other == patient]
+        x, y = as_input(torch.from_numpy(train.x[rows])).double(), torch.from_numpy(train.y[rows])
+        loss = torch.nn.functional.cross_entropy(model(x), y.long(), reduction="sum")
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        scale = min(1, clip / torch.cat([g.flatten() for g in gradients]).norm().item())
+        for (name, _), g in zip(model.named_parameters(), gradients, strict=True):
+            slow[name] = slow[name] + g.numpy() * scale
+    off = [np.abs(10 * weights(reply)[name] - of_all).max() for name, of_all in slow.items()]
+    assert max(off) < 6 * SIGMA * clip
 
 
 def test_examples_in_blocks_keep_patients_together_and_memory_bounded():
