@@ -63,7 +63,7 @@ def environment(tmp_path_factory):
 def test_the_first_screen_has_the_two_commands():
     blocks = re.findall(r"```sh\n(.*?)```", README, re.S)
     lines = [line.split("  #")[0].strip() for line in blocks[0].splitlines()]
-    assert lines == ["pip install uv", "uv run flwr-replay run", *STEPS[1:], "uv run --group dev pytest"]
+    assert lines == ["pip install uv", "uv run flwr-replay run", *OURS[1:4], "uv run --group dev pytest"]
     assert {*OURS, FIRST, *VARIANTS} == {*commands()}  # a test for each
 
 
