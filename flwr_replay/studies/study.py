@@ -215,9 +215,9 @@ def _shortened(part: Part) -> Part:
 
 
 def _with(part: Part, fixed: Sequence[str]) -> Part:
-    """Return a part with these options in place of those of the same names."""
-    names = {option.partition("=")[0] for option in fixed}
-    return replace(part, options=[*(o for o in part.options if o.partition("=")[0] not in names), *fixed])
+    """Return a part with these options too; of several with one name the last counts."""
+    last = {option.partition("=")[0]: option for option in (*part.options, *fixed)}
+    return replace(part, options=[*last.values()])
 
 
 def _data_option(part: Part, data: str) -> list[str]:
