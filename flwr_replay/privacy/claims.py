@@ -30,7 +30,7 @@ def sentence(plan: PrivacyPlan, stages: Mapping[str, type[Payload]]) -> str:
         own += "on its training examples"
         return (
             f"All that leaves and depends on training examples is differentially private: {covered}, together, for "
-            "each institution by itplan. Declared public: numbers and bytes of examples, names, who takes part and "
+            "each institution by itself. Declared public: numbers and bytes of examples, names, who takes part and "
             f"when{'' if plan.counted else ', the classes that an institution says it has'}. Not covered: metrics "
             f"on validation and test examples{own if plan.tests_own else ''}. {ONE_EXAMPLE}"
         )
