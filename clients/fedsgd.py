@@ -18,9 +18,17 @@ from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.augment import changed
 from flwr_replay.learning.training import at_once, mean_loss, refuse_single_batches
-from flwr_replay.models.layers import as_input, filled
+from flwr_replay.models.layers import as_input
 from flwr_replay.payloads.fedsgd import Differentiate, Gradient
-from flwr_replay.privacy.dpsgd import ROUNDING, clipped_sums, trained_parameters
+from flwr_replay.privacy.dpsgd import (
+    ROUNDING,
+    clipped_sums,
+    refuse_chance,
+    refuse_mixing,
+    single_gradients,
+    trained_parameters,
+)
+from flwr_replay.privacy.places import NOBODY, PLACES, at_places, drawn_places
 from flwr_replay.privacy.plan import GRADIENT
 from flwr_replay.privacy.shares import beside
 from flwr_replay.wire.records import array_record, opened
@@ -60,47 +68,50 @@ class FedSGDClient(InstitutionClient):
     def under_dp(self, request: Differentiate, model: nn.Module, budget: PrivacyBudget) -> Gradient:
         """Sum the clipped gradients of all patients, or of all examples where these are not known; add noise.
 
-        It is charged first. Sums are in float64: rounding must not tell of an example.
+        It is charged first. Sums are in float64: rounding must not tell of an example. Nor must places in blocks, which
+        are drawn (`flwr_replay.privacy.places`). The examples of a patient who has several are in blocks of their own.
         """
         data, model = self.training_data(), copy.deepcopy(model).double()
-        stream, clip = budget.stream(GRADIENT, request), budget.plan.config.clip_of(GRADIENT)
+        refuse_mixing(model)
+        refuse_chance(model)
+        sent, clip = opened(request.arrays), budget.plan.config.clip_of(GRADIENT)
+        stream = budget.stream(GRADIENT, request)
+        step, size = budget.step(GRADIENT, sent), min(at_once(data.x, PLACES, model), single_gradients(model))
         budget.charge(GRADIENT, budget.plan.cost(GRADIENT, len(data), 1), request)
         alone_N, several = by_patient(self.institution.data.train.patients, len(data))
-        sums = self.clipped(model, data, alone_N, clip)
+        places = drawn_places(len(alone_N), size, stream)
+        sums = self.clipped(model, data, places.where(places == NOBODY, alone_N[places]).flatten(), size, clip)
         for rows_B in several:
-            own = self.clipped(model, data, rows_B, math.inf)
+            own = self.clipped(model, data, rows_B, size, math.inf)
             norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(of) for of in own])) * ROUNDING
             if norm.isfinite():
                 sums = [before + of * (clip / norm).clamp(max=1) for before, of in zip(sums, own, strict=True)]
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        sent, scaled = opened(request.arrays), (of.cpu() / clip for of in sums)
-        numbers = sum(array.size for array in sent.values())
-        made = budget.noisy(GRADIENT, dict(zip(names, scaled, strict=True)), numbers, stream)
+        scaled = (of.cpu() / clip for of in sums)
+        made = budget.noisy(GRADIENT, dict(zip(names, scaled, strict=True)), step, stream)
         n, spent = len(data), self.spent(request.run)
         return Gradient(arrays=beside(sent, made), num_examples=n, examples_seen=n, num_steps=0, **spent)
 
-    def clipped(self, model: nn.Module, data: Shard, rows_N: NDArray[np.int64], clip: float) -> list[Tensor]:
-        """Sum the clipped gradients of some examples.
-
-        All blocks have one size, since it may decide the last bits of every example's gradient; what fills the last one
-        up has no loss.
-        """
+    def clipped(self, model: nn.Module, data: Shard, rows_N: Tensor, size: int, clip: float) -> list[Tensor]:
+        """Sum the clipped gradients of the examples in these rows, in blocks of this size; -1: nobody's, zeros."""
 
         def losses(x_B: Tensor, y_B: Tensor, real_B: Tensor) -> Tensor:
             return self.task.losses(model(x_B), y_B) * real_B
 
-        size = at_once(data.x, BLOCK, model)
         sums = [torch.zeros_like(parameter) for parameter in trained_parameters(model)]
-        for rows_B in np.split(rows_N, range(size, len(rows_N), size)):
-            x_B, real_B = as_input(data.x[rows_B]).double(), torch.ones(len(rows_B), device=data.x.device)
-            block = tuple(filled(part, size) for part in (x_B, data.y[rows_B], real_B))
-            sums = [before + of for before, of in zip(sums, clipped_sums(model, losses, block, clip)[0], strict=True)]
+        for rows_B in torch.split(rows_N, max(1, at_once(data.x, BLOCK, model) // size) * size):
+            x_B, y_B = (at_places(of, rows_B) for of in (data.x, data.y))
+            block = as_input(x_B).double(), y_B, (rows_B != NOBODY).double().to(x_B.device)
+            summed, _ = clipped_sums(model, losses, block, clip, size)
+            sums = [before + of for before, of in zip(sums, summed, strict=True)]
         return sums
 
 
-def by_patient(patients_N: NDArray[np.str_] | None, examples: int) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
+def by_patient(patients_N: NDArray[np.str_] | None, examples: int) -> tuple[Tensor, list[Tensor]]:
     """Return the rows of patients who have one example, and of each who has several; of no known patients, all rows."""
     if patients_N is None:
-        return np.arange(examples), []
+        return torch.arange(examples), []
     _, of_N, times_P = np.unique(patients_N, return_inverse=True, return_counts=True)
-    return np.flatnonzero(times_P[of_N] == 1), [np.flatnonzero(of_N == p) for p in np.flatnonzero(times_P > 1)]
+    rows = torch.split(torch.from_numpy(np.argsort(of_N, kind="stable")), times_P.tolist())
+    alone = torch.from_numpy(np.flatnonzero(times_P[of_N] == 1))
+    return alone, [of for of in rows if len(of) > 1]

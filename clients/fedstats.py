@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from flwr_replay.errors import PrivacyError, WireError
 from flwr_replay.files.atomic import alone
@@ -18,8 +17,9 @@ from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.learning.heads import features_of, linear_head
 from flwr_replay.learning.training import at_once
-from flwr_replay.models.layers import as_input, filled
+from flwr_replay.models.layers import as_input
 from flwr_replay.payloads.fedstats import ClassSums, Summarise
+from flwr_replay.privacy.places import PLACES, at_places, drawn_places
 from flwr_replay.privacy.plan import STATISTICS
 from flwr_replay.privacy.shares import beside
 from flwr_replay.privacy.sums import class_sums
@@ -27,7 +27,7 @@ from flwr_replay.wire.records import StateDict, opened
 
 __all__ = ["FedStatsClient"]
 
-BLOCK = 256  # most examples in memory at once
+BLOCK = 256  # examples whose features are clipped at once
 KEPT, MADE_BY, ONCE = "class-sums", "made-by", 1  # key of the state, of the encoder in it, and its only number
 
 
@@ -80,17 +80,22 @@ class FedStatsClient(InstitutionClient):
         """Sum the features of all training examples; with a budget, add noise."""
         train, model = self.institution.train, self.scratch_model(request.arrays)
         name, head = linear_head(model)
-        patients, together = budget and self.institution.data.train.patients, at_once(train.x, BLOCK, model)
+        step = budget.step(STATISTICS, opened(request.arrays)) if budget else 0.0
+        stream, size = budget and budget.stream(STATISTICS, request), at_once(train.x, PLACES, model)
+        in_order = torch.split(torch.arange(len(train)), size)
+        features_NF = torch.zeros(len(train), head.in_features)
+        for place_B in drawn_places(len(train), size, stream) if stream else in_order:
+            features_BF = features_of(model, as_input(at_places(train.x, place_B))).cpu().float()
+            features_NF[place_B[place_B >= 0]] = features_BF[place_B >= 0]
+        patients = budget and self.institution.data.train.patients
         of_N = np.arange(len(train)) if patients is None else np.unique(patients, return_inverse=True)[1]
         sums = torch.zeros(head.out_features, 1 + head.in_features, dtype=torch.float64)
-        for rows_B in blocks(of_N, together):
-            features_BF = torch.cat([same_bits(model, x, together) for x in torch.split(train.x[rows_B], together)])
-            of_B = torch.from_numpy(of_N[rows_B])
-            sums += class_sums(features_BF, train.y[rows_B].cpu(), of_B, head.out_features, request.clip)
+        for rows_B in map(torch.from_numpy, blocks(of_N, BLOCK)):
+            labels_B, of_B = train.y[rows_B].cpu(), torch.from_numpy(of_N)[rows_B]
+            sums += class_sums(features_NF[rows_B], labels_B, of_B, head.out_features, request.clip)
         parts = {f"{name}.weight": sums[:, 1:], f"{name}.bias": sums[:, 0]}
-        if budget:
-            numbers = sum(array.size for array in opened(request.arrays).values())
-            return budget.noisy(STATISTICS, parts, numbers, budget.stream(STATISTICS, request))
+        if budget and stream:
+            return budget.noisy(STATISTICS, parts, step, stream)
         return {name: (part / len(train)).float().numpy() for name, part in parts.items()}
 
 
@@ -99,11 +104,3 @@ def blocks(of_N: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:
     order_N = np.argsort(of_N, kind="stable")
     first_P = np.flatnonzero(np.diff(of_N[order_N], prepend=-1))
     return np.split(order_N, first_P[np.flatnonzero(np.diff(first_P // size)) + 1])
-
-
-def same_bits(model: nn.Module, x_B: Tensor, size: int) -> Tensor:
-    """Return features, filled up to always as many examples: their number may change the last bits of all of them.
-
-    These would carry a patient's presence into others' features; weights can make them as large as the features.
-    """
-    return features_of(model, as_input(filled(x_B, size)))[: len(x_B)].cpu()

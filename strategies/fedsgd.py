@@ -39,6 +39,7 @@ from flwr_replay.movements.base import Settings
 from flwr_replay.movements.parallel import Parallel, weighted_mean
 from flwr_replay.payloads.common import Trained
 from flwr_replay.payloads.fedsgd import Differentiate, Gradient
+from flwr_replay.privacy.dpsgd import refuse_chance
 from flwr_replay.privacy.plan import GRADIENT
 from flwr_replay.wire.records import StateDict, Weights, opened
 from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
@@ -70,8 +71,10 @@ class FedSGD(Parallel):
 
     @classmethod
     def check(cls, config: FedSGDConfig, settings: Settings, names: Sequence[str] = ()) -> None:
-        """Refuse changed images under DP."""
+        """Refuse changed images and parts that drop out under DP."""
         super().check(config, settings, names)
+        if settings.privacy and settings.model is not None:
+            refuse_chance(settings.model(0))
         require(
             not (settings.privacy and settings.training.changes),
             "dp=gradient takes each image once, as it is: set training.augment=none",

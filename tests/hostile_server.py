@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
+from types import SimpleNamespace
 
 from flwr.app import Message
 from harness import node_configs
@@ -14,6 +15,7 @@ from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
 from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.models.zoo import backbone
+from flwr_replay.privacy.places import drawn_places
 from flwr_replay.wire.records import arrays_in, config_in, metrics_in
 from flwr_replay.wire.weights import to_arrays
 
@@ -81,6 +83,12 @@ def at_the_same_time(patch, maker, method, *asking):
         answers = list(pool.map(lambda ask: ask(), asking))
     assert both.broken
     return answers
+
+
+def drawn_at(draws, examples, size, stream):
+    """Draw places as `drawn_places` does, by numbers that are each example's own, whoever else is there."""
+    assert len(draws) == examples
+    return drawn_places(examples, size, SimpleNamespace(uniform=lambda n: draws))
 
 
 def refusal(reply):

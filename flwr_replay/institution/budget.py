@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flwr_replay.errors import BudgetError, PrivacyError
+from flwr_replay.config.sections import require
+from flwr_replay.errors import BudgetError, ConfigError, PrivacyError
 from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.models.layers import as_input
 from flwr_replay.payloads.common import ChargedRequest
@@ -25,6 +26,7 @@ from flwr_replay.wire.records import StateDict
 
 __all__ = ["DPTraining", "PrivacyBudget"]
 
+EXACT = 2**53  # whole numbers below it are exact in float64
 ROUNDING = 1e-6  # by which epsilon may differ between versions of a library
 
 
@@ -121,14 +123,34 @@ class PrivacyBudget:
         local = [spent for spent in others if isinstance(spent, LocalRelease)]
         self.institution.policy.check_local(epsilon([*local, cost], delta))
 
-    def noisy(self, mechanism: str, sums: Mapping[str, Tensor], numbers: int, stream: Stream) -> StateDict:
+    def step(self, mechanism: str, answer: StateDict) -> float:
+        """Return what a whole number of an answer of this form is worth; 0: its noise is not shared.
+
+        Raises
+        ------
+        PrivacyError
+            If there is none for so many numbers, or examples.
+        """
+        if not self.plan.institutions:
+            return 0.0
+        try:
+            step = self.plan.step(mechanism, self.examples, sum(array.size for array in answer.values()))
+            require(
+                self.examples / step < EXACT,
+                f"sums of {self.examples:,} examples in steps of {step:.2g} leave no room in 64 bits: choose a smaller "
+                "epsilon, or more noise",
+            )
+        except ConfigError as error:
+            raise PrivacyError(str(error)) from None
+        return step
+
+    def noisy(self, mechanism: str, sums: Mapping[str, Tensor], step: float, stream: Stream) -> StateDict:
         """Return sums over all examples with noise, divided by |D|, float32; with shared noise whole numbers, int64.
 
-        `sums` are float64, in units of their sensitivity; `numbers` is how many an answer has.
+        `sums` are float64, in units of their sensitivity; `step` is what the method of this name returns.
         """
         plan, n = self.plan, self.examples
-        if plan.institutions:
-            step = plan.step(mechanism, n, numbers)
+        if step:
             return {name: shared(of, step, stream).numpy() for name, of in sums.items()}
         sigma, scale = plan.share(mechanism, n), plan.config.clip_of(mechanism) / n
         return {name: (noisy(of, sigma, stream) * scale).float().numpy() for name, of in sums.items()}

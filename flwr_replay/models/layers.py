@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 __all__ = ["Centred", "Prepared", "Standardize"]
-__all__ += ["as_input", "centred", "filled", "norm_layer", "out_of_place", "outlined", "stage"]
+__all__ += ["as_input", "centred", "norm_layer", "out_of_place", "outlined", "stage"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -127,8 +127,3 @@ def norm_layer(kind: str, channels: int) -> nn.Module:
 def as_input(x: Tensor) -> Tensor:
     """Convert bytes 0..255 to float32 in [0, 1], and other numbers to float32."""
     return x.float().div_(255) if x.dtype == torch.uint8 else x.float()
-
-
-def filled(x_B: Tensor, size: int) -> Tensor:
-    """Fill a batch up with zeros to a size: how many examples there are may decide the last bits of all results."""
-    return torch.cat([x_B, x_B.new_zeros(size - len(x_B), *x_B.shape[1:])])

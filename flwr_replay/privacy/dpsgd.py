@@ -35,7 +35,9 @@ __all__ = [
     "clipped_sums",
     "noisy_step",
     "poisson_batches",
+    "refuse_chance",
     "refuse_mixing",
+    "single_gradients",
     "trained_parameters",
 ]
 
@@ -104,7 +106,7 @@ def poisson_batches(examples: int, cost: SampledGaussian, stream: Stream) -> Ite
 
 
 def clipped_sums(
-    module: nn.Module, losses: Losses, batch: tuple[Tensor, ...], clip: float
+    module: nn.Module, losses: Losses, batch: tuple[Tensor, ...], clip: float, size: int = 0
 ) -> tuple[list[Tensor], Tensor]:
     """Sum the examples' gradients, each scaled down to an L2 norm of at most C over all parameters.
 
@@ -119,6 +121,8 @@ def clipped_sums(
         Examples, labels, …, each of shape (B, ...); B may be 0.
     clip : float
         C; infinite: no clipping.
+    size : int
+        How many examples pass the module at a time; 0: as many as memory allows.
 
     Returns
     -------
@@ -137,7 +141,7 @@ def clipped_sums(
     refuse_mixing(module)
     parameters = trained_parameters(module)
     sums, total = [torch.zeros_like(parameter) for parameter in parameters], parameters[0].new_zeros(())
-    at_once = max(1, MEMORY // sum(parameter.numel() * parameter.element_size() for parameter in parameters))
+    at_once = size or single_gradients(module)
     if Ghost.serves(module):
         ghost = Ghost(module)
         by_id = {id(parameter): summed for parameter, summed in zip(parameters, sums, strict=True)}
@@ -179,6 +183,22 @@ def _single_gradients(module: nn.Module) -> Iterator[Callable[[], None]]:
         for layer in module.modules():  # after an error Opacus leaves what its hooks kept, to the next batch
             layer.__dict__.pop("activations", None)
             layer.__dict__.pop("max_batch_len", None)
+
+
+def refuse_chance(module: nn.Module) -> None:
+    """Raise `ConfigError` where a layer draws from PyTorch's rng, which is no secret, for each row anew."""
+    for name, layer in module.named_modules():
+        require(
+            not isinstance(layer, nn.modules.dropout._DropoutNd) or not layer.p,
+            f"dp=gradient takes all examples in every step, and drops nothing by chance; {name} is a "
+            f"{type(layer).__name__}: leave it out",
+        )
+
+
+def single_gradients(module: nn.Module) -> int:
+    """Return of how many examples the gradients fit into the memory that they may take at once."""
+    size = sum(p.numel() * p.element_size() for p in trained_parameters(module))
+    return max(1, MEMORY // int(size))
 
 
 def trained_parameters(module: nn.Module) -> list[Any]:

@@ -171,9 +171,14 @@ class PrivacyPlan:
         """Return what a step of an answer's whole numbers is worth, with shared noise; units as of `share`."""
         return step_of(self.cost(mechanism, examples, 1).sigma, self.honest, numbers)
 
+    def check_room(self, numbers: int) -> None:
+        """Refuse, as `step` does, noise that leaves no room for so many numbers."""
+        for mechanism in self.mechanisms:
+            self.step(mechanism, 1, numbers)
+
     def alone(self, epsilon: float, delta: float) -> float:
         """Return the epsilon of one institution's messages without masks, where that of the sums is this one."""
-        return gaussian_epsilon(sqrt(self.honest) / gaussian_noise(epsilon, delta), delta) if epsilon else 0.0
+        return gaussian_epsilon(sqrt(self.honest) / gaussian_noise(epsilon, delta), delta)
 
     def planned(self, examples: int, share: float = 1.0) -> tuple[float, float]:
         """Return epsilon and delta, as its account states them, of an institution that stays to the end.

@@ -20,18 +20,21 @@ more.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import sqrt
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flwr_replay.config.sections import require
+from flwr_replay.errors import DivergedError
 from flwr_replay.privacy.discrete import BITS, discrete_gaussian
 from flwr_replay.privacy.secret import Stream
 from flwr_replay.wire.records import StateDict
 
-__all__ = ["MARGIN", "beside", "shared", "step_of"]
+__all__ = ["MARGIN", "beside", "check_sums", "shared", "step_of"]
 
 MARGIN = 1 + 1e-4
 
@@ -66,6 +69,33 @@ def shared(sums: Tensor, step: float, stream: Stream) -> Tensor:
     """Return sums in steps, int64, with a share of the noise."""
     noise = torch.from_numpy(discrete_gaussian(sums.numel(), stream)).view(sums.shape)
     return (sums.double() / step).round().long() + noise
+
+
+def check_sums(sums: Mapping[str, NDArray[np.int64]], most: float, shares: int) -> None:
+    """Refuse sums that honest institutions cannot have sent.
+
+    Parameters
+    ----------
+    sums : mapping
+        By name; whole numbers.
+    most : float
+        Their largest L2 norm without noise, in steps: all examples, each with a norm of one sensitivity.
+    shares : int
+        K, how many institutions have added noise.
+
+    Raises
+    ------
+    DivergedError
+        If their norm is larger. That of the noise is added, so large that honest shares exceed it less than once in
+        e^1000 runs.
+    """
+    numbers = sum(array.size for array in sums.values())
+    norm = sqrt(sum(float(np.square(array.astype(np.float64)).sum()) for array in sums.values()))
+    if norm > most + sqrt(shares) * 2.0**BITS * (2 * sqrt(numbers) + 50):
+        raise DivergedError(
+            f"all institutions' sums can have a norm of {most:.3g} steps and their noise; it is {norm:.3g}, and masks "
+            "hide whose: an institution has sent too large numbers; begin a new run without it"
+        )
 
 
 def beside(sent: StateDict, made: StateDict) -> StateDict:

@@ -2,8 +2,9 @@
 
 A patient adds v = (w n_c, √(1 − w²) f_c / C) for all classes c, with its number n_c of examples and their summed
 features f_c, and ‖f‖ ≤ C for one of them. All of v is scaled to ‖v‖ ≤ 1. So one patient more or less changes the sum by
-at most 1 (and by rounding, about 1e-9 in float64), as long as nobody's features depend on who else is there. Noise of
-standard deviation σ then costs what `flwr_replay.privacy.gaussian` says of μ = 1/σ.
+at most 1 (and by rounding, about 1e-9 in float64), as long as nobody's features depend on who else is there
+(`flwr_replay.privacy.places`). Noise of standard deviation σ then costs what `flwr_replay.privacy.gaussian` says of
+μ = 1/σ.
 
 Legend: N examples, C classes, F features.
 """

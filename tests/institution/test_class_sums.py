@@ -2,13 +2,14 @@
 
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from harness import SHARDS, write_shards
-from hostile_server import HostileServer, refusal, weights
+from hostile_server import HostileServer, drawn_at, refusal, weights
 from PIL import Image
 
 from flwr_replay.clients.fedstats import blocks
@@ -35,21 +36,27 @@ def sums_in(arrays, examples):
     return np.hstack([arrays["head.fc.bias"][:, None], arrays["head.fc.weight"]]).astype(np.float64) * examples
 
 
-def test_weights_cannot_make_one_patient_show_in_the_features_of_others(tmp_path):
-    """Sums that cancel, 1e12 times a pixel, leave rounding errors, which depend on how many images pass at once."""
-    rng, found = np.random.default_rng(0), []
-    big = rng.random((WIDTH, WIDTH // 2)) * 1e6
-    first, second = np.zeros((WIDTH, 64), np.float32), [rng.permutation(row) for row in np.hstack([big, -big])]
-    first[:, 0] = 1e6
-    change = {"hidden1.fc.weight": first, "hidden2.fc.weight": np.float32(second)}
-    change |= {name: np.zeros(WIDTH, np.float32) for name in ("hidden1.fc.bias", "hidden2.fc.bias")}
-    write_shards(tmp_path, {"a": 5})
-    parts = dict(np.load(tmp_path / "a.npz"))
-    for n in range(1, 6):
-        (hospital := tmp_path / f"first {n}").mkdir()
-        np.savez(hospital / "a.npz", **{name: of[:n] if "train" in name else of for name, of in parts.items()})
-        found.append(sums_in(ask(HostileServer(hospital, *PLAIN), change), n))
-    assert all(np.linalg.norm(b - a) <= 1 + 1e-5 for a, b in pairwise(found))
+@pytest.mark.parametrize("width", [10, WIDTH])
+@pytest.mark.parametrize("left", ["first", "last"])
+def test_weights_cannot_make_one_patient_show_in_the_features_of_others(tmp_path, monkeypatch, width, left):
+    """Sums that cancel, 1e12 times a pixel, leave rounding errors: of how many images pass at once, and of places."""
+    rng, found, many = np.random.default_rng(0), [], 40
+    big = rng.random((width, width // 2)) * 1e6
+    layer, second = np.zeros((width, 64), np.float32), [rng.permutation(row) for row in np.hstack([big, -big])]
+    layer[:, 0] = 1e6
+    change = {"hidden1.fc.weight": layer, "hidden2.fc.weight": np.float32(second)}
+    change |= {name: np.zeros(width, np.float32) for name in ("hidden1.fc.bias", "hidden2.fc.bias")}
+    write_shards(tmp_path, {"a": many})
+    parts, draws = dict(np.load(tmp_path / "a.npz")), torch.from_numpy(rng.random(many))
+    options = [f"model.width={width}", "dp=statistics", "delta=0.001", f"privacy.sigma={SIGMA}"]
+    for gone in range(4):
+        kept = slice(gone, many) if left == "first" else slice(many - gone)
+        (hospital := tmp_path / f"without {gone}").mkdir()
+        np.savez(hospital / "a.npz", **{name: of[kept] if "train" in name else of for name, of in parts.items()})
+        drawn = partial(drawn_at, draws[kept])
+        monkeypatch.setattr("flwr_replay.clients.fedstats.drawn_places", drawn)
+        found.append(sums_in(ask(HostileServer(hospital, *PLAIN, *options), change), many - gone))
+    assert all(np.linalg.norm(b - a) <= 1 + 4 * SIGMA * a.size**0.5 for a, b in pairwise(found))
 
 
 COLUMN = ["P", "P", "P", "", "NA", "q/ 1", "P", "P", "P", "q/ 1"]

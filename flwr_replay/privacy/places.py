@@ -1,0 +1,40 @@
+"""Blocks of always as many rows, in which nobody's place depends on who else is there.
+
+A row's place in a block, and how many rows a block has, may decide the last bits of what a model computes of it. A
+hostile server's weights can make these as large as the whole. Were places dealt in order, one example less would move
+all that come after it, and change all that they add. So each example draws its place for itself, in secret. Whether
+another example is there then changes nothing about the places, and so nothing about the bits, of all others. Rows that
+nobody has drawn are zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flwr_replay.privacy.secret import Stream
+
+__all__ = ["NOBODY", "PLACES", "at_places", "drawn_places"]
+
+PLACES = 32  # most of them in a block; the fewer, the fewer are empty
+NOBODY = -1
+
+
+def drawn_places(examples: int, size: int, stream: Stream) -> Tensor:
+    """Return which example stands at each place of each block, (blocks, size), int64; -1: nobody."""
+    place_N = (stream.uniform(examples) * size).long()
+    order_N = torch.argsort(place_N, stable=True)
+    count_B = torch.bincount(place_N, minlength=size)
+    first_B = count_B.cumsum(0) - count_B
+    block_N = torch.arange(examples) - first_B[place_N[order_N]]
+    places = torch.full((int(count_B.max()), size), NOBODY)
+    places[block_N, place_N[order_N]] = order_N
+    return places
+
+
+def at_places(rows: Tensor, place_B: Tensor) -> Tensor:
+    """Return a block: the rows at these places, zeros where nobody is."""
+    place_B = place_B.to(rows.device)
+    block = rows.index_select(0, place_B.clamp(min=0))
+    block[place_B == NOBODY] = 0
+    return block
