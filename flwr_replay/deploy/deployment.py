@@ -216,6 +216,8 @@ def _agreed(config: RunConfig) -> str:
             )
         agreed["max-epsilon" if privacy.end_to_end else "max-local-epsilon"] = privacy.limit
         agreed["max-delta"] = privacy.delta
+    if privacy.noise == "shared":
+        agreed["min-colluders"] = config.colluders
     encoder, fixed = getattr(config.strategy, "encoder", ""), encoder_digest(config.model, config.task)
     if encoder == RANDOM or (encoder and fixed and not trains_encoder(config)):
         agreed["weights"] = {"extract": [*filter(None, [fixed]), *([RANDOM] if encoder == RANDOM else [])]}

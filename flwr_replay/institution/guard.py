@@ -164,7 +164,11 @@ def run_rules(policy: Policy, config: RunConfig) -> dict[str, Callable[[], None]
         "sealed": lambda: policy.check_hidden("sealed", config.sealed),
         "masked": lambda: policy.check_hidden("masked", config.masked),
     }
-    return rules | ({"max-delta": lambda: policy.check_delta(plan.config.delta)} if plan else {})
+    if plan:
+        rules["max-delta"] = lambda: policy.check_delta(plan.config.delta)
+    if plan and plan.institutions:
+        rules["min-colluders"] = lambda: policy.check_colluders(plan.colluders)
+    return rules
 
 
 def check_request(

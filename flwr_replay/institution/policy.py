@@ -35,6 +35,9 @@ The policy is a YAML file in the institution's hands:
                                               # sealing does not hide is in docs/sealed.md
     masked: true                              # no run in which a server, or one institution that helps it, could read
                                               # this one's weights alone: masked=true only. See docs/masked.md
+    min-colluders: 2                          # where institutions share noise (noise=shared), how many of them may help
+                                              # the server, or add no noise, without harm to the stated epsilon; the
+                                              # server chooses privacy.colluders, 0 too
     limits: {epochs: 50}                      # the most that a server may ask for; defaults: `LIMITS`
 
 A key that is left out forbids nothing, except that limits always hold. This package's ClientApp enforces the rules,
@@ -114,6 +117,7 @@ class Policy:
     recording: bool = True
     sealed: bool = False
     masked: bool = False
+    min_colluders: int = 0
     limits: tuple[tuple[str, float], ...] = tuple(LIMITS.items())
 
     def check_strategy(self, strategy: str) -> None:
@@ -140,6 +144,14 @@ class Policy:
         if getattr(self, way) and not hidden:
             raise RefusedError(
                 f"policy asks for a {way} run ({way}: true); the server's says {way}=false: set {way}=true {ADVICE}"
+            )
+
+    def check_colluders(self, colluders: int) -> None:
+        """Refuse shared noise that holds against fewer institutions that help the server."""
+        if colluders < self.min_colluders:
+            raise RefusedError(
+                f"policy asks for noise that {self.min_colluders} institutions may lack or give away (min-colluders); "
+                f"the run says privacy.colluders={colluders}: choose more {ADVICE}"
             )
 
     def check_limits(self, asked: Mapping[str, Any]) -> None:
@@ -339,6 +351,7 @@ READ: Mapping[str, Callable[[object, str], Any]] = {
     "kinds": partial(_chosen, partial(get_args, Kind)),
     "max-delta": _delta,
     "max-evaluations": _whole,
+    "min-colluders": _whole,
     "weights": _weights,
     "metrics": _metrics,
     "recording": _flag,

@@ -16,6 +16,7 @@ from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.evaluating import SPLIT_OF
 from flwr_replay.movements.participation import AtOnce
 from flwr_replay.payloads.common import Trained
+from flwr_replay.privacy.shares import check_sums
 from flwr_replay.server.members import Member
 from flwr_replay.wire.masked import blank_masked, mean_of, sums_of
 from flwr_replay.wire.payload import Request
@@ -90,7 +91,7 @@ class Parallel(AtOnce):
         RunError
             If an institution's answer is missing, or the masks have not cancelled: nothing can be read then.
         DivergedError
-            If weights of an institution are too large, or the mean is.
+            If weights of an institution are too large, or the mean or a sum is.
         """
         if lacking := [member.name for member in self.members.known if member.name not in self.exchanger.answered]:
             raise RunError(
@@ -103,8 +104,9 @@ class Parallel(AtOnce):
             return replace(answers[0], arrays=mean_of(arrays, like=self.sent), num_examples=n)
         [mechanism] = plan.mechanisms
         step = plan.step(mechanism, n, sum(array.size for array in self.sent.values()))
-        scale = step * plan.config.clip_of(mechanism) / n
-        mean = {name: whole * scale for name, whole in sums_of(arrays, self.sent).items()}
+        sums, scale = sums_of(arrays, self.sent), step * plan.config.clip_of(mechanism) / n
+        check_sums(sums, n / step, len(answers))
+        mean = {name: whole * scale for name, whole in sums.items()}
         return replace(answers[0], arrays=mean, num_examples=n)
 
 

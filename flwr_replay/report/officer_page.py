@@ -25,6 +25,7 @@ RULES = {
     "masked": "weights are under masks, where the policy asks for it (masked)",
     "weights": "the frozen encoder is one that the policy accepts (weights)",
     "max-delta": "δ is small enough (max-delta)",
+    "min-colluders": "shared noise holds against enough institutions that help the server (min-colluders)",
     "max-evaluations": "the number of tests (max-evaluations)",
 }
 ENFORCED = (
