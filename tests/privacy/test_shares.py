@@ -10,11 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest
 
-from flwr_replay.errors import ConfigError
+from flwr_replay.config.compose import compose
+from flwr_replay.errors import ConfigError, DivergedError
 from flwr_replay.privacy import discrete
 from flwr_replay.privacy.discrete import BITS, discrete_gaussian
+from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.privacy.secret import Stream
-from flwr_replay.privacy.shares import MARGIN, beside, shared, step_of
+from flwr_replay.privacy.shares import MARGIN, beside, check_sums, shared, step_of
 
 
 @pytest.mark.parametrize("bits", [0, 1, 3])
@@ -67,3 +69,19 @@ def test_beside_shares_nothing_else_travels():
     assert {array.dtype for array in made.values()} == {np.dtype(np.int64)}
     plain = beside(sent, {"b": np.zeros(3, np.float32)})
     assert (plain["a"].tolist(), plain["b"].tolist()) == ([1, 1], [0, 0, 0])
+
+
+def test_sums_of_honest_institutions_are_never_too_large():
+    for numbers in (1, 10, 10**5):
+        noise = [discrete_gaussian(numbers, Stream(bytes([k]) * 32)) for k in range(3)]
+        check_sums({"x": sum(noise) + int(40 / numbers**0.5)}, 40, 3)
+        for wrong in (np.full(numbers, 2**40), np.full(numbers, -(2**63))):
+            with pytest.raises(DivergedError, match="too large numbers"):
+                check_sums({"x": wrong}, 40, 3)
+
+
+def test_where_the_sum_costs_nothing_one_alone_still_may():
+    options = ["strategy=fedstats", "masked=true", "nodes=9", "dp=statistics", "privacy.noise=shared", "delta=0.001"]
+    plan = PrivacyPlan.of(compose([*options, "privacy.sigma=500"]))
+    assert plan.planned(40)[0] == 0
+    assert plan.alone(0.0, 0.001) > 0

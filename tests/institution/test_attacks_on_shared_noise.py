@@ -1,0 +1,299 @@
+"""Attacks on noise that institutions share under masks: by the server, by institutions that help it, by both."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import peers
+import pytest
+from harness import write_shards
+from hostile_server import HostileServer, metrics, refusal, weights
+from scipy.stats import norm
+from sealed_runs import SMALL, pinned
+
+from flwr_replay.ciphers.masking import Masking
+from flwr_replay.clients.fedsgd import FedSGDClient
+from flwr_replay.clients.fedstats import FedStatsClient
+from flwr_replay.config.compose import compose
+from flwr_replay.errors import ConfigError, FlwrReplayError, RunError
+from flwr_replay.institution.budget import PrivacyBudget
+from flwr_replay.memory import forget
+from flwr_replay.payloads.common import RollCall
+from flwr_replay.payloads.fedsgd import Differentiate
+from flwr_replay.payloads.fedstats import Summarise
+from flwr_replay.privacy.accounting import noise_for
+from flwr_replay.privacy.discrete import BITS
+from flwr_replay.privacy.plan import PrivacyPlan
+from flwr_replay.wire.masked import MASKED
+from flwr_replay.wire.records import opened
+
+NAMES, N, DELTA = "abcd", 40, 0.001
+SHARED = [*SMALL, "masked=true", "privacy.noise=shared", "nodes=4", "privacy.colluders=1", f"delta={DELTA}"]
+GRADIENT = [*SHARED, "strategy=fedsgd", "dp=gradient", "privacy.target-epsilon=2", "rounds=5"]
+STATISTICS = [*SHARED, "strategy=fedstats", "dp=statistics", "privacy.target-epsilon=2"]
+ALL = [GRADIENT, STATISTICS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hospitals")
+    write_shards(folder, dict.fromkeys(NAMES, N))
+    pinned(folder, NAMES)
+    return folder
+
+
+def server_of(folder, *options, name="a", policy=""):
+    return HostileServer(folder, *options, name=name, policy=policy, **pinned(folder, NAMES)[name])
+
+
+def ask(server, run, exchange=1, scale=1.0, **other):
+    theta = {name: (scale * of).astype(of.dtype) for name, of in server.weights.items()}
+    asked = {"arrays": theta, "run": run, "server_round": exchange, "total": len(NAMES) * N} | other
+    gradient = server.config.strategy.name == "fedsgd"
+    return server.send(Differentiate(**asked) if gradient else Summarise(clip=10.0, **asked))
+
+
+def asked_all(folder, options, run, exchange=1, **other):
+    """Return all institutions' answers to one request."""
+    replies = [ask(server_of(folder, *options, name=name), run, exchange, **other) for name in NAMES]
+    assert not any(map(refusal, replies))
+    return [weights(reply) for reply in replies]
+
+
+def sums(answers):
+    """Return what the server can read: the masks' check, and all whole numbers."""
+    with np.errstate(over="ignore"):
+        total = {name: sum(answer[name] for answer in answers).view(np.int64) for name in answers[0]}
+    return total.pop(MASKED), np.concatenate([of.ravel() for of in total.values()])
+
+
+def same(one, other):
+    return all(one[name].tobytes() == other[name].tobytes() for name in one | other)
+
+
+def spent(server, run):
+    return [(charge["mechanism"], charge["steps"]) for charge in server.charges(run)]
+
+
+# --- the sum, and who helps the server --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", ALL)
+@pytest.mark.parametrize("colluders", [0, 1, 2])
+def test_the_sum_has_its_noise_once_also_without_the_shares_of_those_who_help(folder, options, colluders):
+    """They can subtract their own numbers, and with their keys nothing but masks among the others is left."""
+    options = [*options, f"privacy.colluders={colluders}", "model.width=64"]
+    one, other = (sums(asked_all(folder, options, f"{run}{colluders}{len(options)}")) for run in ("one", "other"))
+    assert not one[0].any()
+    assert not other[0].any()
+    moved = (one[1] - other[1])[one[1] != other[1]] / 2**0.5  # the same data and weights: what differs is noise
+    assert len(moved) > 190
+    assert moved.std() == pytest.approx(2**BITS * math.sqrt(len(NAMES)), rel=0.2)
+    plan = PrivacyPlan.of(compose(options))
+    sigma = noise_for(2, DELTA, [(1.0, 5 if "dp=gradient" in options else 1)])
+    honest = 2**BITS * math.sqrt(len(NAMES) - colluders) * plan.step(*plan.mechanisms, N, len(one[1]))
+    assert sigma < honest < 1.001 * sigma
+
+
+@pytest.mark.parametrize("options", ALL)
+def test_what_is_stated_of_the_sum_and_of_one_alone_is_so(folder, options):
+    server, run = server_of(folder, *options), f"stated {len(options)}"
+    told = metrics(ask(server, run))
+    sigma = noise_for(2, DELTA, [(1.0, 5 if options is GRADIENT else 1)])
+
+    def delta_of(epsilon, mu):  # Balle and Wang 2018
+        return norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)
+
+    assert delta_of(told["epsilon"], 1 / sigma) == pytest.approx(DELTA, rel=1e-6)
+    [line] = {row["protection"] for row in server.ledger if row["run"] == run and row["field"] == "arrays"}
+    of_sum, alone = line.split("-DP in the sum, 1 of whom may help the server; alone ")
+    assert float(of_sum[1:].split(",")[0]) >= told["epsilon"]
+    alone = float(alone.removesuffix(", masked"))
+    assert 0 < delta_of(alone, math.sqrt(3) / sigma) <= DELTA < delta_of(0.97 * alone, math.sqrt(3) / sigma)
+
+
+# --- other requests ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", ALL)
+@pytest.mark.parametrize("other", [{"scale": 1.5}, {"total": 161}, {"run": ""}, {"exchange": 2}])
+def test_a_split_cohort_gives_nothing_to_read(folder, options, other):
+    run = f"split{len(options)}{min(other)}"
+    other = {name: f"{run} other" if name == "run" else value for name, value in other.items()}
+    answers = [weights(ask(server_of(folder, *options, name=name), run)) for name in NAMES[:3]]
+    odd = server_of(folder, *options, name="d")
+    check, read = sums([*answers, weights(ask(odd, **{"run": run, **other}))])
+    assert check.all()
+    assert np.abs(read.astype(float)).mean() > 2**60  # uniform in 64 bits
+    again = ask(odd, **{"run": run, **other, "scale": 3.0})
+    assert "an exchange has one answer" in refusal(again)
+    assert spent(odd, other.get("run", run)) == spent(server_of(folder, *options), run)
+
+
+@pytest.mark.parametrize("options", ALL)
+def test_who_asks_again_gets_the_same_bytes_and_no_lower_epsilon(folder, options):
+    first, run = asked_all(folder, options, f"again{len(options)}"), f"again{len(options)}"
+    told = metrics(ask(server_of(folder, *options), run))["epsilon"]
+    forget()
+    second = [weights(ask(server_of(folder, *options, name=name), run)) for name in NAMES]
+    assert all(same(*pair) for pair in zip(first, second, strict=True))
+    assert metrics(ask(server_of(folder, *options), run))["epsilon"] >= told
+    third = asked_all(folder, options, run, exchange=2)
+    assert not any(same(*pair) for pair in zip(first, third, strict=True))  # other masks
+    assert same(*({"all": sums(of)[1]} for of in (first, third))) == (options is STATISTICS)  # one noise in a run
+
+
+# --- other options ----------------------------------------------------------------------------------------------------
+
+CHANGED = ["nodes=3", "nodes=5", "privacy.colluders=0", "privacy.noise=secret", "privacy.noise=seeded", "delta=0.002"]
+CHANGED += ["privacy.target-epsilon=3", "privacy.clip=2", "masked=false"]
+
+
+def changed(server, options):
+    """Let a server send other options, which its own code may refuse."""
+    server.grid.contexts[2].run_config["overrides"] = " ".join(options)
+    return server
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("option", CHANGED)
+def test_a_run_keeps_its_options_and_one_account(folder, option, first):
+    run, other = f"kept{option}{first}".replace("=", "-"), [option]
+    if "noise" in option:
+        other.append("privacy.colluders=-1")
+    before, after = (GRADIENT, [*GRADIENT, *other])[:: 1 if first else -1]
+    began = ask(changed(server_of(folder, *GRADIENT), before), run)
+    charged = spent(server_of(folder, *GRADIENT), run)
+    assert bool(refusal(began)) == (not charged)
+    assert first or bool(refusal(began)) == (option in ("nodes=3", "nodes=5", "masked=false"))
+    reply = ask(changed(server_of(folder, *GRADIENT), after), run, 2)
+    if charged:
+        assert refusal(reply)
+        assert not weights(reply)
+        assert spent(server_of(folder, *GRADIENT), run) == charged
+
+
+def test_noise_from_the_seed_beside_masks_protects_nothing_and_says_so(folder):
+    server = server_of(folder, *GRADIENT, "privacy.noise=seeded", "privacy.colluders=-1")
+    assert "epsilon" not in metrics(ask(server, "seeded"))
+    [line] = {row["protection"] for row in server.ledger if row["run"] == "seeded" and row["field"] == "arrays"}
+    assert line.startswith("not protected: its noise comes from the run's seed")
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["masked=false"], "protect a sum, and nothing less; got masked=false"),
+        (["nodes=0"], "needs the number of institutions"),
+        (["nodes=2"], "at least three institutions"),
+        (["privacy.colluders=3"], "choose at most 2"),
+        (["privacy.noise=secret"], "privacy.colluders is for noise=shared"),
+        (["delta=0"], "one delta for all institutions"),
+        (["strategy=fedavg", "dp=classifier"], "sums over all examples"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_by_everyone(folder, options, line):
+    with pytest.raises(ConfigError, match=line):
+        compose([*GRADIENT, *options])
+    server = changed(server_of(folder, *GRADIENT), [*GRADIENT, *options])
+    reply = ask(server, "cannot be")
+    assert refusal(reply)
+    assert not weights(reply)
+    assert spent(server, "cannot be") == []
+
+
+@pytest.mark.parametrize("options", ALL)
+@pytest.mark.parametrize(
+    ("policy", "own", "line"),
+    [
+        ("min-colluders: 2", [], "noise that 2 institutions may lack or give away"),
+        ("min-colluders: 1", ["privacy.colluders=0"], "the run says privacy.colluders=0: choose more"),
+        ("min-colluders: 1", [], ""),
+        ("max-delta: 1.0e-5", [], "delta <= 1e-05"),
+        ("{max-epsilon: 8, max-delta: 0.01}", [], "no differential privacy"),
+    ],
+)
+def test_policies_hold_before_anything_is_charged(folder, options, policy, own, line):
+    server, run = server_of(folder, *options, *own, policy=policy), f"policy {len(policy)}{len(own)}{len(options)}"
+    call = RollCall(strategy=server.config.strategy.name, run=run, stages=["differentiate", "summarise"])
+    for reply in (server.send(call), ask(server, run)):
+        assert line in refusal(reply)
+        assert bool(line) == bool(refusal(reply))
+    assert len(spent(server, run)) == (not line)
+
+
+@pytest.mark.parametrize("options", ALL)
+@pytest.mark.parametrize(("owner", "method"), [(PrivacyBudget, "charge"), (Masking, "closed")])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_crash_releases_nothing_that_was_not_charged(folder, monkeypatch, options, owner, method, when):
+    run, does = f"crash {method} {when} {len(options)}", getattr(owner, method)
+
+    def crashes(self, *about):
+        if when == "after":
+            does(self, *about)
+        raise RunError("the power is gone")
+
+    monkeypatch.setattr(owner, method, crashes)
+    assert not weights(ask(server_of(folder, *options), run))
+    monkeypatch.setattr(owner, method, does)
+    forget()
+    at_crash = len(spent(server_of(folder, *options), run))
+    assert at_crash == ((method, when) != ("charge", "before"))
+    check, _ = sums(asked_all(folder, options, run))
+    assert not check.any()
+    assert len(spent(server_of(folder, *options), run)) == at_crash + 1
+
+
+def test_the_account_ends_a_run_of_too_many_exchanges_or_if_it_is_lost(folder):
+    server = server_of(folder, *GRADIENT)
+    told = [metrics(ask(server, "long", n))["epsilon"] for n in range(1, 6)]
+    assert told == sorted(set(told))
+    assert told[-1] <= 2
+    assert "the privacy budget is epsilon 2" in refusal(ask(server, "long", 6))
+    (server.state / "runs" / "long" / "privacy.jsonl").unlink()
+    forget()
+    assert "missing or an older copy" in refusal(ask(server_of(folder, *GRADIENT), "long", 6, stated=told[-1]))
+
+
+def spoiled(monkeypatch, strategy, change):
+    """Let hospital b change what it has made before it is masked."""
+    owner, method = {"fedsgd": (FedSGDClient, "under_dp"), "fedstats": (FedStatsClient, "summarise")}[strategy]
+    makes = getattr(owner, method)
+
+    def spoils(self, *about):
+        answer = makes(self, *about)
+        made = {name: change(of) for name, of in opened(answer.arrays).items()}
+        return replace(answer, arrays=made) if self.institution.name == "b" else answer
+
+    monkeypatch.setattr(owner, method, spoils)
+
+
+@pytest.mark.parametrize("options", ALL)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda of: of + 2**50, "an institution has sent too large numbers"),
+        (lambda of: of + np.int64(2**62), "an institution has sent too large numbers"),
+        (lambda of: of.astype(np.float32), "whole numbers leave, int64; .* is float32: kept back"),
+        (lambda of: of.astype(np.int32), "whole numbers leave, int64; .* is int32: kept back"),
+        (lambda of: of * 0, ""),  # no share of the noise, and nothing else: that is what t is for
+    ],
+)
+def test_what_a_bad_institution_adds_is_a_line_not_a_model(folder, monkeypatch, options, change, said):
+    [strategy] = [option.split("=")[1] for option in options if option.startswith("strategy=")]
+    spoiled(monkeypatch, strategy, change)
+    job = [*options, "rounds=1"]
+    if not said:
+        result = peers.run(folder, *job, names=NAMES, own=pinned(folder, NAMES)).result
+        assert {of["delta"] for of in result["privacy"].values()} == {DELTA}
+        return
+    with pytest.raises(FlwrReplayError, match=f"^.*{said}.*$"):
+        peers.run(folder, *job, names=NAMES, own=pinned(folder, NAMES))
+
+
+def test_numbers_that_64_bits_do_not_hold_are_refused_before_they_are_charged(tmp_path):
+    write_shards(tmp_path, {"a": 4000, "b": 9, "c": 9, "d": 9})
+    pinned(tmp_path, NAMES)
+    server = server_of(tmp_path, *STATISTICS, "privacy.target-epsilon=1e13", "delta=1e-5")
+    assert "leave no room in 64 bits" in refusal(ask(server, "large", total=5000))
+    assert spent(server, "large") == []
