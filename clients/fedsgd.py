@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from flwr_replay.files.tensors import digest
 from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.owner import Shard
@@ -31,10 +32,11 @@ from flwr_replay.privacy.dpsgd import (
 from flwr_replay.privacy.places import NOBODY, PLACES, at_places, drawn_places
 from flwr_replay.privacy.plan import GRADIENT
 from flwr_replay.privacy.shares import beside
-from flwr_replay.wire.records import array_record, opened
+from flwr_replay.wire.records import StateDict, array_record, opened
 
 __all__ = ["FedSGDClient"]
 
+KEPT, ASKED = "gradient", "asked"  # key of the state, and of the request's digest in it
 BLOCK = 256  # most examples in memory at once; batch norm normalises over a block
 
 
@@ -68,15 +70,33 @@ class FedSGDClient(InstitutionClient):
     def under_dp(self, request: Differentiate, model: nn.Module, budget: PrivacyBudget) -> Gradient:
         """Sum the clipped gradients of all patients, or of all examples where these are not known; add noise.
 
-        It is charged first. Sums are in float64: rounding must not tell of an example. Nor must places in blocks, which
-        are drawn (`flwr_replay.privacy.places`). The examples of a patient who has several are in blocks of their own.
+        They are charged first, and kept before they leave. Who asks again, as after a crash, gets the same bytes, which
+        cost nothing.
         """
-        data, model = self.training_data(), copy.deepcopy(model).double()
+        n, sent = len(self.training_data()), opened(request.arrays)
+        labels = np.array([request.label_mean or 0.0, request.label_scale or 0.0])
+        asked = np.frombuffer(digest({**sent, ASKED: labels}).encode(), np.uint8)
+        kept = self.state.at(KEPT, request.run, request.server_round)
+        if kept and np.array_equal(kept[ASKED], asked):
+            budget.rest(GRADIENT, request)
+        else:
+            kept = {**self.summed(request, model, budget), ASKED: asked}
+            self.state.save(KEPT, request.run, request.server_round, kept, self.institution.durable)
+        made = {name: array for name, array in kept.items() if name != ASKED}
+        spent = self.spent(request.run)
+        return Gradient(arrays=beside(sent, made), num_examples=n, examples_seen=n, num_steps=0, **spent)
+
+    def summed(self, request: Differentiate, model: nn.Module, budget: PrivacyBudget) -> StateDict:
+        """Charge for the clipped gradients' sums; return them with noise.
+
+        Sums are in float64: rounding must not tell of an example. Nor must places in blocks, which are drawn
+        (`flwr_replay.privacy.places`). The examples of a patient who has several are in blocks of their own.
+        """
+        data, model, clip = self.training_data(), copy.deepcopy(model).double(), budget.plan.config.clip_of(GRADIENT)
         refuse_mixing(model)
         refuse_chance(model)
-        sent, clip = opened(request.arrays), budget.plan.config.clip_of(GRADIENT)
-        stream = budget.stream(GRADIENT, request)
-        step, size = budget.step(GRADIENT, sent), min(at_once(data.x, PLACES, model), single_gradients(model))
+        stream, step = budget.stream(GRADIENT, request), budget.step(GRADIENT, opened(request.arrays))
+        size = min(at_once(data.x, PLACES, model), single_gradients(model))
         budget.charge(GRADIENT, budget.plan.cost(GRADIENT, len(data), 1), request)
         alone_N, several = by_patient(self.institution.data.train.patients, len(data))
         places = drawn_places(len(alone_N), size, stream)
@@ -88,9 +108,7 @@ class FedSGDClient(InstitutionClient):
                 sums = [before + of * (clip / norm).clamp(max=1) for before, of in zip(sums, own, strict=True)]
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         scaled = (of.cpu() / clip for of in sums)
-        made = budget.noisy(GRADIENT, dict(zip(names, scaled, strict=True)), step, stream)
-        n, spent = len(data), self.spent(request.run)
-        return Gradient(arrays=beside(sent, made), num_examples=n, examples_seen=n, num_steps=0, **spent)
+        return budget.noisy(GRADIENT, dict(zip(names, scaled, strict=True)), step, stream)
 
     def clipped(self, model: nn.Module, data: Shard, rows_N: Tensor, size: int, clip: float) -> list[Tensor]:
         """Sum the clipped gradients of the examples in these rows, in blocks of this size; -1: nobody's, zeros."""

@@ -128,7 +128,8 @@ class Recorder:
         """
         kind = mechanism if epsilon is not None else "not protected: noise from the run's seed"
         stated = {"epsilon": epsilon, "delta": delta, "proven": proven}
-        self.released[name] = {**stated, "mechanism": kind, "accountant": "rdp"}
+        accountant = "rdp" if mechanism.startswith("DP-SGD") else "exact"
+        self.released[name] = {**stated, "mechanism": kind, "accountant": accountant}
 
     def failed(self, exchange: int, name: str, reason: str) -> None:
         """Note that an institution refused, failed or did not answer; of long reasons without end, their beginnings."""

@@ -124,6 +124,15 @@ def test_without_an_answer_the_run_says_whose_and_goes_on_when_all_are_there(fol
     assert same(model(masked(folder, *options)), model(resumed))
 
 
+def test_under_dp_an_exchange_that_is_repeated_costs_nothing_so_the_budget_lasts_to_the_end(folder):
+    options = ["strategy=fedsgd", "dp=gradient", "delta=0.001", "privacy.target-epsilon=2", "rounds=3"]
+    options += ["privacy.noise=shared", "nodes=4"]
+    with pytest.raises(RunError, match="exchange 2 has no answer of b"):
+        masked(folder, *options, name="dp-without-b", failing=[("differentiate", "b", 2)])
+    resumed = masked(folder, *options, resume=str(folder / "runs" / "dp-without-b"))
+    assert {round(of["epsilon"], 2) for of in resumed.result["privacy"].values()} == {2.0}
+
+
 def test_an_institution_that_was_not_there_from_the_start_is_missed(folder):
     with pytest.raises(RunError, match="masks cancel only if all pinned institutions answer the same request"):
         run(folder, "strategy=fedavg", MASK, own=pinned(folder), names="abc")
