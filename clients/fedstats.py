@@ -55,17 +55,21 @@ class FedStatsClient(InstitutionClient):
         Raises
         ------
         PrivacyError
-            If the run's sums were made by another encoder, or are lost, or the budget does not allow them.
+            If the run's sums were made by another encoder or for another cohort, or are lost, or the budget does not
+            allow them.
         """
         with alone(self.state.of_run(request.run).parent, wait=True):
             head, _ = linear_head(self.scratch_model(request.arrays))
             encoder = {name: array for name, array in opened(request.arrays).items() if not name.startswith(f"{head}.")}
-            made_by = np.frombuffer(digest({**encoder, "clip": np.array(request.clip)}).encode(), np.uint8)
+            added_to = np.frombuffer(" ".join(request.cohort).encode(), np.uint8)
+            about = digest({**encoder, "clip": np.array(request.clip), "cohort": added_to})
+            made_by = np.frombuffer(about.encode(), np.uint8)
             kept, charged = self.state.at(KEPT, request.run, ONCE), STATISTICS in budget.charged(request.run)
             if not np.array_equal(kept[MADE_BY], made_by) if kept else charged:
                 raise PrivacyError(
-                    "under dp=statistics an institution makes its sums once in a run, by one encoder; in this run it "
-                    "made others, or they are gone; fresh noise would cost as much again: begin a new run"
+                    "under dp=statistics an institution makes its sums once in a run, by one encoder, to be added to "
+                    "those of the same institutions; in this run it made others, or they are gone; fresh noise would "
+                    "cost as much again: begin a new run"
                 )
             if not kept:
                 kept = {**self.summed(request, budget), MADE_BY: made_by}

@@ -31,7 +31,7 @@ import numpy as np
 
 from flwr_replay.config.sections import Range, TaskConfig, require, within
 from flwr_replay.config.strategy import StrategyConfig, Traits
-from flwr_replay.errors import ConfigError
+from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.learning.heads import linear_head
 from flwr_replay.movements.base import Settings
 from flwr_replay.movements.parallel import Parallel
@@ -105,7 +105,14 @@ class FedStats(Parallel):
         return f"{name}.weight", f"{name}.bias"
 
     def trainers(self, exchange: int) -> list[Member]:
-        """Ask those whose sums are not there yet."""
+        """Ask those whose sums are not there yet; of sums under masks, all at once."""
+        if self.cohort and not self.held:
+            raise RunError(
+                "sums are made once, to be added to those of the same institutions; one left before they were read; "
+                f"{self.recorder.failures_line()}: resume the run when it is back, or begin a new run"
+            )
+        if self.held and self.settings.masked:
+            return []
         return [member for member in self.members if member.name not in self.held]
 
     def trains_in(self, num_rounds: int) -> Mapping[str, Sequence[int]]:

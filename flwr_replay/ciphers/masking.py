@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Sequence
 from hashlib import sha256
 from logging import WARNING
 
@@ -75,7 +76,8 @@ class Masking(Hiding):
                 f"masked=true needs at least {FEWEST} institutions with pinned keys; got {len(self.seal.pins)}: of "
                 "two, each could compute the other's weights from the mean"
             )
-        if config.privacy.noise == "shared" and len(self.seal.pins) != config.nodes:
+        self.shares = config.privacy.noise == "shared"
+        if self.shares and len(self.seal.pins) != config.nodes:
             raise RefusedError(
                 f"noise is shared by all institutions; the run says nodes={config.nodes}, and here "
                 f"{len(self.seal.pins)} have pinned keys: set nodes to their number"
@@ -109,6 +111,7 @@ class Masking(Hiding):
             )
         scalars = {**metrics_in(message.content), **instructions}  # a mean and a scale of labels are statistics
         shared = {name: scalars[name] for name in request.by_key() if name in scalars and name not in OWN}
+        self.others = self._others(instructions.get("cohort", []))
         total, own = instructions.get("total", 0), len(self.institution.data.train)
         if total < own:
             raise RefusedError(
@@ -137,9 +140,25 @@ class Masking(Hiding):
                 f"state knows of {newest or 'none'}: restore the newest state directory, or begin a new run"
             )
         if not kept:
-            before = self.store.at(KEPT, self.run, newest)
+            # with shared noise an answer depends on its own request alone, and who was away answers the next one
+            before = None if self.shares else self.store.at(KEPT, self.run, newest)
             self.history = sha256((before[HISTORY].tobytes() if before else b"") + self.asked).digest()
         return message
+
+    def _others(self, cohort: Sequence[str]) -> list[str]:
+        """Return whose masks cancel this institution's: of all others, or of those in the cohort that is summed."""
+        names, least = {*cohort} or {*self.seal.pins}, len(self.seal.pins) - self.config.privacy.dropouts
+        if (
+            len(cohort) not in (0, len(names))
+            or self.seal.name not in names
+            or names - {*self.seal.pins}
+            or len(names) < least
+        ):
+            raise RefusedError(
+                f"a sum is of {least} institutions with pinned keys or more, this one among them (privacy.dropouts); "
+                f"the server asks for one of {', '.join(map(str, cohort))[:200]}: refused"
+            )
+        return sorted(names - {self.seal.name})
 
     def closed(self, reply: Message, answer: type[Payload], exchange: int) -> None:
         """Put the weights of an answer under masks, in their place; note them before they leave."""
@@ -149,7 +168,7 @@ class Masking(Hiding):
         kept = self.kept
         if not kept:
             weights = opened(record)
-            if self.config.privacy.noise == "shared":
+            if self.shares:
                 numbers = exact(weights)
             else:
                 numbers = fixed_point(weights, self.share, self._cancelling(weights, "<u4", exchange))
@@ -173,7 +192,7 @@ class Masking(Hiding):
         """
         label = json.dumps([*context, self.options, self.seal.digest, self.history.hex()]).encode()
         numbers = {name: np.zeros(array.shape, np.int64) for name, array in sorted(like.items())}
-        for other, key in self.seal.pair_keys(label).items():
+        for other, key in self.seal.pair_keys(label, self.others).items():
             stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
             for array in numbers.values():
                 drawn = np.frombuffer(stream.update(bytes(array.size * np.dtype(dtype).itemsize)), dtype)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -144,14 +144,10 @@ class Seal:
             ) from None
         return Opened(head, body, sha256(parcel.head + parcel.salt + digest).hexdigest())
 
-    def pair_keys(self, context: bytes) -> dict[str, bytes]:
-        """Return the 32 bytes that this institution shares with each other one in a context, by the other's name."""
+    def pair_keys(self, context: bytes, others: Iterable[str]) -> dict[str, bytes]:
+        """Return the 32 bytes that this institution shares with each of some others in a context, by their names."""
         salt = sha256(context).digest()
-        return {
-            other: self._derived(other, salt, MASKS, sorted((self.name, other)))
-            for other in self.pins
-            if other != self.name
-        }
+        return {other: self._derived(other, salt, MASKS, sorted((self.name, other))) for other in others}
 
     def _shared(self, other: str, salt: bytes, sends: bool) -> bytes:
         """Return K for one direction between this institution and another."""

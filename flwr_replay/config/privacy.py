@@ -40,6 +40,7 @@ class PrivacyConfig:
     delta: float = 0.0  # delta; 0: 1/|D|
     noise: str = "secret"  # secret: from a key that the institution keeps | shared: so, a share of it, under
     # masks | seeded: for tests, protects nothing
+    dropouts: int = 0  # shared: institutions that may be missing from a sum
     colluders: int = -1  # shared: institutions that may help the server, or add no noise; -1: a third of the others
 
     def __post_init__(self) -> None:
@@ -72,9 +73,9 @@ class PrivacyConfig:
     def _check_shared(self) -> None:
         if self.noise != "shared":
             require(
-                self.colluders == -1,
-                f"privacy.colluders is for noise=shared; got colluders={self.colluders} and noise={self.noise}: leave "
-                "it out",
+                (self.colluders, self.dropouts) == (-1, 0),
+                f"privacy.colluders and privacy.dropouts are for noise=shared; got noise={self.noise}, "
+                f"colluders={self.colluders} and dropouts={self.dropouts}: leave them out",
             )
             return
         require(

@@ -159,10 +159,12 @@ class RunConfig:
         """Refuse shares of noise without masks, or that nobody makes up."""
         require(self.masked, "shares of noise protect a sum, and nothing less; got masked=false: set masked=true")
         require(self.nodes > 0, "noise=shared needs the number of institutions; got nodes=0: set nodes")
+        within("privacy.", self.privacy, colluders=(-1, inf), dropouts=(0, inf))
+        helping, missing = self.colluders, self.privacy.dropouts
         require(
-            -1 <= self.privacy.colluders <= self.nodes - 2,
-            "of all institutions at least two must add their share and help nobody; got nodes="
-            f"{self.nodes} and privacy.colluders={self.privacy.colluders}: choose at most {self.nodes - 2}",
+            helping + missing <= self.nodes - 2 and missing <= self.nodes - 3,
+            "a sum needs three institutions, two of which add their share and help nobody; got "
+            f"nodes={self.nodes}, privacy.colluders={helping} and privacy.dropouts={missing}: choose fewer of these",
         )
 
     @property

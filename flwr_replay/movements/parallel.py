@@ -32,6 +32,8 @@ class Parallel(AtOnce):
     returned: Mapping[str, ArrayRecord]  # by institution: what it has trained in this exchange, if that is to be tested
     sent: StateDict  # the global weights of this exchange, as sent to all
     exchange: int
+    cohort: Sequence[str] = ()  # whose answers this exchange sums, where some may be missing
+    away: frozenset[str] = frozenset()  # who has left such an exchange without an answer
 
     @abstractmethod
     def train_request(self, exchange: int, arrays: Weights) -> Request:
@@ -54,8 +56,17 @@ class Parallel(AtOnce):
     ) -> Iterable[Message]:
         """Send the same request to all that train."""
         self.sent, self.exchange = opened(arrays), server_round
-        request = self.train_request(server_round, arrays)
-        return (self.message(member, request, config) for member in self.trainers(server_round))
+        request, trainers = self.train_request(server_round, arrays), self.trainers(server_round)
+        if trainers and (plan := self.settings.privacy) and plan.dropouts:
+            trainers = [member for member in trainers if member.name not in self.away]
+            self.cohort = [member.name for member in trainers]
+            if len(trainers) < (least := plan.institutions - plan.dropouts):
+                raise RunError(
+                    f"with privacy.dropouts={plan.dropouts} a sum needs {least} institutions; exchange {server_round} "
+                    f"has {len(trainers)}; {self.recorder.failures_line()}: resume the run when more are there"
+                )
+            request = replace(request, cohort=self.cohort)  # type: ignore[call-arg]
+        return (self.message(member, request, config) for member in trainers)
 
     def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
         """Return the global weights, or those that the institution has trained in this exchange."""
@@ -73,7 +84,13 @@ class Parallel(AtOnce):
         keeps = self.settings.evaluate_before_mixing
         self.returned = {name: array_record(a.arrays) for name, a in by_name.items()} if keeps else {}
         self.count_missed()
-        if not answers:
+        if lost := [name for name in self.cohort if name not in by_name]:
+            self.away |= {*lost}
+            self.recorder.log(
+                f"no sum can be read in exchange {server_round}, which {', '.join(lost)} did not answer; the next sums "
+                "are without them, until the run is resumed"
+            )
+        if lost or not answers:
             return None, None
         self.recorder.saw(sum(answer.examples_seen for answer in answers))
         losses = [(answer.train_loss, answer.num_examples) for answer in answers if answer.train_loss is not None]
@@ -93,7 +110,8 @@ class Parallel(AtOnce):
         DivergedError
             If weights of an institution are too large, or the mean or a sum is.
         """
-        if lacking := [member.name for member in self.members.known if member.name not in self.exchanger.answered]:
+        needed = self.cohort or [member.name for member in self.members.known]
+        if lacking := [name for name in needed if name not in self.exchanger.answered]:
             raise RunError(
                 f"with masked=true an exchange needs every institution; exchange {self.exchange} has no answer of "
                 f"{', '.join(lacking)}; {self.recorder.failures_line()}: resume the run when all are there"

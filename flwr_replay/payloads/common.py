@@ -215,6 +215,7 @@ class Summed(Payload):
     """Part of a request whose answers the server only sums, so that they can be masked."""
 
     total: int | None = instruction("examples of all institutions together; none: not under masks", default=None)
+    cohort: Sequence[str] = instruction("whose answers are summed, where some may be missing", default=())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,7 @@ class PrivacyPlan:
         Whether institutions learn from codes of each other's images.
     local : LocalDP | None
         With dp=latents, what each example releases of itself; then nothing is trained by DP-SGD.
-    institutions, colluders : int
+    institutions, colluders, dropouts : int
         With noise=shared, how many add a share, and how many of these may help the server or add none; else 0.
     """
 
@@ -84,6 +84,7 @@ class PrivacyPlan:
     local: LocalDP | None = None
     institutions: int = 0
     colluders: int = 0
+    dropouts: int = 0
 
     @classmethod
     def of(cls, config: RunConfig) -> Self | None:
@@ -134,6 +135,7 @@ class PrivacyPlan:
             replays_codes=config.replay.name in ("vqvae2", "pixelcnn"),
             institutions=config.nodes * (privacy.noise == "shared"),
             colluders=config.colluders * (privacy.noise == "shared"),
+            dropouts=privacy.dropouts,
         )
 
     @property
@@ -161,7 +163,7 @@ class PrivacyPlan:
     @property
     def honest(self) -> int:
         """How many shares make up the noise of a sum; 1: an institution's own is all of it."""
-        return self.institutions - self.colluders or 1
+        return self.institutions - self.colluders - self.dropouts or 1
 
     def share(self, mechanism: str, examples: int) -> float:
         """Return the noise that an institution adds to its sums, in units of their sensitivity."""

@@ -68,18 +68,23 @@ def refuse_unsaid_nodes(grid: Grid, nodes: int) -> None:
         )
 
 
-def wait_for_nodes(grid: Grid, minimum: int, seconds: float, say: Callable[[str], None]) -> None:
-    """Wait until enough nodes have joined; `say` is told from time to time how many have."""
+def wait_for_nodes(grid: Grid, number: int, seconds: float, say: Callable[[str], None], missing: int = 0) -> None:
+    """Wait until so many nodes have joined, and in the end for all but those that may be missing.
+
+    `say` is told from time to time how many have.
+    """
     begun, due = time.monotonic(), 0.0
     deadline = begun + seconds
-    while (joined := len(set(grid.get_node_ids()))) < minimum:
+    while (joined := len(set(grid.get_node_ids()))) < number:
         if time.monotonic() >= deadline:
+            if joined >= (minimum := number - missing):
+                return
             raise RunError(
                 f"this run needs at least {minimum} institutions; {joined} joined within {seconds:g} s: "
                 "start more SuperNodes (a simulation: --federation-config num-supernodes=N) or lower nodes"
             )
         if (waited := time.monotonic() - begun) >= due:
-            say(f"waiting for institutions to join: {joined} of {minimum}, {waited / 60:.0f} min")
+            say(f"waiting for institutions to join: {joined} of {number}, {waited / 60:.0f} min")
             due = max(SILENCE, 2 * due)
         time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
 

@@ -81,7 +81,8 @@ class Roll:
         A node that was killed counts as joined until Flower misses it, a minute later. Then it is waited for once more.
         """
         wait = self.settings.wait
-        wait_for_nodes(grid, self.nodes, wait, self.recorder.log)
+        plan = self.settings.privacy
+        wait_for_nodes(grid, self.nodes, wait, self.recorder.log, plan.dropouts if plan else 0)
         self.call(grid, 0)
         called, pause = time.monotonic(), 0.5
         if self.lacks():
