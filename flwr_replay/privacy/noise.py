@@ -22,7 +22,7 @@ def noise_of(plan: PrivacyPlan, examples: int, share: float = 1.0) -> list[dict[
         DP-SGD the sensitivity is C, and there are `sampling-rate` q = `batch` / `examples`, and `steps`, as many as an
         institution takes that stays to the end. For latents the sensitivity is 2C, and labels have `label-epsilon`.
         For label counts it is 1, and there is no C. Of noise that is shared, sigma is that of the sum of
-        `institutions`, `colluders` of whom may help the server, and `alone` the epsilon of one's own messages.
+        `institutions`, `trust` how many of them may be what, and `alone` the epsilon of one's own messages.
     """
     config = plan.config
     if plan.local:
@@ -45,7 +45,7 @@ def noise_of(plan: PrivacyPlan, examples: int, share: float = 1.0) -> list[dict[
         )
         if plan.institutions:
             alone = plan.alone(*plan.planned(examples, share))
-            noise[-1] |= {"institutions": plan.institutions, "colluders": plan.colluders, "alone": alone}
+            noise[-1] |= {"institutions": plan.institutions, "trust": plan.trust, "alone": alone}
     return noise + ([{"mechanism": COUNTS, "sigma": config.count_sigma}] if plan.counted else [])
 
 
@@ -64,10 +64,8 @@ def shown_noise(noise: Sequence[Mapping[str, Any]]) -> str:
             line += f", sampling rate {entry['sampling-rate']:.3g} ({entry['batch']:,} of {entry['examples']:,})"
             line += f", up to {entry['steps']:,} steps"
         if "alone" in entry:
-            line += (
-                f", on the sum of {entry['institutions']}, {entry['colluders'] or 'none'} of whom may help the server; "
-            )
-            line += f"epsilon without masks {rounded_up(entry['alone'])}"
+            line += f", on the sum of {entry['institutions']}, {entry['trust']}; epsilon without masks "
+            line += rounded_up(entry["alone"])
         if "label-epsilon" in entry:
             line += f", noise 2 C sigma; labels: randomised response, epsilon {entry['label-epsilon']:g}"
         lines.append(line)

@@ -71,7 +71,8 @@ class PrivacyPlan:
     local : LocalDP | None
         With dp=latents, what each example releases of itself; then nothing is trained by DP-SGD.
     institutions, colluders, dropouts : int
-        With noise=shared, how many add a share, and how many of these may help the server or add none; else 0.
+        With noise=shared, how many there are, how many of these may help the server or add none, and how many may be
+        missing from a sum; else 0.
     """
 
     config: PrivacyConfig
@@ -249,8 +250,9 @@ class PrivacyPlan:
 
     @property
     def trust(self) -> str:
-        """Say how many institutions may help the server."""
-        return f"{self.colluders or 'none'} of whom may help the server"
+        """Say how many institutions may help the server, or be missing."""
+        missing = f", {self.dropouts} be missing" if self.dropouts else ""
+        return f"{self.colluders or 'none'} of whom may help the server{missing}"
 
     # --- claims -------------------------------------------------------------------------------------------------------
 
