@@ -14,8 +14,9 @@ discrete Gaussians is as private as one of variance h · 2^48, but for d τ with
 which is below e^-10^15. One discrete Gaussian X is as private as a Gaussian of its variance V that is rounded, but for
 little: for all whole x, Jensen's inequality gives P(X = x) ≤ e^(1/24V) P(⌊N(0, V)⌉ = x), and sinh(a) ≤ a exp(a²/6)
 gives P(⌊N(0, V)⌉ = x) ≤ exp(x²/24V²) P(X = x) (1 + e^-V). Over d numbers with ‖x‖² ≤ 8 d V + 3000 V, which others
-exceed with a probability below e^-900, both together change ε by less than (d + 200)/V, 4e-6 for d = 10^9. MARGIN is
-more.
+exceed with a probability below e^-900, both together change ε by less than (d + 200)/V, 4e-6 for d = 10^9; T messages
+together by T times as much. MARGIN lowers ε by 1e-4 ε or more, since ε of a Gaussian grows with μ = 1/σ at a rate of at
+least ε/μ. That is more, as long as T (d + 200) < 10^10 ε.
 """
 
 from __future__ import annotations
