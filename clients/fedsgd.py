@@ -29,7 +29,7 @@ from flwr_replay.privacy.dpsgd import (
     single_gradients,
     trained_parameters,
 )
-from flwr_replay.privacy.places import NOBODY, PLACES, at_places, drawn_places
+from flwr_replay.privacy.places import NOBODY, at_places, drawn_places, places_for
 from flwr_replay.privacy.plan import GRADIENT
 from flwr_replay.privacy.shares import beside
 from flwr_replay.wire.records import StateDict, array_record, opened
@@ -96,7 +96,7 @@ class FedSGDClient(InstitutionClient):
         refuse_mixing(model)
         refuse_chance(model)
         stream, step = budget.stream(GRADIENT, request), budget.step(GRADIENT, opened(request.arrays))
-        size = min(at_once(data.x, PLACES, model), single_gradients(model))
+        size = min(at_once(data.x, places_for(data.x), model), single_gradients(model))
         budget.charge(GRADIENT, budget.plan.cost(GRADIENT, len(data), 1), request)
         alone_N, several = by_patient(self.institution.data.train.patients, len(data))
         places = drawn_places(len(alone_N), size, stream)

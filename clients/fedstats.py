@@ -19,7 +19,7 @@ from flwr_replay.learning.heads import features_of, linear_head
 from flwr_replay.learning.training import at_once
 from flwr_replay.models.layers import as_input
 from flwr_replay.payloads.fedstats import ClassSums, Summarise
-from flwr_replay.privacy.places import PLACES, at_places, drawn_places
+from flwr_replay.privacy.places import at_places, drawn_places, places_for
 from flwr_replay.privacy.plan import STATISTICS
 from flwr_replay.privacy.shares import beside
 from flwr_replay.privacy.sums import class_sums
@@ -85,7 +85,7 @@ class FedStatsClient(InstitutionClient):
         train, model = self.institution.train, self.scratch_model(request.arrays)
         name, head = linear_head(model)
         step = budget.step(STATISTICS, opened(request.arrays)) if budget else 0.0
-        stream, size = budget and budget.stream(STATISTICS, request), at_once(train.x, PLACES, model)
+        stream, size = budget and budget.stream(STATISTICS, request), at_once(train.x, places_for(train.x), model)
         in_order = torch.split(torch.arange(len(train)), size)
         features_NF = torch.zeros(len(train), head.in_features)
         for place_B in drawn_places(len(train), size, stream) if stream else in_order:

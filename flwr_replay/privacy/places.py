@@ -9,15 +9,22 @@ nobody has drawn are zeros.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from flwr_replay.privacy.secret import Stream
 
-__all__ = ["NOBODY", "PLACES", "at_places", "drawn_places"]
+__all__ = ["NOBODY", "at_places", "drawn_places", "places_for"]
 
-PLACES = 32  # most of them in a block; the fewer, the fewer are empty
+LEAST, MOST, VALUES = 16, 256, 2**16  # places in a block, and numbers of all its rows
 NOBODY = -1
+
+
+def places_for(rows: Tensor) -> int:
+    """Return how many places a block has. Of few, fewer stay empty; of many, small rows pass a model faster."""
+    return max(LEAST, min(MOST, VALUES // math.prod(rows.shape[1:])))
 
 
 def drawn_places(examples: int, size: int, stream: Stream) -> Tensor:

@@ -127,6 +127,19 @@ def test_what_does_not_fit_is_refused_in_a_line_and_costs_nothing(tmp_path, opti
         run_inline(job, Display())
 
 
+def test_who_asks_again_gets_the_same_bytes_and_other_weights_cost_as_much_again(tmp_path):
+    write_shards(tmp_path, {"a": N})
+    server = HostileServer(tmp_path, *NOISY, "model=mlp", "model.width=6")
+    replies = [ask(server), ask(server), ask(server, change={"head.fc.bias": np.ones(3, np.float32)}), ask(server)]
+    first, again, other, last = map(weights, replies)
+    assert all(first[name].tobytes() == again[name].tobytes() for name in first)
+    for one in (other, last):  # the last: only the newest request's are kept
+        assert all((first[name] != one[name]).any() for name in first)
+    assert [charge["steps"] for charge in server.charges("r")] == [1, 0, 1, 1]
+    told = [metrics(reply)["epsilon"] for reply in replies]
+    assert told == sorted(told)
+
+
 def test_an_institution_refuses_batch_norm_before_it_is_charged(tmp_path):
     write_shards(tmp_path, {"a": N})
     server = HostileServer(tmp_path, *NOISY, "model=resnet34", "model.width=2")
