@@ -19,6 +19,7 @@ from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.augment import changed
 from flwr_replay.learning.training import at_once, mean_loss, refuse_single_batches
+from flwr_replay.memory import remembered
 from flwr_replay.models.layers import as_input
 from flwr_replay.payloads.fedsgd import Differentiate, Gradient
 from flwr_replay.privacy.dpsgd import (
@@ -33,6 +34,7 @@ from flwr_replay.privacy.places import NOBODY, at_places, drawn_places, places_f
 from flwr_replay.privacy.plan import GRADIENT
 from flwr_replay.privacy.shares import beside
 from flwr_replay.wire.records import StateDict, array_record, opened
+from flwr_replay.wire.weights import load_arrays
 
 __all__ = ["FedSGDClient"]
 
@@ -92,7 +94,8 @@ class FedSGDClient(InstitutionClient):
         Sums are in float64: rounding must not tell of an example. Nor must places in blocks, which are drawn
         (`flwr_replay.privacy.places`). The examples of a patient who has several are in blocks of their own.
         """
-        data, model, clip = self.training_data(), copy.deepcopy(model).double(), budget.plan.config.clip_of(GRADIENT)
+        data, model, clip = self.training_data(), in_doubles(model), budget.plan.config.clip_of(GRADIENT)
+        load_arrays(model, request.arrays)
         refuse_mixing(model)
         refuse_chance(model)
         stream, step = budget.stream(GRADIENT, request), budget.step(GRADIENT, opened(request.arrays))
@@ -133,3 +136,9 @@ def by_patient(patients_N: NDArray[np.str_] | None, examples: int) -> tuple[Tens
     rows = torch.split(torch.from_numpy(np.argsort(of_N, kind="stable")), times_P.tolist())
     alone = torch.from_numpy(np.flatnonzero(times_P[of_N] == 1))
     return alone, [of for of in rows if len(of) > 1]
+
+
+@remembered(maxsize=2)
+def in_doubles(model: nn.Module) -> nn.Module:
+    """Return a copy of a process's shared model in float64: with an encoder, copying takes longer than a gradient."""
+    return copy.deepcopy(model).double()
