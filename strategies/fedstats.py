@@ -104,6 +104,13 @@ class FedStats(Parallel):
         name, _ = linear_head(self.settings.model(0))
         return f"{name}.weight", f"{name}.bias"
 
+    @property
+    def numbers(self) -> int:
+        """Those of the head."""
+        assert self.settings.model is not None
+        _, head = linear_head(self.settings.model(0))
+        return head.weight.numel() + head.bias.numel()
+
     def trainers(self, exchange: int) -> list[Member]:
         """Ask those whose sums are not there yet; of sums under masks, all at once."""
         if self.cohort and not self.held:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import sqrt
 from typing import Any, ClassVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
+from flwr_replay.config.privacy import ON_SUMS
 from flwr_replay.errors import RunError
 from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.evaluating import SPLIT_OF
@@ -42,6 +44,22 @@ class Parallel(AtOnce):
     @abstractmethod
     def combine(self, answers: Sequence[Trained]) -> StateDict:
         """Return the new global weights; answers come in the order of the institutions' names."""
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers a sum has that gets noise: those that train."""
+        assert self.settings.model is not None
+        return sum(parameter.numel() for parameter in self.settings.model(0).parameters() if parameter.requires_grad)
+
+    def begin_run(self) -> None:
+        """Say how large a sum's noise will be beside the sum, before anything leaves."""
+        plan = self.settings.privacy
+        if not plan or self.settings.model is None or not {*plan.mechanisms} <= {*ON_SUMS}:
+            return
+        [mechanism], sizes = plan.mechanisms, [member.num_examples for member in self.members]
+        most, norm = sum(sizes), sqrt(self.numbers * sum(plan.share(mechanism, n) ** 2 for n in sizes))
+        line = f"the noise of a sum has norm {norm:,.3g}, and {most:,} examples add at most {most:,}"
+        self.recorder.log(line + (": little can be learnt; choose a larger epsilon" if norm > most else ""))
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """One exchange with every institution in every round in which it trains."""

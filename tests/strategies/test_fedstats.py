@@ -150,3 +150,13 @@ def test_a_mistake_is_one_line(tmp_path, options, line):
 def test_a_model_without_a_linear_head_is_refused():
     with pytest.raises(ConfigError, match=r"the head must be a torch\.nn\.Linear with a bias"):
         linear_head(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU()))
+
+
+@pytest.mark.parametrize(("epsilon", "much"), [("8", False), ("0.01", True)])
+def test_how_large_the_noise_is_beside_the_sum_is_said_before_anything_leaves(tmp_path, caplog, epsilon, much):
+    head_after(tmp_path, "dp=statistics", "delta=1e-5", f"target-epsilon={epsilon}", "rounds=1")
+    said = [record.getMessage() for record in caplog.records]
+    [at] = [i for i, line in enumerate(said) if line.startswith("the noise of a sum has norm")]
+    assert ("little can be learnt" in said[at]) == much
+    assert "1,315 examples add at most 1,315" in said[at]
+    assert not any(line.startswith("round") for line in said[:at])
