@@ -35,6 +35,8 @@ from flwr_replay.models.staged import StagedModel
 
 __all__ = ["Ghost", "norms_of"]
 
+UNDERFLOW = 1.5e-154  # a number whose square is subnormal is smaller
+
 
 @dataclass
 class LayerSeen:
@@ -169,8 +171,10 @@ def norms(seen: LayerSeen, weight: bool, bias: bool) -> Tensor:
 
 
 def norms_of(rows: Tensor) -> Tensor:
-    """Return the L2 norm of each row's numbers, (B,), float64."""
-    norms_B: Tensor = torch.linalg.vector_norm(rows.flatten(1), dim=1, dtype=torch.float64)
+    """Return the L2 norm of each row's numbers, (B,), float64; never less than it is where squares leave float64."""
+    numbers = rows.flatten(1)
+    least = UNDERFLOW * numbers.shape[1] ** 0.5
+    norms_B: Tensor = torch.linalg.vector_norm(numbers, dim=1, dtype=torch.float64) + least
     return norms_B
 
 

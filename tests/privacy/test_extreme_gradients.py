@@ -114,3 +114,13 @@ def test_padding_by_name_is_clipped_like_padding_in_pixels(padding):
     found, expected = (clipped_sums(m, lambda x, m=m: m(x).pow(2).sum(1), (x,), 0.5)[0] for m in (named, pixels))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("kind", ["units", "places"])
+@pytest.mark.parametrize("small", [1e-170, 1e-163, 1e-158, 1e-150])
+def test_a_gradient_whose_squares_leave_float64_is_clipped_all_the_same(kind, small):
+    """A layer's input may be so large that the product of both is not small."""
+    net, clip = staged(*layers_of(kind, bias=False)).double(), 1e-30
+    x = torch.full((3, 6) if kind == "units" else (3, 1, 4, 4), 1e150, dtype=torch.float64)
+    sums, _ = clipped_sums(net, lambda x_B: net(x_B).sum(1) * small, (x,), clip)
+    assert torch.linalg.vector_norm(torch.cat([of.flatten() for of in sums])) <= 3 * clip
