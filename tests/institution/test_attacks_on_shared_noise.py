@@ -143,8 +143,6 @@ def test_who_asks_again_gets_the_same_bytes_and_no_lower_epsilon(folder, options
     assert same(*({"all": sums(of)[1]} for of in (first, third))) == (options is STATISTICS)  # one noise in a run
 
 
-# --- other options ----------------------------------------------------------------------------------------------------
-
 CHANGED = ["nodes=3", "nodes=5", "privacy.colluders=0", "privacy.noise=secret", "privacy.noise=seeded", "delta=0.002"]
 CHANGED += ["privacy.target-epsilon=3", "privacy.clip=2", "masked=false"]
 
