@@ -10,7 +10,7 @@ from typing import Any
 
 from flwr_replay.config.catalogue import parts_of
 from flwr_replay.config.model import ModelConfig
-from flwr_replay.config.privacy import PrivacyConfig
+from flwr_replay.config.privacy import ON_SUMS, PrivacyConfig
 from flwr_replay.config.sections import (
     NODES,
     NOT_NEGATIVE,
@@ -166,6 +166,13 @@ class RunConfig:
             "a sum needs three institutions, two of which add their share and help nobody; got "
             f"nodes={self.nodes}, privacy.colluders={helping} and privacy.dropouts={missing}: choose fewer of these",
         )
+
+    @property
+    def end_to_end(self) -> bool:
+        """Whether all that leaves and depends on training examples is under DP, but for metrics of tests."""
+        tests_more = self.forgetting or self.external
+        sums = self.privacy.dp in ON_SUMS and self.task.kind == "classification" and not tests_more
+        return self.privacy.end_to_end or sums
 
     @property
     def colluders(self) -> int:

@@ -21,7 +21,6 @@ import torch
 import yaml
 
 from flwr_replay.config.compose import compose_own
-from flwr_replay.config.privacy import PrivacyConfig
 from flwr_replay.config.quoting import key_of, toml_text
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import require
@@ -116,7 +115,7 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
             "replay_version": installed["flwr-replay"],
             "days": DAYS,
             "leaves": next((LEAVES[kind] for kind in LEAVES if kind in policy["kinds"].split(", ")), STAYS),
-            "private": _private(config.privacy),
+            "private": _private(config),
             "weights": WEIGHTS.format(config.model.copy) if config.model.copy else "",
             "here": "'.[timm]'" if config.model.library else ".",
             "extra": " --extra timm" if config.model.library else "",
@@ -208,13 +207,13 @@ def _agreed(config: RunConfig) -> str:
     No rule holds it to the noise of a classifier or a proxy alone: with these the whole of what leaves has no epsilon.
     """
     privacy, agreed = config.privacy, dict[str, Any]()
-    if math.isfinite(privacy.limit) and (privacy.end_to_end or "latents" in privacy.mechanisms):
+    if math.isfinite(privacy.limit) and (config.end_to_end or "latents" in privacy.mechanisms):
         if not privacy.delta:
             raise ConfigError(
                 "clinics that agree on an epsilon agree on a delta; got delta=0, one over each clinic's examples: set "
                 "delta=1e-5, or what is far below one over the examples of the largest"
             )
-        agreed["max-epsilon" if privacy.end_to_end else "max-local-epsilon"] = privacy.limit
+        agreed["max-epsilon" if config.end_to_end else "max-local-epsilon"] = privacy.limit
         agreed["max-delta"] = privacy.delta
     if privacy.noise == "shared":
         agreed["min-colluders"] = config.colluders
@@ -224,14 +223,15 @@ def _agreed(config: RunConfig) -> str:
     return yaml.safe_dump(agreed, sort_keys=False) if agreed else ""
 
 
-def _private(privacy: PrivacyConfig) -> str:
+def _private(config: RunConfig) -> str:
     """Say in a README under which epsilon a run trains; nothing without DP."""
+    privacy = config.privacy
     if not privacy.mechanisms:
         return ""
     most = f"at most {privacy.limit:g}" if privacy.limit < math.inf else "without a limit"
     return (
-        f" The study asks for differential privacy (dp={privacy.dp}) with an ε {most}, in one run. It covers some of "
-        "what leaves."
+        f" The study asks for differential privacy (dp={privacy.dp}) with an ε {most}, in one run. It covers "
+        f"{'what depends on training images' if config.end_to_end else 'some of what leaves'}."
     )
 
 

@@ -210,7 +210,7 @@ def _classes(config: RunConfig, owned: Mapping[str, str]) -> str:
 
 def _own(task: TaskConfig, kept: DecodedImages, config: RunConfig, private: bool) -> Dataset:
     """Read an institution's own data."""
-    read = load_bounded if config.privacy.end_to_end else load
+    read = load_bounded if config.end_to_end else load
     return _featured(read(task, kept), config, task, kept, private)
 
 

@@ -15,6 +15,9 @@ ONE_PATIENT = (
     "An epsilon is of one patient, with all examples at an institution, where its data name patients; else of one "
     "example. Numbers of examples are public."
 )
+ALL = "All that leaves and depends on training examples is differentially private"
+PUBLIC = "Declared public: numbers and bytes of examples, names, who takes part and when"
+OF_SUMS: Mapping[tuple[str, ...], str] = {(STATISTICS,): "the noisy sums", (GRADIENT,): "the noisy gradients"}
 
 
 def sentence(plan: PrivacyPlan, stages: Mapping[str, type[Payload]]) -> str:
@@ -23,16 +26,22 @@ def sentence(plan: PrivacyPlan, stages: Mapping[str, type[Payload]]) -> str:
         return "The noise comes from the run's seed, for tests: nothing is protected."
     if plan.local:
         return plan.local.sentence()
+    sums = OF_SUMS.get(plan.mechanisms, "")
+    one = ONE_PATIENT if sums else ONE_EXAMPLE
+    if plan.institutions:
+        one += f" It is that of the sum of {plan.institutions} institutions, {plan.trust}. If masks are broken, the "
+        one += "larger one counts that each institution's own messages have."
     named = [*plan.mechanisms, *(["label counts"] if plan.counted else [])]
     covered = " and ".join([", ".join(named[:-1]), named[-1]] if named[1:] else named)
-    if plan.config.end_to_end:
+    if plan.end_to_end and sums:
+        return f"{ALL}: {sums}. {PUBLIC}. Not covered: metrics on validation and test examples. {one}"
+    if plan.end_to_end:
         own = "; those of an institution's own model, which never leaves and is trained without noise, also depend "
         own += "on its training examples"
+        classes = "" if plan.counted else ", the classes that an institution says it has"
         return (
-            f"All that leaves and depends on training examples is differentially private: {covered}, together, for "
-            "each institution by itself. Declared public: numbers and bytes of examples, names, who takes part and "
-            f"when{'' if plan.counted else ', the classes that an institution says it has'}. Not covered: metrics "
-            f"on validation and test examples{own if plan.tests_own else ''}. {ONE_EXAMPLE}"
+            f"{ALL}: {covered}, together, for each institution by itself. {PUBLIC}{classes}. Not covered: metrics on "
+            f"validation and test examples{own if plan.tests_own else ''}. {one}"
         )
     samples, weights, numbers = [], [], False
     for stage, answer in stages.items():
@@ -48,14 +57,7 @@ def sentence(plan: PrivacyPlan, stages: Mapping[str, type[Payload]]) -> str:
     others = " It also learns replays of the others' images, which are not protected." if learns_replays else ""
     if plan.unproven:
         return f"{plan.unproven} These also leave unprotected: {'; '.join(left)}."
-    what, one = f"training the {covered} at an institution reveals", ONE_EXAMPLE
-    if plan.mechanisms == (STATISTICS,):
-        what, one = "the noisy sums of an institution reveal", ONE_PATIENT
-    if plan.mechanisms == (GRADIENT,):
-        what, one = "the noisy gradients of an institution reveal", ONE_PATIENT
-    if plan.institutions:
-        one += f" It is that of the sum of {plan.institutions} institutions, {plan.trust}. If masks are broken, the "
-        one += "larger one counts that each institution's own messages have."
+    what = f"{sums} of an institution reveal" if sums else f"training the {covered} at an institution reveals"
     return (
         f"Only what {what} of its own examples is differentially private.{others} These leave unprotected: "
         f"{'; '.join(left)}. What leaves as a whole has no epsilon. {one}"

@@ -70,6 +70,8 @@ class PrivacyPlan:
         Whether institutions learn from codes of each other's images.
     local : LocalDP | None
         With dp=latents, what each example releases of itself; then nothing is trained by DP-SGD.
+    end_to_end : bool
+        Whether all that leaves and depends on training examples is covered, but for metrics of tests.
     institutions, colluders, dropouts : int
         With noise=shared, how many there are, how many of these may help the server or add none, and how many may be
         missing from a sum; else 0.
@@ -83,6 +85,7 @@ class PrivacyPlan:
     tests_own: bool = False
     replays_codes: bool = False
     local: LocalDP | None = None
+    end_to_end: bool = False
     institutions: int = 0
     colluders: int = 0
     dropouts: int = 0
@@ -137,6 +140,7 @@ class PrivacyPlan:
             institutions=config.nodes * (privacy.noise == "shared"),
             colluders=config.colluders * (privacy.noise == "shared"),
             dropouts=privacy.dropouts,
+            end_to_end=config.end_to_end,
         )
 
     @property
@@ -265,13 +269,13 @@ class PrivacyPlan:
 
         Metrics of tests are none: they are what dp=end-to-end leaves out.
         """
-        if not self.config.end_to_end or issubclass(answer, Evaluation):
+        if not self.end_to_end or issubclass(answer, Evaluation):
             return
         for name, field in answer.declared().items():
             if field.kind == "notice" or field.public or self.covers(field.dp) or self.left_out(answer, field):
                 continue
             raise PrivacyError(
-                f"with dp=end-to-end nothing leaves that depends on training examples without noise; "
+                f"with dp={self.config.dp} nothing leaves that depends on training examples without noise; "
                 f"{answer.__name__}.{name} would: refused"
             )
 
@@ -319,7 +323,7 @@ class PrivacyPlan:
             return self.config.limit if self.config.secret and not self.unproven else inf
         tested = issubclass(answer, Evaluation) and not self.tests_own
         free = field.public or tested or self.left_out(answer, field)
-        return 0.0 if self.config.end_to_end and free else inf
+        return 0.0 if self.end_to_end and free else inf
 
     def answered(self, answer: Payload, examples: int, share: float = 1.0) -> Payload:
         """Return an answer of an institution as it will be at the end of a run; arguments as of `planned`."""
@@ -335,7 +339,7 @@ class PrivacyPlan:
     def left_out(self, answer: type[Payload], field: Field) -> bool:
         """Return whether a field without noise is withheld, since its payload or the whole run is under DP."""
         beside_dp = any(self.covers(other.dp) for other in answer.declared().values())
-        return field.withheld and (self.config.end_to_end or beside_dp)
+        return field.withheld and (self.end_to_end or beside_dp)
 
     def protected(
         self, fields: Iterable[LedgerRow], declared: type[Payload] | None, metrics: Mapping[str, Any]

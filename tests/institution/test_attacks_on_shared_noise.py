@@ -208,12 +208,13 @@ def test_options_that_cannot_be_are_refused_by_everyone(folder, options, line):
         ("min-colluders: 1", ["privacy.colluders=0"], "the run says privacy.colluders=0: choose more"),
         ("min-colluders: 1", [], ""),
         ("max-delta: 1.0e-5", [], "delta <= 1e-05"),
-        ("{max-epsilon: 8, max-delta: 0.01}", [], "no differential privacy"),
+        ("{max-epsilon: 8, max-delta: 0.01}", ["privacy.epsilon=9"], "has epsilon 9"),
     ],
 )
 def test_policies_hold_before_anything_is_charged(folder, options, policy, own, line):
     server, run = server_of(folder, *options, *own, policy=policy), f"policy {len(policy)}{len(own)}{len(options)}"
-    call = RollCall(strategy=server.config.strategy.name, run=run, stages=["differentiate", "summarise"])
+    stage = {"fedsgd": "differentiate", "fedstats": "summarise"}[name := server.config.strategy.name]
+    call = RollCall(strategy=name, run=run, stages=[stage])
     for reply in (server.send(call), ask(server, run)):
         assert line in refusal(reply)
         assert bool(line) == bool(refusal(reply))
