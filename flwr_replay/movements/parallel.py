@@ -76,6 +76,7 @@ class Parallel(AtOnce):
         self.sent, self.exchange = opened(arrays), server_round
         request, trainers = self.train_request(server_round, arrays), self.trainers(server_round)
         if trainers and (plan := self.settings.privacy) and plan.dropouts:
+            self.away &= {member.name for member in trainers}  # who has gone is asked again when it is back
             trainers = [member for member in trainers if member.name not in self.away]
             self.cohort = [member.name for member in trainers]
             if len(trainers) < (least := plan.institutions - plan.dropouts):
@@ -106,7 +107,7 @@ class Parallel(AtOnce):
             self.away |= {*lost}
             self.recorder.log(
                 f"no sum can be read in exchange {server_round}, which {', '.join(lost)} did not answer; the next sums "
-                "are without them, until the run is resumed"
+                "are without them, until they have gone and are back"
             )
         if lost or not answers:
             return None, None

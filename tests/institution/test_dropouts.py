@@ -128,3 +128,16 @@ def test_who_is_not_there_at_the_start_is_not_in_the_sum(folder):
 def test_a_mistake_is_one_line(folder, options, line):
     with pytest.raises(ConfigError, match=line):
         ran(folder, [*(o for o in GRADIENT if o.partition("=")[0] != options[0].partition("=")[0]), *options])
+
+
+def test_who_has_failed_and_gone_is_asked_again_when_it_is_back(folder):
+    """d fails in exchange 2, is gone when the server looks before exchange 3, and is there again before exchange 4."""
+
+    def there(grid):
+        failed = ("differentiate", "d", 2) in grid.asked
+        gone = failed and ("differentiate", "a", 3) not in grid.asked
+        return [node for node in grid.contexts if not (gone and grid.name_of(node) == "d")]
+
+    done = ran(folder, GRADIENT, failing=[("differentiate", "d", 2)], there=there)
+    assert [at.exchange for at in done.grid.asked if at[:2] == ("differentiate", "d")] == [1, 2, 4]
+    assert [len(done.charges(name)) for name in "ad"] == [4, 2]
