@@ -26,12 +26,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf, sqrt
 from typing import Any
 
 import torch
 from torch import nn
 
-from flwr_replay.config.sections import require
+from flwr_replay.config.sections import NOT_NEGATIVE_FINITE, require, within
 from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.errors import ConfigError
 from flwr_replay.learning.training import make_optimizer
@@ -49,10 +50,14 @@ __all__ = ["FedSGD", "FedSGDConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class FedSGDConfig(StrategyConfig):
-    """FedSGD has no options of its own."""
+    """Options of FedSGD."""
 
     name = "fedsgd"
     traits = Traits(summed=True, supports_replay=True, takes_fraction=True, dp_mechanisms=(GRADIENT,))
+    lr_by_noise: float = 0.0  # with dp=gradient the rate is at most this times n √T / σ; 0: as training says
+
+    def __post_init__(self) -> None:
+        within("strategy.", self, lr_by_noise=NOT_NEGATIVE_FINITE)
 
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
         """One gradient in every round."""
@@ -94,9 +99,17 @@ class FedSGD(Parallel):
         for name, parameter in model.named_parameters():
             parameter.grad = torch.from_numpy(gradients[name]).to(parameter.dtype)
         for group in optimizer.param_groups:
-            group["lr"] = self.lr(self.exchange)
+            group["lr"] = min(self.lr(self.exchange), self.fastest)
         optimizer.step()
         return to_arrays(model)
+
+    @cached_property
+    def fastest(self) -> float:
+        """The largest rate: with n examples of all, T rounds, and noise σ in a sum, c n √T / σ with c `lr_by_noise`."""
+        plan, n = self.settings.privacy, sum(member.num_examples for member in self.members)
+        if not (plan and self.noise and self.config.lr_by_noise):
+            return inf
+        return self.config.lr_by_noise * n * sqrt(plan.passes[0].epochs) / self.noise
 
     @cached_property
     def stepper(self) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -51,15 +51,26 @@ class Parallel(AtOnce):
         assert self.settings.model is not None
         return sum(parameter.numel() for parameter in self.settings.model(0).parameters() if parameter.requires_grad)
 
+    @property
+    def noise(self) -> float:
+        """Standard deviation of a sum's noise, in units of what one patient can add; 0: none."""
+        plan = self.settings.privacy
+        if not plan or not {*plan.mechanisms} <= {*ON_SUMS}:
+            return 0.0
+        return sqrt(sum(plan.share(plan.mechanisms[0], member.num_examples) ** 2 for member in self.members))
+
     def begin_run(self) -> None:
         """Say how large a sum's noise will be beside the sum, before anything leaves."""
         plan = self.settings.privacy
-        if not plan or self.settings.model is None or not {*plan.mechanisms} <= {*ON_SUMS}:
+        if not plan or not self.noise or self.settings.model is None:
             return
-        [mechanism], sizes = plan.mechanisms, [member.num_examples for member in self.members]
-        most, norm = sum(sizes), sqrt(self.numbers * sum(plan.share(mechanism, n) ** 2 for n in sizes))
+        most = sum(member.num_examples for member in self.members)
+        norm = self.noise * sqrt(self.numbers)
         line = f"the noise of a sum has norm {norm:,.3g}, and {most:,} examples add at most {most:,}"
-        self.recorder.log(line + (": little can be learnt; choose a larger epsilon" if norm > most else ""))
+        self.recorder.log(
+            line
+            + (": little can be learnt; choose a larger epsilon" if norm > most * sqrt(plan.passes[0].epochs) else "")
+        )
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """One exchange with every institution in every round in which it trains."""

@@ -14,11 +14,14 @@ from flwr_replay.clients import fedsgd
 from flwr_replay.config.compose import compose
 from flwr_replay.config.sections import TrainingConfig
 from flwr_replay.engines.inline import InlineGrid
+from flwr_replay.engines.simulate import run_inline
+from flwr_replay.files.tensors import read_tensors
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.owner import Institution
 from flwr_replay.learning.tasks import Classification
 from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Settings
+from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
 from flwr_replay.serve import serve
 from flwr_replay.strategies.fedsgd import FedSGD
@@ -85,3 +88,17 @@ def test_one_institution_is_a_step_of_sgd_and_every_round_uses_each_example_once
     for name, parameter in model.named_parameters():
         expected = (parameter - 0.5 * parameter.grad).detach().numpy()
         np.testing.assert_allclose(found[name], expected, rtol=0, atol=1e-6)
+
+
+def test_under_dp_the_rate_is_bounded_by_the_noise(tmp_path):
+    """Gabor's head begins with zeros, so after one step it is as large as the rate."""
+    job = ["task=digits", "model=gabor", "nodes=3", "strategy=fedsgd", "rounds=1", "device=cpu", "lr=5", "momentum=0"]
+    job += ["dp=gradient", "privacy.noise=seeded", "privacy.sigma=2", "delta=0.001"]
+
+    def head(name, *options):
+        _, folder = run_inline([*job, *options, f"runs_dir={tmp_path / name}"], Display())
+        return read_tensors(folder / "models" / "global.safetensors")["head.fc.weight"]
+
+    whole, bounded, loose = head("whole"), head("bounded", "lr_by_noise=0.001"), head("loose", "lr_by_noise=1")
+    np.testing.assert_allclose(bounded, whole * (0.001 * 1315 / (2 * 3**0.5)) / 5, rtol=1e-4, atol=1e-9)
+    assert loose.tobytes() == whole.tobytes()
