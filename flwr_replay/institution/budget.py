@@ -150,10 +150,13 @@ class PrivacyBudget:
         `sums` are float64, in units of their sensitivity; `step` is what the method of this name returns.
         """
         plan, n = self.plan, self.examples
+        flat = torch.cat([of.flatten() for of in sums.values()])  # one draw costs less than several
         if step:
-            return {name: shared(of, step, stream).numpy() for name, of in sums.items()}
-        sigma, scale = plan.share(mechanism, n), plan.config.clip_of(mechanism) / n
-        return {name: (noisy(of, sigma, stream) * scale).float().numpy() for name, of in sums.items()}
+            made = shared(flat, step, stream)
+        else:
+            made = (noisy(flat, plan.share(mechanism, n), stream) * (plan.config.clip_of(mechanism) / n)).float()
+        parts = torch.split(made, [of.numel() for of in sums.values()])
+        return {name: part.view(of.shape).numpy() for (name, of), part in zip(sums.items(), parts, strict=True)}
 
     def noisy_counts(self, counts: Tensor, request: ChargedRequest) -> Tensor:
         """Return noisy label counts: whole numbers, none negative, at least one of them positive."""
