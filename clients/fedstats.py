@@ -61,7 +61,7 @@ class FedStatsClient(InstitutionClient):
         with alone(self.state.of_run(request.run).parent, wait=True):
             head, _ = linear_head(self.scratch_model(request.arrays))
             encoder = {name: array for name, array in opened(request.arrays).items() if not name.startswith(f"{head}.")}
-            added_to = np.frombuffer(" ".join(request.cohort).encode(), np.uint8)
+            added_to = np.frombuffer(repr(list(request.cohort)).encode(), np.uint8)  # names have spaces
             about = digest({**encoder, "clip": np.array(request.clip), "cohort": added_to})
             made_by = np.frombuffer(about.encode(), np.uint8)
             kept, charged = self.state.at(KEPT, request.run, ONCE), STATISTICS in budget.charged(request.run)

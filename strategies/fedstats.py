@@ -113,11 +113,6 @@ class FedStats(Parallel):
 
     def trainers(self, exchange: int) -> list[Member]:
         """Ask those whose sums are not there yet; of sums under masks, all at once."""
-        if self.cohort and not self.held:
-            raise RunError(
-                "sums are made once, to be added to those of the same institutions; one left before they were read; "
-                f"{self.recorder.failures_line()}: resume the run when it is back, or begin a new run"
-            )
         if self.held and self.settings.masked:
             return []
         return [member for member in self.members if member.name not in self.held]
@@ -129,6 +124,13 @@ class FedStats(Parallel):
     def train_request(self, exchange: int, arrays: Weights) -> Summarise:
         """Send θ, whose features are summed."""
         return Summarise(server_round=exchange, arrays=arrays, run=self.settings.run, clip=self.config.clip)
+
+    def lose(self, lost: Sequence[str]) -> None:
+        """Stop: the others' sums are made for all of these institutions, and there are no other sums."""
+        raise RunError(
+            f"sums are made once, for those of {', '.join(self.cohort)}; {', '.join(lost)} did not answer; "
+            f"{self.recorder.failures_line()}: resume the run when these are there, and nobody else, or begin a new run"
+        )
 
     def combine(self, answers: Sequence[Trained]) -> StateDict:
         """Add the sums to those before; return θ with the head that they make."""

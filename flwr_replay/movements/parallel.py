@@ -35,7 +35,7 @@ class Parallel(AtOnce):
     sent: StateDict  # the global weights of this exchange, as sent to all
     exchange: int
     cohort: Sequence[str] = ()  # whose answers this exchange sums, where some may be missing
-    away: frozenset[str] = frozenset()  # who has left such an exchange without an answer
+    away: frozenset[int] = frozenset()  # nodes that have left such an exchange without an answer
 
     @abstractmethod
     def train_request(self, exchange: int, arrays: Weights) -> Request:
@@ -75,7 +75,8 @@ class Parallel(AtOnce):
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """One exchange with every institution in every round in which it trains."""
         leaves = blank_masked(arrays) if self.settings.masked else arrays
-        request, answer, times = self.train_request(0, arrays), self.answer.empty(leaves), self.trainings(num_rounds)
+        answer, times = self.answer.empty(leaves), self.trainings(num_rounds)
+        request = self.asking(0, arrays, self.members)
         if self.settings.masked:
             answer = replace(answer, train_loss=None)  # it would give the gradient
         return [(member, request, answer, times[member.name]) for member in self.members if times[member.name]]
@@ -84,19 +85,26 @@ class Parallel(AtOnce):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Send the same request to all that train."""
-        self.sent, self.exchange = opened(arrays), server_round
-        request, trainers = self.train_request(server_round, arrays), self.trainers(server_round)
-        if trainers and (plan := self.settings.privacy) and plan.dropouts:
-            self.away &= {member.name for member in trainers}  # who has gone is asked again when it is back
-            trainers = [member for member in trainers if member.name not in self.away]
+        self.sent, self.exchange, self.cohort = opened(arrays), server_round, ()
+        trainers = self.trainers(server_round)
+        if (plan := self.settings.privacy) and plan.dropouts and (trainers or not len(self.members)):
+            self.away &= {member.node_id for member in trainers}  # who has gone is asked again when it is back
+            trainers = [member for member in trainers if member.node_id not in self.away]
             self.cohort = [member.name for member in trainers]
             if len(trainers) < (least := plan.institutions - plan.dropouts):
                 raise RunError(
                     f"with privacy.dropouts={plan.dropouts} a sum needs {least} institutions; exchange {server_round} "
                     f"has {len(trainers)}; {self.recorder.failures_line()}: resume the run when more are there"
                 )
-            request = replace(request, cohort=self.cohort)  # type: ignore[call-arg]
+        request = self.asking(server_round, arrays, trainers)
         return (self.message(member, request, config) for member in trainers)
+
+    def asking(self, exchange: int, arrays: Weights, members: Iterable[Member]) -> Request:
+        """Return the request to train to all of these; where some may be missing, it names them."""
+        request = self.train_request(exchange, arrays)
+        if (plan := self.settings.privacy) and plan.dropouts:
+            request = replace(request, cohort=[member.name for member in members])  # type: ignore[call-arg]
+        return request
 
     def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
         """Return the global weights, or those that the institution has trained in this exchange."""
@@ -115,11 +123,7 @@ class Parallel(AtOnce):
         self.returned = {name: array_record(a.arrays) for name, a in by_name.items()} if keeps else {}
         self.count_missed()
         if lost := [name for name in self.cohort if name not in by_name]:
-            self.away |= {*lost}
-            self.recorder.log(
-                f"no sum can be read in exchange {server_round}, which {', '.join(lost)} did not answer; the next sums "
-                "are without them, until they have gone and are back"
-            )
+            self.lose(lost)
         if lost or not answers:
             return None, None
         self.recorder.saw(sum(answer.examples_seen for answer in answers))
@@ -129,6 +133,29 @@ class Parallel(AtOnce):
         if self.settings.masked:
             answers = [self.unmasked(answers)]
         return array_record(self.combine(answers)), MetricRecord(metrics)
+
+    def lose(self, lost: Sequence[str]) -> None:
+        """Go on without those whose answers lack in a sum, which nobody can read.
+
+        In an exchange that was begun before the run was resumed nobody is to blame: who has answered it adds to no sum
+        of others.
+        """
+        line = f"no sum can be read in exchange {self.exchange}, which {', '.join(lost)} did not answer; "
+        if self.repeated:
+            line += "it was begun before the run was resumed, and the next sums are of all that are there"
+        else:
+            self.away |= {member.node_id for member in self.members.known if member.name in lost}
+            line += "the next sums are without them, until they have gone and are back"
+        self.recorder.log(line)
+
+    @property
+    def repeated(self) -> bool:
+        """Whether this exchange was begun before the run was resumed, perhaps by others than now."""
+        return bool(self.cohort) and self.exchange <= self.recorder.begun
+
+    def stops_without_answers(self) -> bool:
+        """Stop as all do, but not in an exchange that others have begun: it can never be repeated."""
+        return super().stops_without_answers() and not self.repeated
 
     def unmasked(self, answers: Sequence[Trained]) -> Trained:
         """Return the mean of answers that came under masks, as one answer with the examples of all.

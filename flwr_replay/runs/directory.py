@@ -381,6 +381,7 @@ class RunDirectory(Recorder):
         self.history = [(at, own.pop(""), own) for at, own in rounds.items()]
         self.forgetting.rewind(exchange)
         self.traffic = Traffic(ledger_lines(self.path, FORMS[LEDGER]))
+        self.begun = self.traffic.begun
         self.failures = self._lines("failures")
         for failure in self.failures:
             self.characters[failure["institution"]] += len(failure["reason"])

@@ -68,17 +68,17 @@ def refuse_unsaid_nodes(grid: Grid, nodes: int) -> None:
         )
 
 
-def wait_for_nodes(grid: Grid, number: int, seconds: float, say: Callable[[str], None], missing: int = 0) -> None:
+def wait_for_nodes(grid: Grid, number: int, seconds: float, say: Callable[[str], None], missing: int = 0) -> bool:
     """Wait until so many nodes have joined, and in the end for all but those that may be missing.
 
-    `say` is told from time to time how many have.
+    `say` is told from time to time how many have. Returned is whether all have.
     """
     begun, due = time.monotonic(), 0.0
     deadline = begun + seconds
     while (joined := len(set(grid.get_node_ids()))) < number:
         if time.monotonic() >= deadline:
             if joined >= (minimum := number - missing):
-                return
+                return False
             raise RunError(
                 f"this run needs at least {minimum} institutions; {joined} joined within {seconds:g} s: "
                 "start more SuperNodes (a simulation: --federation-config num-supernodes=N) or lower nodes"
@@ -87,6 +87,7 @@ def wait_for_nodes(grid: Grid, number: int, seconds: float, say: Callable[[str],
             say(f"waiting for institutions to join: {joined} of {number}, {waited / 60:.0f} min")
             due = max(SILENCE, 2 * due)
         time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
+    return True
 
 
 def ask(

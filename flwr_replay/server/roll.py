@@ -80,12 +80,12 @@ class Roll:
 
         A node that was killed counts as joined until Flower misses it, a minute later. Then it is waited for once more.
         """
-        wait = self.settings.wait
-        plan = self.settings.privacy
-        wait_for_nodes(grid, self.nodes, wait, self.recorder.log, plan.dropouts if plan else 0)
+        wait, plan = self.settings.wait, self.settings.privacy
+        joined = wait_for_nodes(grid, self.nodes, wait, self.recorder.log, plan.dropouts if plan else 0)
         self.call(grid, 0)
         called, pause = time.monotonic(), 0.5
-        if self.lacks():
+        wait = wait if joined else 0.0  # it has passed
+        if self.lacks() and wait:
             self.recorder.log(f"waiting for who has gone to come back, up to wait={wait:g} s")
         while self.lacks() and (waited := time.monotonic() - called) < wait:
             time.sleep(min(pause, wait - waited))

@@ -74,7 +74,9 @@ class Traffic:
 
     def __init__(self, entries: Iterable[dict[str, Any]] = ()) -> None:
         self.by_kind: dict[str, dict[str, int]] = {"up": {}, "down": {}}
+        self.begun = 0  # the last exchange of these entries
         for entry in entries:
+            self.begun = max(self.begun, entry["round"])
             self.add(entry["direction"], entry["kind"], entry["bytes"])
             if "raw-bytes" in entry:
                 self.add(entry["direction"], RAW, entry["raw-bytes"])

@@ -43,7 +43,7 @@ MASKS = ["task=isbi2012", "task.size=16", "task.classes=1", "model=unet"]
         ([*END_TO_END, "forgetting=true"], "does not cover metrics on training examples", "leave forgetting out"),
         (["dp=generater"], "must be one of none, generator, prior", "did you mean generator"),
         (["dp=generator+clasifier"], "got 'clasifier'", "did you mean classifier"),
-        (["noise=hidden"], "must be one of secret, seeded", "choose one"),
+        (["noise=hidden"], "must be one of secret, shared, seeded", "choose one"),
         ([VQVAE2, "replay.ratio=0"], "replay.ratio lies in (0, 100]; got 0", "lies in"),
         ([VQVAE2, "replay.codes=other"], "must be one of paper, last-pass, stale; got 'other'", "choose one"),
         (["replay=vqvae"], "unknown replay 'vqvae'", "did you mean vqvae2"),
