@@ -85,7 +85,7 @@ class Roll:
         self.call(grid, 0)
         called, pause = time.monotonic(), 0.5
         wait = wait if joined else 0.0  # it has passed
-        if self.lacks() and wait:
+        if self.lacks() and joined:
             self.recorder.log(f"waiting for who has gone to come back, up to wait={wait:g} s")
         while self.lacks() and (waited := time.monotonic() - called) < wait:
             time.sleep(min(pause, wait - waited))
