@@ -28,7 +28,7 @@ def noise_of(plan: PrivacyPlan, examples: int, share: float = 1.0) -> list[dict[
     if plan.local:
         release = plan.local.cost(config.delta_for(examples))
         local = {"mechanism": LATENTS, "sigma": release.sigma, "clip": config.latent_clip}
-        return [{**local, "label-epsilon": config.label_epsilon}]
+        return [{**local, "label-epsilon": config.label_epsilon, "examples": examples}]
     noise: list[dict[str, Any]] = []
     for passes in (passes.in_share(share) for passes in plan.passes):
         cost = plan.cost(passes.mechanism, examples, passes.epochs)

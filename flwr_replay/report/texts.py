@@ -22,7 +22,6 @@ __all__ = ["as_csv", "as_latex", "findings", "lines_of", "notes", "of_methods", 
 
 JUDGED_BY = "Rounds are judged by "
 JUDGED = f" (?={JUDGED_BY})"  # where a method's own note ends, and what holds for all begins
-DELTAS = ("delta=", "privacy.delta=")
 SHOWN = ("mean", "sd", "worst-institution", "bytes-up", "bytes-down", "examples-seen", "seconds")
 SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--"}
 SPECIAL |= {sign: f"\\{sign}" for sign in "&%$#_{}"}
@@ -108,6 +107,19 @@ def _skews(report: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _delta_of_all(result: Mapping[str, Any]) -> bool:
+    """Say whether an institution's delta is one over its number of examples, as it is where none was chosen.
+
+    >>> [_delta_of_all({"noise": {"a": [{"examples": 9}]}, "privacy": {"a": {"delta": d}}}) for d in (1 / 9, 1e-5)]
+    [True, False]
+    """
+    noise = result.get("noise", {})  # older versions wrote none
+    examples = {name: entry.get("examples", 0) for name, entries in noise.items() for entry in entries[:1]}
+    return any(
+        account and account["delta"] * examples.get(name, 0) > 0.999 for name, account in result["privacy"].items()
+    )
+
+
 def _claims(report: Mapping[str, Any]) -> list[str]:
     """Return each privacy claim of runs with differential privacy, with the methods that it holds for, and on delta."""
     labels_by_claim: dict[str, list[str]] = {}
@@ -117,7 +129,7 @@ def _claims(report: Mapping[str, Any]) -> list[str]:
         results = [cell["result"] for cell in cells if "result" in cell]
         if any(account for result in results for account in result.get("privacy", {}).values()):
             labels_by_claim.setdefault(results[0]["privacy-claim"], []).append(label)
-            chosen &= any(option.startswith(DELTAS) for option in [*report["options"], *cells[0]["options"]])
+            chosen &= not any(map(_delta_of_all, results))
     lines = [f"{', '.join(labels)}: {claim}" for claim, labels in labels_by_claim.items()]
     labels_by_noise: dict[str, list[str]] = {}
     for label, how in report.get("noise", {}).items():  # older versions wrote none, or text
