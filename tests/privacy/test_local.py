@@ -195,6 +195,7 @@ def test_the_noise_that_a_run_states_is_that_of_its_latents_and_counts():
         "sigma": plan.local.cost(1e-4).sigma,
         "clip": 2.0,
         "label-epsilon": 1.0,
+        "examples": 300,
     }
     assert shown_noise([one]) == (
         f"latents: sigma {one['sigma']:.3g}, clip C 2, noise 2 C sigma; labels: randomised response, epsilon 1"
