@@ -126,10 +126,11 @@ class FedStats(Parallel):
         return Summarise(server_round=exchange, arrays=arrays, run=self.settings.run, clip=self.config.clip)
 
     def lose(self, lost: Sequence[str]) -> None:
-        """Stop: the others' sums are made for all of these institutions, and there are no other sums."""
+        """Stop: the others' sums are made for just these institutions, and nobody makes others."""
         raise RunError(
-            f"sums are made once, for those of {', '.join(self.cohort)}; {', '.join(lost)} did not answer; "
-            f"{self.recorder.failures_line()}: resume the run when these are there, and nobody else, or begin a new run"
+            f"sums are made once, to be added to those of the same institutions; {', '.join(lost)} did not answer; "
+            f"{self.recorder.failures_line()}: resume the run when all that were asked at first are there, and nobody "
+            "else, or begin a new run"
         )
 
     def combine(self, answers: Sequence[Trained]) -> StateDict:

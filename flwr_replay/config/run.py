@@ -164,7 +164,8 @@ class RunConfig:
         require(
             helping + missing <= self.nodes - 2 and missing <= self.nodes - 3,
             "a sum needs three institutions, two of which add their share and help nobody; got "
-            f"nodes={self.nodes}, privacy.colluders={helping} and privacy.dropouts={missing}: choose fewer of these",
+            f"nodes={self.nodes}, privacy.colluders={helping} and privacy.dropouts={missing}: choose fewer of the "
+            "latter two, or more nodes",
         )
 
     @property

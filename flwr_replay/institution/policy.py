@@ -17,9 +17,11 @@ The policy is a YAML file in the institution's hands:
                                               # still be inverted, exactly where a layer is wider than its input
     max-upload-mb: 64                         # the largest message that may leave, in 10^6 bytes
     max-epsilon: 8                            # all that depends on training examples must be differentially private,
-                                              # with at most this epsilon in a run. The run then needs dp=end-to-end and
-                                              # a budget within it. Metrics of tests are not covered: see
-                                              # `metrics`. Several runs add up; their sum has no limit
+                                              # with at most this epsilon in a run. The run then needs dp=end-to-end, or
+                                              # dp=statistics or gradient of a classification, and a budget within
+                                              # it; with noise=shared it is that of the sum. Metrics of tests are
+                                              # not covered: see `metrics`. Several runs add up; their sum has no
+                                              # limit
     max-delta: 1.0e-5                         # the largest delta; choose it far below one over the number of examples.
                                               # Default: 1e-5 where an epsilon has a limit, which says nothing without
     max-local-epsilon: 20                     # rows of single patients leave with dp=latents only, and all runs in this

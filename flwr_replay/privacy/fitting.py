@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from flwr_replay.config.model import ModelConfig
+from flwr_replay.config.privacy import ON_SUMS
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.data.datasets import MIXES_PATIENTS
@@ -51,6 +52,11 @@ def check_fit(config: RunConfig, wanted: Container[str]) -> None:
         not config.task.balanced,
         "task.balanced=true leaves patients out until both classes are equally frequent, so adding one patient may "
         "change which others are used: choose dp=none or balanced=false",
+    )
+    require(
+        config.replay.name == "none" or not any(name in wanted for name in ON_SUMS),
+        f"noise on sums covers an institution's own examples, and no replayed ones; got replay={config.replay.name}: "
+        "choose replay=none",
     )
     if config.draws_images:
         _check_drawing(config, wanted)
@@ -119,7 +125,7 @@ def _check_replay(config: RunConfig, wanted: Container[str]) -> None:
         f"dp=prior needs a prior; got replay={replay}: choose replay=pixelcnn",
     )
     require(
-        not any(name in wanted for name in ("classifier", "gradient")) or replay == "none" or "prior" in wanted,
+        "classifier" not in wanted or replay == "none" or "prior" in wanted,
         "a classifier that also learns replays of the same patients, made without noise, has no epsilon; got "
         f"replay={replay}: choose replay=none or dp=end-to-end",
     )

@@ -1,26 +1,41 @@
 """A policy's max-epsilon and sums with noise: the whole of what leaves is covered, or it is refused."""
 
+import math
+
+import numpy as np
 import pytest
 from harness import write_shards
-from hostile_server import HostileServer, refusal, weights
+from hostile_server import HostileServer, metrics, refusal, weights
+from sealed_runs import pinned
 
-from flwr_replay.payloads.common import RollCall
+from flwr_replay.config.compose import compose
+from flwr_replay.errors import ConfigError
+from flwr_replay.payloads.common import Evaluate, RollCall
 from flwr_replay.payloads.fedsgd import Differentiate
+from flwr_replay.payloads.fedstats import Summarise
+from flwr_replay.privacy.plan import PrivacyPlan
+from flwr_replay.wire.records import config_in
 
 POLICY = "max-epsilon: 2\nmax-delta: 0.001\n"
-JOB = ["task=medmnist", "split=test", "task.size=8", "classes=3", "model=mlp", "model.width=6", "device=cpu"]
-JOB += ["strategy=fedsgd", "dp=gradient", "delta=0.001"]
+DATA = ["task=medmnist", "split=test", "task.size=8", "classes=3", "model=mlp", "model.width=6", "device=cpu"]
+JOB = [*DATA, "strategy=fedsgd", "dp=gradient", "delta=0.001"]
+SUMS = [*DATA, "strategy=fedstats", "dp=statistics", "delta=0.001", "privacy.target-epsilon=2"]
+SHARED = ["nodes=4", "masked=true", "noise=shared", "privacy.dropouts=1", "privacy.colluders=0"]
+SAME = {"proof", "pins"}  # of keys, not of data
 
 
-def reply_to(folder, *options):
-    write_shards(folder, {"a": 40})
-    server = HostileServer(folder, *JOB, *options, policy=POLICY)
+def reply_to(folder, *options, **own):
+    write_shards(folder, dict.fromkeys("abcd", 40))
+    server = HostileServer(folder, *JOB, *options, policy=POLICY, **own)
     called = server.send(RollCall(strategy="fedsgd", run="r", stages=["differentiate", "evaluate"]))
-    return called, server.send(Differentiate(arrays=server.weights, run="r", server_round=1))
+    asked = {"total": 160, "cohort": ["a", "b", "c"]} if server.config.masked else {}
+    return called, server.send(Differentiate(arrays=server.weights, run="r", server_round=1, **asked))
 
 
-def test_a_budget_within_it_is_accepted(tmp_path):
-    called, answered = reply_to(tmp_path, "privacy.target-epsilon=2")
+@pytest.mark.parametrize("noise", [[], SHARED], ids=["each", "shared"])
+def test_a_budget_within_it_is_accepted(tmp_path, noise):
+    own = pinned(tmp_path, "abcd")["a"] if noise else {}
+    called, answered = reply_to(tmp_path, "privacy.target-epsilon=2", *noise, **own)
     assert not refusal(called)
     assert not refusal(answered)
     assert weights(answered)
@@ -28,10 +43,85 @@ def test_a_budget_within_it_is_accepted(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [["privacy.target-epsilon=2.1"], ["privacy.sigma=5"], ["privacy.target-epsilon=2", "forgetting=true"]],
-    ids=["too large", "no budget", "training examples are tested"],
+    [
+        ["privacy.target-epsilon=2.1"],
+        ["privacy.sigma=5"],
+        ["privacy.target-epsilon=2", "forgetting=true"],
+        ["privacy.target-epsilon=2", "external=true"],
+        ["privacy.target-epsilon=2", "noise=seeded"],
+        ["privacy.target-epsilon=2", "task.kind=regression", "classes=1"],
+        ["dp=none"],
+    ],
+    ids=["large", "no budget", "training is tested", "others' classes", "no secret", "sums of labels", "no noise"],
 )
 def test_anything_else_is_refused_before_anything_leaves(tmp_path, options):
     for reply in reply_to(tmp_path, *options):
         assert "policy asks for epsilon <= 2" in refusal(reply)
         assert not weights(reply)
+
+
+@pytest.mark.parametrize("task", ["digits", "diabetes", "boneage", "isbi2012", "brats", "retina", "isic"])
+def test_regressions_and_segmentations_are_never_whole(task):
+    config = compose([f"task={task}", "strategy=fedsgd", "dp=gradient"])
+    assert config.end_to_end == (config.task.kind == "classification")
+    assert config.end_to_end == PrivacyPlan.of(config).end_to_end
+
+
+@pytest.mark.parametrize("replay", ["buffer", "vqvae2", "pixelcnn"])
+def test_replays_beside_sums_are_refused_before_anything_is_claimed(replay):
+    config = compose([*JOB, f"replay={replay}"])
+    with pytest.raises(ConfigError, match=f"own examples, and no replayed ones; got replay={replay}: choose"):
+        PrivacyPlan.of(config)
+
+
+# --- what depends on training examples --------------------------------------------------------------------------------
+
+
+def other_data(folder):
+    """Give hospital a other training images: all of one class, which no class of the run is, and flat."""
+    with np.load(folder / "a.npz") as file:
+        arrays = dict(file)
+    arrays["train_images"] = np.full_like(arrays["train_images"], 255)
+    arrays["train_images"][::2] = 0
+    arrays["train_labels"] = np.full_like(arrays["train_labels"], 200)
+    np.savez(folder / "a.npz", **arrays)
+
+
+def everything(folder, options, asked, own):
+    """Return all but noisy arrays that a hospital sends to a server that asks for what it likes."""
+    server = HostileServer(folder, *options, policy=POLICY, **own)
+    large = {name: (1e5 * of).astype(of.dtype) for name, of in server.weights.items()}
+    none = {name: np.full_like(of, np.nan) for name, of in server.weights.items()}
+    [stage] = {"fedsgd": ["differentiate"], "fedstats": ["summarise"]}[server.config.strategy.name]
+    kind, clip = (Differentiate, {}) if stage == "differentiate" else (Summarise, {"clip": 10.0})
+    messages = [RollCall(strategy=server.config.strategy.name, run="r", stages=[stage, "evaluate"])]
+    for at, theta in enumerate([server.weights, large, none, server.weights, server.weights], 1):
+        messages.append(kind(arrays=theta, run="r", server_round=at, **clip, **asked))
+    messages += [messages[2], kind(arrays=server.weights, run="other", server_round=1, **clip, **asked)]
+    for split in ("test", "validation", "train", "external"):
+        messages.append(Evaluate(arrays=server.weights, run="r", server_round=9, split=split))
+    told = []
+    for reply in map(server.send, messages):
+        assert not reply.has_error()
+        shapes = {name: (array.shape, array.dtype) for name, array in weights(reply).items()}
+        notes = {name: value for name, value in config_in(reply.content).items() if name not in SAME}
+        told.append((shapes, metrics(reply), notes))
+    return told
+
+
+@pytest.mark.parametrize("noise", [[], SHARED], ids=["each", "shared"])
+@pytest.mark.parametrize("options", [[*JOB, "privacy.target-epsilon=2", "rounds=4"], SUMS], ids=["sgd", "stats"])
+def test_nothing_beside_the_noisy_sums_depends_on_training_examples(tmp_path, noise, options):
+    """Neither a count, nor an epsilon, nor a line of refusal differs between data that have nothing in common."""
+    told, asked = [], {"total": 160, "cohort": ["a", "b", "c"]} if noise else {}
+    for name in ("one", "other"):
+        folder = tmp_path / name
+        folder.mkdir()
+        write_shards(folder, dict.fromkeys("abcd", 40))
+        if name == "other":
+            other_data(folder)
+        told.append(everything(folder, [*options, *noise], asked, pinned(folder, "abcd")["a"] if noise else {}))
+    assert repr(told[0]) == repr(told[1])
+    assert sum(bool(shapes) for shapes, _, _ in told[0]) >= 3
+    assert sum("failure" in notes for _, _, notes in told[0]) >= 4
+    assert all(math.isfinite(of.get("epsilon", 0)) and of.get("epsilon", 0) <= 2 for _, of, _ in told[0])
