@@ -117,7 +117,7 @@ def test_the_configuration_gives_limit_delta_and_noise():
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"noise": "none"}, r"privacy\.noise must be one of secret, seeded"),
+        ({"noise": "none"}, r"privacy\.noise must be one of secret, shared, seeded"),
         ({"sigma": -1}, r"privacy\.sigma"),
         ({"clip": 0}, r"privacy\.clip"),
         ({"epsilon": float("nan")}, r"privacy\.epsilon"),
