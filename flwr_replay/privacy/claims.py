@@ -30,7 +30,7 @@ def sentence(plan: PrivacyPlan, stages: Mapping[str, type[Payload]]) -> str:
     one = ONE_PATIENT if sums else ONE_EXAMPLE
     if plan.institutions:
         one += f" It is that of the sum of {plan.institutions} institutions, {plan.trust}. If masks are broken, the "
-        one += "larger one counts that each institution's own messages have."
+        one += "larger epsilon counts, that of each institution's own messages."
     named = [*plan.mechanisms, *(["label counts"] if plan.counted else [])]
     covered = " and ".join([", ".join(named[:-1]), named[-1]] if named[1:] else named)
     if plan.end_to_end and sums:

@@ -141,14 +141,17 @@ def ran(folder, options, **script):
     return run(folder, ["rounds=4", "evaluate_every=4", *options], nodes, **script)
 
 
-def test_a_run_goes_on_without_who_fails_and_pays_for_the_sum_that_was_lost(folder):
-    done = ran(folder, GRADIENT, failing=[("differentiate", "d", 2)])
+@pytest.mark.parametrize(("how", "of_d"), [("failing", 1), ("losing", 2)])
+def test_a_run_goes_on_without_who_fails_or_is_late_and_pays_for_the_sum_that_was_lost(folder, how, of_d):
+    done = ran(folder, GRADIENT, **{how: [("differentiate", "d", 2)]})
     asked = {
         at: [name for stage, name, n in done.grid.asked if (stage, n) == ("differentiate", at)] for at in range(1, 5)
     }
     assert {at: "".join(names) for at, names in asked.items()} == {1: "abcd", 2: "abcd", 3: "abc", 4: "abc"}
-    assert [len(done.charges(name)) for name in NAMES] == [4, 4, 4, 1]
+    assert [len(done.charges(name)) for name in NAMES] == [4, 4, 4, of_d]
     assert len(done.result["failures"]) == 1
+    stated = {name: of["epsilon"] for name, of in done.result["privacy"].items()}
+    assert stated["a"] == stated["b"] == stated["c"] > stated["d"] > 0
 
 
 def test_with_too_few_a_run_stops_with_a_line(folder):
