@@ -159,6 +159,14 @@ def test_with_too_few_a_run_stops_with_a_line(folder):
         ran(folder, GRADIENT, failing=[("differentiate", "c", 2), ("differentiate", "d", 2)])
 
 
+def test_when_all_have_gone_the_run_stops_and_no_exchange_passes(folder):
+    with pytest.raises(RunError, match="a sum needs 3 institutions; exchange 3 has 0"):
+        ran(folder, GRADIENT, name="gone", there=lambda grid: [] if ("differentiate", "d", 2) in grid.asked else None)
+    forget()
+    done = ran(folder, GRADIENT, resume=str(folder / "runs" / "gone"))
+    assert [len(done.charges(name)) for name in NAMES] == [4] * 4
+
+
 def without_d(grid):
     return [node for node in grid.contexts if grid.name_of(node) != "d"]
 
