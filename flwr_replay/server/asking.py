@@ -36,6 +36,7 @@ EXPIRED = (3, 4)  # Flower's codes for a message or an answer that is missing or
 GONE = 5  # for a node that has gone without a word
 LOST = (*EXPIRED, GONE, 8)  # the last for a ClientApp that was killed
 SIMULATED = ("InMemoryGrid",)  # Flower's grid of a Ray simulation
+ENTERED = 10.0  # seconds after which it has all its nodes
 WORKER_FAILED = 0  # its code for a worker that has failed; over a network anybody can send it
 DEPLOYED = ("GrpcGrid", "HttpGrid")  # Flower's grids of deployments; a simulation's has all nodes from the start
 #: What Ray says where modules of two apps have the same names, and what to do. A module of the folder in which the
@@ -74,6 +75,7 @@ def wait_for_nodes(grid: Grid, number: int, seconds: float, say: Callable[[str],
     `say` is told from time to time how many have. Returned is whether all have.
     """
     begun, due = time.monotonic(), 0.0
+    seconds = min(seconds, ENTERED) if type(grid).__name__ in SIMULATED else seconds
     deadline = begun + seconds
     while (joined := len(set(grid.get_node_ids()))) < number:
         if time.monotonic() >= deadline:

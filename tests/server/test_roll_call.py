@@ -17,7 +17,7 @@ from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.errors import RunError
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.execute import execute
-from flwr_replay.server import roll
+from flwr_replay.server import asking, roll
 
 JOB = ["partition=iid", "partition.size=64", "model=mlp", "model.width=8", "rounds=2", "device=cpu"]
 FEDREPLAY = ["strategy=fedreplay", "cut=hidden1", "encoder=random"]
@@ -227,3 +227,10 @@ def test_too_few_institutions_end_the_run_with_one_line(tmp_path):
     few = "this run needs at least 4 institutions; 2 joined within 0.1 s: start more SuperNodes"
     with pytest.raises(RunError, match=few):
         run(tmp_path, "strategy=cwt", "nodes=4", "wait=0.1", there=lambda grid: [2, 3])
+
+
+def test_a_simulation_that_has_too_few_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(asking, "SIMULATED", ("Grid",))
+    monkeypatch.setattr(asking, "ENTERED", 0.1)
+    with pytest.raises(RunError, match="2 joined within 0.1 s: .* num-supernodes=N"):
+        run(tmp_path, "strategy=cwt", "nodes=4", "wait=60", there=lambda grid: [2, 3])
