@@ -18,7 +18,7 @@ of all institutions has this noise once (`flwr_replay.privacy.shares`).
 Deviations: The step is that of the configured optimizer, whose momentum the server keeps; training.momentum=0 is
 McMahan's SGD. C is the option fraction. A round has one step, so FedSGD needs many more rounds than FedAvg. An
 institution sums its gradient over blocks of up to 256 examples. Batch norm normalises over a block, and its running
-statistics are averaged.
+statistics are averaged. With lr_by_noise the rate is bounded by the noise.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class FedSGD(Parallel):
     @cached_property
     def fastest(self) -> float:
         """The largest rate: with n examples of all, T rounds, and noise σ in a sum, c n √T / σ with c `lr_by_noise`."""
-        plan, n = self.settings.privacy, sum(member.num_examples for member in self.members)
+        plan, n = self.settings.privacy, sum(member.num_examples for member in self.members.known)
         if not (plan and self.noise and self.config.lr_by_noise):
             return inf
         return self.config.lr_by_noise * n * sqrt(plan.passes[0].epochs) / self.noise

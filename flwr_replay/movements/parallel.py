@@ -57,20 +57,18 @@ class Parallel(AtOnce):
         plan = self.settings.privacy
         if not plan or not {*plan.mechanisms} <= {*ON_SUMS}:
             return 0.0
-        return sqrt(sum(plan.share(plan.mechanisms[0], member.num_examples) ** 2 for member in self.members))
+        return sqrt(sum(plan.share(plan.mechanisms[0], member.num_examples) ** 2 for member in self.members.known))
 
     def begin_run(self) -> None:
         """Say how large a sum's noise will be beside the sum, before anything leaves."""
         plan = self.settings.privacy
         if not plan or not self.noise or self.settings.model is None:
             return
-        most = sum(member.num_examples for member in self.members)
-        norm = self.noise * sqrt(self.numbers)
+        most, norm = sum(member.num_examples for member in self.members.known), self.noise * sqrt(self.numbers)
         line = f"the noise of a sum has norm {norm:,.3g}, and {most:,} examples add at most {most:,}"
-        self.recorder.log(
-            line
-            + (": little can be learnt; choose a larger epsilon" if norm > most * sqrt(plan.passes[0].epochs) else "")
-        )
+        if norm > most * sqrt(plan.passes[0].epochs):
+            line += ": little can be learnt; choose a larger epsilon"
+        self.recorder.log(line)
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """One exchange with every institution in every round in which it trains."""

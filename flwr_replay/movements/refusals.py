@@ -32,12 +32,14 @@ def refuse_options(method: Any, settings: Settings) -> None:
     wanted = settings.privacy.mechanisms if settings.privacy else ()
     if settings.privacy:
         settings.privacy.check_method(name, traits.dp_mechanisms)
-    if settings.model is not None and {"classifier", "encoder", "proxy", "gradient"} & set(wanted):
-        refuse_mixing(settings.model(0))
-    if settings.model is not None and settings.privacy and settings.privacy.institutions:
-        settings.privacy.check_room(sum(tensor.numel() for tensor in settings.model(0).state_dict().values()))
-    if settings.model is not None:
-        refuse_single_batches(settings.model(0), settings.training.batch_size, settings.training.batch_size)
+    if settings.model is None:
+        return
+    model, batch_size = settings.model(0), settings.training.batch_size
+    if {"classifier", "encoder", "proxy", "gradient"} & set(wanted):
+        refuse_mixing(model)
+    if settings.privacy and settings.privacy.institutions:
+        settings.privacy.check_room(sum(tensor.numel() for tensor in model.state_dict().values()))
+    refuse_single_batches(model, batch_size, batch_size)
 
 
 def refuse_fraction(method: Any, settings: Settings) -> None:
