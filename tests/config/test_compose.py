@@ -276,7 +276,7 @@ def test_so_does_that_of_every_preset(preset, task, tmp_path):
     """Options that a preset has for one method only must not come back from another preset's."""
     chosen = [] if task == "default" else ["task=mine:load" if task == "own" else f"task={task}"]
     methods = 0
-    for strategy in ("proxyfl", "fml", "fedavg"):  # presets have options of their own for these
+    for strategy in ("proxyfl", "fml", "fedavg", "fedsgd", "fedstats"):  # presets have options of their own for these
         try:
             config = compose([f"preset={preset}", *chosen, f"strategy={strategy}"])
         except ConfigError:  # a method that does not fit the task
