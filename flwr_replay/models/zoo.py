@@ -124,11 +124,13 @@ def _trained(model: ModelConfig, task: TaskConfig, seed: int) -> OrderedDict[str
     return OrderedDict((name, built.get_submodule(name)) for name in names)
 
 
-@remembered(maxsize=2)  # all models of a process share its weights: nothing in it changes
 def encoder_of(model: ModelConfig, task: TaskConfig) -> Frozen | None:
     """Return the stages that do not train, with the same weights whatever a model's seed; None if all train."""
-    if model.train == "all":
-        return None
+    return None if model.train == "all" else _encoder(model, task)
+
+
+@remembered(maxsize=2)  # all models of a process share its weights: nothing in it changes
+def _encoder(model: ModelConfig, task: TaskConfig) -> Frozen | None:
     built = _whole(model, task, 0)
     stages = OrderedDict((name, built.get_submodule(name)) for name in frozen_stages(built.stages, model.train))
     image = torch.zeros(1, task.channels, task.size, task.size)
