@@ -4,7 +4,8 @@ Source: Genest and Zidek 1986 (doi 10.1214/ss/1177013825), section 3; a product 
 
     log p(y | x) = a log f(y | x) + b log h(y | x) + constant
 
-A model that is unsure about an example leaves it to the other. With b = 0 it is f's answer.
+A model that is unsure about an example leaves it to the other. With b = 0 it is f's answer, with a = 0 it is h's.
+Cross-entropy rewards doubt, so the least one alone can have fewer right answers than one half has by itself.
 
 Legend: N examples, C classes.
 """
@@ -22,7 +23,7 @@ from flwr_replay.models.layers import as_input
 
 __all__ = ["Pool", "weights_of"]
 
-OWN = (1.0, 0.5, 0.25, 0.1)  # candidates for a: networks that were trained to the end are too sure of themselves
+OWN = (1.0, 0.5, 0.25, 0.1, 0.0)  # candidates for a: networks that were trained to the end are too sure of themselves
 OTHERS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)  # candidates for b
 
 
@@ -40,9 +41,9 @@ class Pool(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (B, C)."""
-        a, b = self.weights
-        logits: Tensor = a * self.own(x)  # logits and log-probabilities differ by a constant for each example
-        return logits + b * self.other(x) if b else logits
+        halves = zip(self.weights, (self.own, self.other), strict=True)
+        logits: list[Tensor] = [weight * model(x) for weight, model in halves if weight]
+        return torch.stack(logits).sum(0)  # logits and log-probabilities differ by a constant for each example
 
 
 def _logits(model: nn.Module, x: Tensor) -> Tensor:
@@ -52,14 +53,17 @@ def _logits(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def weights_of(f_NC: Tensor, h_NC: Tensor, y_N: Tensor) -> tuple[float, float]:
-    """Choose a and b by the least mean cross-entropy of the pool of logits; of equals the first, which listens least.
+    """Choose a and b by the least mean cross-entropy of those pools that are right as often as the better half.
 
-    Logits are (N, C), labels (N,) int64.
+    Of equals the first, which listens least. Logits are (N, C), labels (N,) int64.
 
     >>> sure, wrong = torch.tensor([[9.0, 0.0], [0.0, 9.0]]), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
     >>> weights_of(sure, wrong, torch.tensor([0, 1]))
     (1.0, 0.0)
     """
-    candidates = [(a, b) for b in OTHERS for a in OWN]
-    losses = torch.stack([functional.cross_entropy(a * f_NC + b * h_NC, y_N) for a, b in candidates])
-    return candidates[int(losses.argmin())]
+    candidates = [(a, b) for b in OTHERS for a in OWN if a or b]
+    pools = [a * f_NC + b * h_NC for a, b in candidates]
+    right = torch.stack([(pool.argmax(1) == y_N).sum() for pool in pools])
+    least = max(right[candidates.index(half)] for half in ((1.0, 0.0), (0.0, 1.0)))
+    losses = torch.stack([functional.cross_entropy(pool, y_N) for pool in pools])
+    return candidates[int(losses.masked_fill(right < least, torch.inf).argmin())]
