@@ -175,7 +175,7 @@ class FedER(Relay):
         for fresh in settings.private_models:
             fresh(0)
         require(
-            not (settings.sealed and config.agreement),
+            settings.hiding.readable or not config.agreement,
             "agreement compares models that the server hands to all; got sealed=true: leave one of the two out",
         )
 
@@ -346,7 +346,7 @@ class FedER(Relay):
 
     def models_at_end(self, arrays: StateDict) -> Mapping[str, StateDict]:
         """Return every model, by the institution where it is; those of queues by where they began."""
-        if self.stays or self.settings.sealed:
+        if self.stays or not self.settings.hiding.readable:
             return {}
         return {name: self.models.get(model, self.fresh) for name, model in self.hops.names().items()}
 
@@ -372,7 +372,7 @@ class FedER(Relay):
                 self.turns[turn.institution] = turn
                 request = self.train_request(exchange, members[turn.institution])
                 if isinstance(request, TrainWithBuffers):
-                    fresh = self.settings.sealed and turn.model not in begun  # the institution makes it
+                    fresh = not self.settings.hiding.readable and turn.model not in begun  # the institution makes it
                     request = replace(request, arrays={} if fresh else travelling)
                 begun.add(turn.model)
                 exchanges.append((members[turn.institution], request, answer, 1))

@@ -113,7 +113,7 @@ class FedStats(Parallel):
 
     def trainers(self, exchange: int) -> list[Member]:
         """Ask those whose sums are not there yet; of sums under masks, all at once."""
-        if self.held and self.settings.masked:
+        if self.held and self.settings.hiding.sums_only:
             return []
         return [member for member in self.members if member.name not in self.held]
 

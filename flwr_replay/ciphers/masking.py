@@ -39,7 +39,7 @@ from flwr.app import ArrayRecord, Message
 from flwr.common.logger import log
 from numpy.typing import NDArray
 
-from flwr_replay.ciphers.sealing import Hiding, KeyOwner
+from flwr_replay.ciphers.sealing import Cover, KeyOwner
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RefusedError
 from flwr_replay.files.atomic import write_once
@@ -60,7 +60,7 @@ ASKED, HISTORY = "request", "history"  # beside a masked answer: digests of its 
 OWN = ("continues", "stated", "run")
 
 
-class Masking(Hiding):
+class Masking(Cover):
     """Masks the weights that answer one message of a run; takes the place of `Sealing`.
 
     It needs pinned keys of at least three institutions, its own among them.

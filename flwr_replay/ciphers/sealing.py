@@ -49,7 +49,7 @@ from flwr_replay.wire.records import StateDict, array_record, config_in, metrics
 from flwr_replay.wire.sealed import SEALED_NAME, is_sealed
 from flwr_replay.wire.weights import check_weights, form_of, to_arrays
 
-__all__ = ["Hiding", "Sealing", "check_sealing"]
+__all__ = ["Cover", "Sealing", "check_sealing"]
 
 TESTED, ONE = "evaluate", "train"  # stages: of a test; of training the only model that goes round
 BEGUN = (TESTED, ONE, "train-with-buffers")  # stages in which a model may begin: no weights come then
@@ -60,17 +60,17 @@ TESTS = "tested"  # in a run's folder: the model that was tested last, which the
 def check_sealing(institution: KeyOwner, config: RunConfig, message: Message) -> None:
     """Refuse a run that is neither sealed nor masked where keys are pinned, the reverse, and parcels in plain runs."""
     pinned = institution.read_seal is not None
-    if pinned and not config.pinned:
+    if pinned and not config.hiding.pinned:
         raise RefusedError(
             "this institution has pinned keys, so no server reads its weights alone; the run says sealed=false and "
             "masked=false: nothing leaves; set one of the two"
         )
-    if config.pinned and not pinned:
+    if config.hiding.pinned and not pinned:
         raise RefusedError(
-            f"a {'sealed' if config.sealed else 'masked'} run needs pinned keys; this institution has none: start its "
+            f"a {config.hiding} run needs pinned keys; this institution has none: start its "
             """SuperNode with --node-config '… seal-peers="FILE"', or leave sealed and masked out"""
         )
-    if not config.sealed and message.has_content() and is_sealed(message.content.get("arrays", {})):
+    if config.hiding.readable and message.has_content() and is_sealed(message.content.get("arrays", {})):
         raise RefusedError("arrays come in plain in this run; a sealed parcel came: refused; set sealed=true")
 
 
@@ -84,7 +84,7 @@ class KeyOwner(Owner, Protocol):
         """What seals and opens parcels; None if it seals nothing."""
 
 
-class Hiding:
+class Cover:
     """What stands between the wire and the ClientApp for one message of a run in which keys are pinned."""
 
     def __init__(self, institution: KeyOwner, config: RunConfig, run: str) -> None:
@@ -99,7 +99,7 @@ class Hiding:
         return alone(private_folder(self.store.of_run(self.run) / LOCKED), wait=True)
 
 
-class Sealing(Hiding):
+class Sealing(Cover):
     """Opens and seals one message of a run."""
 
     tested: ArrayRecord | None = None

@@ -9,6 +9,7 @@ from math import inf
 from typing import Any
 
 from flwr_replay.config.catalogue import parts_of
+from flwr_replay.config.hiding import Hiding
 from flwr_replay.config.model import ModelConfig
 from flwr_replay.config.privacy import ON_SUMS, PrivacyConfig
 from flwr_replay.config.sections import (
@@ -193,9 +194,9 @@ class RunConfig:
         return {option.name: getattr(self, option.name) for option in fields(self)}
 
     @property
-    def pinned(self) -> bool:
-        """Whether institutions need each other's keys: to seal, or to mask."""
-        return self.sealed or self.masked
+    def hiding(self) -> Hiding:
+        """What the run hides from its server."""
+        return Hiding.of(self.sealed, self.masked)
 
     @property
     def own_parts(self) -> tuple[str, ...]:

@@ -202,7 +202,7 @@ def _key(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
 
 
 def _seal(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
-    if not compose(study_options(folder / "study")).pinned:
+    if not compose(study_options(folder / "study")).hiding.pinned:
         return
     make = f"flwr-replay deploy seal-key {env['NAME']}, in this folder"
     for needed, advice in (("seal.key", make), (PEERS_FILE, "put every clinic's line into it")):

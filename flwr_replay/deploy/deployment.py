@@ -21,6 +21,7 @@ import torch
 import yaml
 
 from flwr_replay.config.compose import compose_own
+from flwr_replay.config.hiding import Hiding
 from flwr_replay.config.quoting import key_of, toml_text
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import require
@@ -58,10 +59,14 @@ LEAVES = {  # by the kind of field, the gravest first
     "per-sample": f"{STAYS} Numbers that were computed from every single one leave. {RECONSTRUCT}",
     "synthetic": f"{STAYS} Images leave that a generator drew after them; they may resemble yours.",
 }
-SEALED_STUDY = "The run is sealed: the server cannot read what the clinics send each other."
-MASKED_STUDY = "The run is masked: of weights the server reads the mean of all clinics, and no single clinic's."
-SEALED_POLICY = "# No run in which the server could read weights.\nsealed: true\n"
-MASKED_POLICY = "# No run in which the server could read this clinic's weights alone.\nmasked: true\n"
+IN_STUDY = {
+    Hiding.SEALED: "The run is sealed: the server cannot read what the clinics send each other.",
+    Hiding.MASKED: "The run is masked: of weights the server reads the mean of all clinics, and no single clinic's.",
+}
+IN_POLICY = {
+    Hiding.SEALED: "# No run in which the server could read weights.\nsealed: true\n",
+    Hiding.MASKED: "# No run in which the server could read this clinic's weights alone.\nmasked: true\n",
+}
 WEIGHTS = ' weights=\\"$PWD/{}\\"'
 SEAL_KEYS = ' seal-key=\\"$PWD/seal.key\\" seal-peers=\\"$PWD/peers.txt\\"'
 
@@ -132,12 +137,12 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
         for k, name in enumerate(clinics):
             clinic = private_folder(new / name)
             write_atomic(clinic / CA, read_bytes(home / "certificates" / CA))
-            hidden = SEALED_STUDY if config.sealed else MASKED_STUDY
+            hidden = IN_STUDY.get(config.hiding, "")
             of_clinic = {**words, "hidden": hidden, "name": name, "local_port": LOCAL_PORT + k}
             step = _filled("step.md", of_clinic).rstrip()
             pinned = {"make_seal_key": _filled("make-seal-key", of_clinic), "sealed_step": step, "seal_keys": SEAL_KEYS}
-            _write("clinic", clinic, of_clinic | (pinned if config.pinned else dict.fromkeys(pinned, "")))
-            if config.pinned:
+            _write("clinic", clinic, of_clinic | (pinned if config.hiding.pinned else dict.fromkeys(pinned, "")))
+            if config.hiding.pinned:
                 write_atomic(clinic / PEERS_FILE, _filled(PEERS_FILE, of_clinic))
 
 
@@ -197,7 +202,7 @@ def _policy(config: RunConfig, clinics: Sequence[str]) -> dict[str, str]:
         "metrics": "exact" if config.task.kind == "regression" else "counted",
         "tests": str(max(TESTS, 2 * tests)),
         "agreed": _agreed(config),
-        "sealed": SEALED_POLICY if config.sealed else MASKED_POLICY if config.masked else "",
+        "sealed": IN_POLICY.get(config.hiding, ""),
     }
 
 

@@ -91,7 +91,7 @@ def rehearse(
     for part in ("data", "state", "logs"):
         private_folder(place / part)
     deal(rows, names, place / "data")
-    if config.pinned:
+    if config.hiding.pinned:
         shared["seal-peers"] = str(_pins(place, sorted(set(names))))
     with ExitStack() as stack:
         link = stack.enter_context(_linked(place, tls))

@@ -88,7 +88,7 @@ def expected(simulation: Simulation) -> tuple[Movement, list[Expected]]:
         train = part.examples(loaded(config.task), k).train
         sums = task.label_sums(torch.from_numpy(train.y))
         sizes = {"num_examples": len(train), "raw_bytes": train.nbytes, "proof": "0" * 64}
-        present.append(Present(name=name, pins="0" * 64 if simulation.job.config.pinned else "", **sizes, **sums))  # type: ignore[arg-type]
+        present.append(Present(name=name, pins="0" * 64 if config.hiding.pinned else "", **sizes, **sums))  # type: ignore[arg-type]
     return exchanged(simulation.job, present)
 
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import psutil
@@ -25,6 +25,7 @@ from flwr_replay.ciphers.masking import Masking
 from flwr_replay.ciphers.sealing import Sealing, check_sealing
 from flwr_replay.config.compose import model_named
 from flwr_replay.config.halves import load_client
+from flwr_replay.config.hiding import Hiding
 from flwr_replay.config.parts import users_code
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import (
@@ -51,6 +52,7 @@ from flwr_replay.wire.records import config_in, metrics_in
 
 __all__ = ["check_answer", "check_pinned", "check_release", "check_request", "guard", "run_rules"]
 
+COVERS: dict[Hiding, type[Sealing | Masking]] = {Hiding.SEALED: Sealing, Hiding.MASKED: Masking}
 LONGEST = 200  # characters of a name in the own ledger
 COPIES = 3  # of a model while it trains: weights, gradients, and what arrived or an optimizer keeps
 
@@ -101,10 +103,10 @@ def _answered(
     request = request_of(message)
     check_sealing(institution, config, message)
     check_request(message, request, institution.policy, config, institution.private_model)
-    hiding = (Sealing if config.sealed else Masking)(institution, config, run) if config.pinned else None
+    cover = COVERS[config.hiding](institution, config, run) if config.hiding.pinned else None
     plan, policy, answer, store = _plan(config), institution.policy, request and request.answer, StateStore(institution)
-    with hiding.alone() if hiding and request and request is not RollCall else nullcontext():
-        opened = hiding.opened(message, request) if hiding else message
+    with cover.alone() if cover and request and request is not RollCall else nullcontext():
+        opened = cover.opened(message, request) if cover else message
         if answer and issubclass(answer, Evaluation):
             policy.check_evaluations(store.count_test(run))
         dp_fields = plan.dp_fields(answer) if plan and answer else {}
@@ -118,8 +120,8 @@ def _answered(
         names = {row.field for row in leaving}
         if budget and (sent := {field: mechanism for field, mechanism in dp_fields.items() if field in names}):
             _check_account(budget, run, sent, charged_before, metrics_in(reply.content))
-        if hiding and answer:
-            hiding.closed(reply, answer, config_in(message.content).get("server-round", 0))
+        if cover and answer:
+            cover.closed(reply, answer, config_in(message.content).get("server-round", 0))
             fields = rows(reply.content, answer)
             leaving = plan.protected(fields, answer, metrics_in(reply.content)) if plan else list(fields)
             policy.check_upload(sum(row.bytes for row in leaving), "the answer")
@@ -132,7 +134,8 @@ def check_answer(reply: Message, answer: type[Payload] | None, policy: Policy, c
     `answer` is its declaration, None if the message is not one of this package.
     """
     plan = _plan(config)
-    if answer and (policy.allowed_metrics != "exact" or (config.masked and not issubclass(answer, Evaluation))):
+    counts_only = policy.allowed_metrics != "exact"
+    if answer and (counts_only or (config.hiding.sums_only and not issubclass(answer, Evaluation))):
         _keep_counts(reply, answer)  # masks are no use if a loss at weights of the server's choice gives the gradient
     leaving = list(rows(reply.content, answer))
     if plan:
@@ -161,8 +164,7 @@ def run_rules(policy: Policy, config: RunConfig) -> dict[str, Callable[[], None]
         "strategies": lambda: policy.check_strategy(config.strategy.name),
         "recording": lambda: policy.check_recording(config.record),
         "limits": lambda: _check_options(policy, config),
-        "sealed": lambda: policy.check_hidden("sealed", config.sealed),
-        "masked": lambda: policy.check_hidden("masked", config.masked),
+        **{way: partial(policy.check_hidden, way, config.hiding) for way in COVERS},
     }
     if plan:
         rules["max-delta"] = lambda: policy.check_delta(plan.config.delta)

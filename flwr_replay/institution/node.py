@@ -125,7 +125,7 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
         record=_record(owned),
         digested=_record(owned) != "none",
         record_mb=_record_mb(owned),
-        reports_losses=not config.masked,
+        reports_losses=not config.hiding.sums_only,
         durable=True,
     )
 
@@ -283,7 +283,7 @@ def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) 
         device=select_device(config.device),
         policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
         state_root=root,
-        read_seal=partial(simulated, root, all_names, all_names[k]) if config.pinned else None,
+        read_seal=partial(simulated, root, all_names, all_names[k]) if config.hiding.pinned else None,
         tests_external=config.external,
         validates=config.split == "validation",
         tests_training=config.forgetting,
@@ -292,5 +292,5 @@ def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) 
         private_model=private[k % len(private)] if private else "",
         frozen=partial(encoder_digest, config.model, config.task),
         digested=config.record != "none",
-        reports_losses=not config.masked,
+        reports_losses=not config.hiding.sums_only,
     )

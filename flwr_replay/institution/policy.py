@@ -59,6 +59,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from flwr_replay.config.catalogue import choices
+from flwr_replay.config.hiding import Hiding
 from flwr_replay.config.model import PARAMETERS
 from flwr_replay.config.sections import BATCH, CHANNELS, CLASSES, PASSES, THREADS, VIEWS, WIDTH
 from flwr_replay.config.strict_yaml import read_yaml
@@ -138,12 +139,12 @@ class Policy:
                 f"leave record out {ADVICE}"
             )
 
-    def check_hidden(self, way: str, hidden: bool) -> None:
+    def check_hidden(self, way: Hiding, hiding: Hiding) -> None:
         """Refuse a run in which the server could read weights, where they must be `sealed`, or `masked`.
 
         Masked is more: in a sealed run one institution could read weights and show them to the server.
         """
-        if getattr(self, way) and not hidden:
+        if getattr(self, way) and hiding is not way:
             raise RefusedError(
                 f"policy asks for a {way} run ({way}: true); the server's says {way}=false: set {way}=true {ADVICE}"
             )

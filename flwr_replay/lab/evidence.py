@@ -112,8 +112,7 @@ class Evidence:
         """
         lines = list(ledger_of(folder) if there(folder / CONFIG) else ledger_lines(folder))
         config, run = _options(folder, lines, run)
-        if config.pinned:
-            hidden = "sealed" if config.sealed else "masked"
+        if hidden := config.hiding:
             raise RunError(
                 f"attacks are tried on messages that can be read; those in {folder} are {hidden}: run again with "
                 f"{hidden}=false"

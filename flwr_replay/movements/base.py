@@ -96,7 +96,7 @@ class Movement(Strategy):
             self.replay = BufferReplay(self.exchanger, settings.synthesis)
         private = self.settings.privacy and "train" in self.stages
         observed = self.settings.forgetting or any(test.split != "test" for test in self.evaluations.further)
-        own = self.traits().needs_roll_call or self.replay or observed or private or self.settings.pinned
+        own = self.traits().needs_roll_call or self.replay or observed or private or self.settings.hiding.pinned
         self.roll.ours_only = bool(own)
 
     @classmethod
@@ -180,7 +180,7 @@ class Movement(Strategy):
 
     def travelling(self, arrays: Weights) -> Weights:
         """Return weights as they travel: in a sealed run, bytes of the same number as a sealed parcel has."""
-        if not self.settings.sealed:
+        if self.settings.hiding.readable:
             return arrays
         return blank(arrays, self.settings.run, "model", self.members.names)
 
@@ -227,7 +227,7 @@ class Movement(Strategy):
 
     def models_at_end(self, arrays: StateDict) -> Mapping[str, StateDict]:
         """Return the models that the server has after the last round, by the names of their files."""
-        return {"global": arrays} if arrays and not self.settings.sealed else {}
+        return {"global": arrays} if arrays and self.settings.hiding.readable else {}
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class Movement(Strategy):
 
     def open(self, run: RunState, initial_arrays: ArrayRecord) -> ArrayRecord:
         """Wait for the institutions and call the roll; begin a run, or resume it. Return the weights to start from."""
-        if self.settings.sealed:
+        if not self.settings.hiding.readable:
             initial_arrays = ArrayRecord()  # institutions make the fresh weights
         arrays, snapshot = initial_arrays, self.recorder.restore()
         if snapshot:

@@ -89,7 +89,7 @@ class Evaluations:
             "omit it",
         )
         require(
-            evaluate_fn is None or not self.exchanger.settings.sealed,
+            evaluate_fn is None or self.exchanger.settings.hiding.readable,
             "evaluate_fn needs weights that the server can read; in a sealed run it can read none: omit it",
         )
 

@@ -165,7 +165,7 @@ class Gossip(Relay):
         """Decode and check what an institution has released; nobody receives a model of another form or w."""
         answer = self.answer.decode(reply.content)
         arrays, w = opened(answer.arrays), self.mailbox.weights.get(member.name, 1.0)
-        known = self.roll.form and not self.settings.sealed  # a receiver checks the form of what it opens
+        known = self.roll.form and self.settings.hiding.readable  # a receiver checks the form of what it opens
         if self.exchanged and (not arrays or (known and form_of(arrays) != self.released_form)):
             raise WireError("released a model of another form than the common one")
         if abs(answer.weight - w) > 1e-9 * w:

@@ -72,10 +72,10 @@ class Parallel(AtOnce):
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """One exchange with every institution in every round in which it trains."""
-        leaves = blank_masked(arrays) if self.settings.masked else arrays
+        leaves = blank_masked(arrays) if self.settings.hiding.sums_only else arrays
         answer, times = self.answer.empty(leaves), self.trainings(num_rounds)
         request = self.asking(0, arrays, self.members)
-        if self.settings.masked:
+        if self.settings.hiding.sums_only:
             answer = replace(answer, train_loss=None)  # it would give the gradient
         return [(member, request, answer, times[member.name]) for member in self.members if times[member.name]]
 
@@ -128,7 +128,7 @@ class Parallel(AtOnce):
         losses = [(answer.train_loss, answer.num_examples) for answer in answers if answer.train_loss is not None]
         total = sum(n for _, n in losses)
         metrics: dict[str, Any] = {"train-loss": sum(loss * n for loss, n in losses) / total} if losses else {}
-        if self.settings.masked:
+        if self.settings.hiding.sums_only:
             answers = [self.unmasked(answers)]
         return array_record(self.combine(answers)), MetricRecord(metrics)
 

@@ -100,7 +100,7 @@ class Serial(Movement):
         request, answer = self.train_request(0, travelling), Trained.empty(travelling)
         visited = [member for member in self.cycle_members() if times[member.name]]
         exchanges: list[Exchange] = [(member, request, answer, times[member.name]) for member in visited]
-        if self.settings.sealed:
+        if not self.settings.hiding.readable:
             first = self.members.get(self.cycle(0)[0])
             exchanges = [(m, request, reply, number - (m is first)) for m, request, reply, number in exchanges]
             exchanges += [(first, self.train_request(0, {}), answer, 1)] if first else []

@@ -15,6 +15,7 @@ from torch import nn
 
 from flwr_replay.config.compose import model_named
 from flwr_replay.config.halves import load_strategy
+from flwr_replay.config.hiding import Hiding
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import require
 from flwr_replay.files.atomic import alone, sweep
@@ -42,16 +43,14 @@ from flwr_replay.wire.payload import REQUESTS
 from flwr_replay.wire.records import array_record, opened
 from flwr_replay.wire.weights import to_arrays
 
-SEALED_RUN = (
-    "The run is sealed: weights and images travel encrypted between the institutions, each of which has pinned the "
-    "others' keys. Of these the server sees sizes only; every institution can read what the others send. Not hidden "
-    "from the server: who exchanges with whom and when, numbers of examples, losses, metrics, w of PushSum."
-)
-MASKED_RUN = (
-    "The weights that institutions send are under masks, which cancel in their sum: of the weights the server reads "
-    "the mean of all institutions and no single one's, unless it has the keys of all the others. The mean, numbers of "
-    "examples and metrics are not hidden from it, and the mean may tell of single examples."
-)
+HIDDEN = {
+    Hiding.SEALED: "The run is sealed: weights and images travel encrypted between the institutions, each of which has "
+    "pinned the others' keys. Of these the server sees sizes only; every institution can read what the others send. "
+    "Not hidden from the server: who exchanges with whom and when, numbers of examples, losses, metrics, w of PushSum.",
+    Hiding.MASKED: "The weights that institutions send are under masks, which cancel in their sum: of the weights the "
+    "server reads the mean of all institutions and no single one's, unless it has the keys of all the others. The "
+    "mean, numbers of examples and metrics are not hidden from it, and the mean may tell of single examples.",
+}
 EVIDENCE = "That synthetic images lie far from real ones is evidence, and no guarantee."
 
 NOT_DEPLOYED: Mapping[str, Any] = MappingProxyType({})
@@ -158,8 +157,7 @@ def claim(strategy: Movement) -> str:
         text = f"{NOTHING} {EVIDENCE}" if "train-slice" in stages else NOTHING
     else:
         text = sentence(privacy, {stage: REQUESTS[stage].answer for stage in stages})
-    hidden = SEALED_RUN if strategy.settings.sealed else MASKED_RUN if strategy.settings.masked else ""
-    return f"{text} {hidden}".rstrip()
+    return f"{text} {HIDDEN.get(strategy.settings.hiding, '')}".rstrip()
 
 
 def _noise(plan: PrivacyPlan, strategy: Movement, recorder: Recorder, rounds: int) -> dict[str, list[dict[str, Any]]]:
@@ -187,7 +185,7 @@ def without_best(strategy: Movement) -> str:
     """Say why the global model of the best round is not kept; empty: it is."""
     if strategy.evaluated is not Evaluation:
         return "institutions test their private models, which never leave them"
-    if strategy.settings.sealed:
+    if not strategy.settings.hiding.readable:
         return "the run was sealed, so the server cannot read any model"
     return "the method has no global model" if isinstance(strategy, Relay) else ""
 

@@ -93,7 +93,7 @@ class Exchanger:
         if isinstance(request, LabelScale) and self.label_scale is not None:
             mean, scale = self.label_scale
             request = replace(request, label_mean=mean, label_scale=scale)  # type: ignore[call-arg]
-        if isinstance(request, Summed) and self.settings.masked:
+        if isinstance(request, Summed) and self.settings.hiding.sums_only:
             request = replace(request, total=sum(m.num_examples for m in self.members.known))  # type: ignore[call-arg]
         return request
 
@@ -225,8 +225,9 @@ class Exchanger:
                     check_foreign(reply.content, message.content, message.metadata.message_type == "train")
                 elif request is not None:
                     examples = self.method.examples_of(member, request, config_in(message.content))
-                    by = member.name if self.settings.sealed else ""
-                    check_answer(reply.content, declared, request, message.content, examples, by, self.settings.masked)
+                    hiding = self.settings.hiding
+                    by = "" if hiding.readable else member.name
+                    check_answer(reply.content, declared, request, message.content, examples, by, hiding.sums_only)
                     if self.settings.privacy:
                         self.settings.privacy.check_stated(declared, [row.field for row in fields], metrics)
         except WireError as error:

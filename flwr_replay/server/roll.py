@@ -11,6 +11,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from flwr_replay.config.binding import digest_of
+from flwr_replay.config.hiding import Hiding
 from flwr_replay.config.sections import require
 from flwr_replay.errors import WireError
 from flwr_replay.files.atomic import NAME
@@ -26,6 +27,7 @@ __all__ = ["Roll"]
 
 OURS = "flwr_replay.errors."  # an error of this package's client; an app that knows no roll call raises another
 LONGEST = 8.0  # seconds between two looks for who comes back, in the first minutes
+SEALED = {Hiding.NOTHING: "", Hiding.SEALED: "all", Hiding.MASKED: "sums"}  # as the roll call says it
 AGAIN = "; they may still answer an earlier run: if none is live, start their SuperNodes again"
 
 
@@ -56,7 +58,7 @@ class Roll:
             frozen=self.settings.frozen,
             training=digest_of(repr(self.settings.training)),
             record=self.settings.record,
-            sealed="all" if self.settings.sealed else "sums" if self.settings.masked else "",
+            sealed=SEALED[self.settings.hiding],
             server_round=exchange,
         )
 
@@ -143,7 +145,7 @@ class Roll:
                             self.bereft.add(node_id)
                         self.members.ask_again(node_id)
                     else:
-                        member = present(node_id, reply, self.settings.pinned)
+                        member = present(node_id, reply, self.settings.hiding.pinned)
                         if self.ours_only and not member.ours:
                             raise WireError(f"runs a ClientApp of its own, and {self.needs}")
                         arrived.append(member)

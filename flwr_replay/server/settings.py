@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from flwr_replay.config.hiding import Hiding
 from flwr_replay.config.sections import SHARE, TrainingConfig, one_of, require, within
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.generators.plan import ReplayPlan
@@ -80,9 +81,9 @@ class Settings:
             require_builder(self.model)
 
     @property
-    def pinned(self) -> bool:
-        """Whether institutions need each other's keys: to seal, or to mask."""
-        return self.sealed or self.masked
+    def hiding(self) -> Hiding:
+        """What the run hides from its server."""
+        return Hiding.of(self.sealed, self.masked)
 
 
 def checked_arguments(

@@ -88,7 +88,7 @@ class Buffers:
         def take(member: Member, reply: Message) -> None:
             buffer: Any = Buffer.decode(reply.content)
             path = self.exchanger.recorder.folder(FOLDER) / f"{numbers[member.name]:06d}.safetensors"
-            images = buffer.images if self.sealed else self.checked(buffer)
+            images = self.checked(buffer) if self.readable else buffer.images
             write_tensors(path, images, {OF_RUN: self.exchanger.settings.run})
             self.numbers[member.name] = numbers[member.name]
 
@@ -129,9 +129,9 @@ class Buffers:
         return DrawBuffer(server_round=exchange, run=run, buffer=self.size, buffer_refresh=refresh)
 
     @property
-    def sealed(self) -> bool:
-        """Whether buffers are sealed; then their receivers check them."""
-        return self.exchanger.settings.sealed
+    def readable(self) -> bool:
+        """Whether buffers come in plain; sealed ones are checked by their receivers."""
+        return self.exchanger.settings.hiding.readable
 
     def checked(self, buffer: Buffer) -> StateDict:
         """Return a buffer's arrays; refuse one that is not what was asked for in number, shape or labels."""
@@ -189,7 +189,7 @@ class Buffers:
         shape = (self.size, form.channels, form.size, form.size)
         images: Any = np.broadcast_to(np.zeros((), np.uint8), shape)
         labels: Any = np.zeros(self.size, np.int64)
-        if self.sealed:
+        if not self.readable:
             whole = blank({"images": images, "labels": labels}, run, "synthetic", self.exchanger.members.names)
             images, labels = opened(whole), None
         exchanges: list[Exchange] = []
