@@ -20,8 +20,8 @@ import psutil
 from chaos_faults import STEPS, STRUCK, Fault, Shared, slot, watch
 from forks import work
 
-from flwr_replay.check import JOB as SMALL
-from flwr_replay.check import NEEDED, OF_REPLAY, REPEATABLE
+from flwr_replay.check.strategy import JOB as SMALL
+from flwr_replay.check.strategy import NEEDED, OF_REPLAY, REPEATABLE
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.halves import load_strategy
 from flwr_replay.engines.simulate import Simulation

@@ -2,6 +2,7 @@
 
 import re
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -9,13 +10,18 @@ import pytest
 from PIL import Image
 
 from flwr_replay.check import check_strategy
+from flwr_replay.check.strategy import _check_masked
+from flwr_replay.clients.fedavg import FedAvgClient
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.halves import load_strategy
 from flwr_replay.movements.one_shot import OneShot
 from flwr_replay.movements.parallel import Parallel
 from flwr_replay.movements.relay import Relay
 from flwr_replay.movements.serial import Serial
+from flwr_replay.strategies.fedavg import FedAvg
 from flwr_replay.strategies.syncentral import SynCentral
+from flwr_replay.wire.records import opened
+from flwr_replay.wire.weights import to_arrays
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = "partition.size=70"  # several batches of each institution
@@ -34,6 +40,34 @@ def place(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", choices("strategy"))
 def test_strategy_keeps_the_contract(name):
     check_strategy(name, [SMALL, *GENERATOR, *FEW.get(name, [])])
+
+
+def test_a_server_that_needs_more_than_the_mean_does_not_pass_as_summed(monkeypatch):
+    """It would silently be the mean under masks."""
+
+    def median(self, answers):
+        states = [opened(answer.arrays) for answer in answers]
+        return {name: np.median([one[name] for one in states], 0).astype(a.dtype) for name, a in states[0].items()}
+
+    monkeypatch.setattr(FedAvg, "combine", median)
+    _check_masked.cache_clear()
+    with pytest.raises(AssertionError, match=r"under masks .* is another: leave summed out of traits"):
+        check_strategy("fedavg", [SMALL])
+    _check_masked.cache_clear()
+
+
+@pytest.mark.parametrize("own_models", [False, True])
+def test_a_model_of_which_institutions_keep_a_part_is_refused(own_models, monkeypatch):
+    """FedBN's norm layers: the server has none of them that was trained."""
+
+    def kept(self, request):
+        own = {name: array for name, array in to_arrays(self.fresh(request.server_round)).items() if "norm" in name}
+        return self.evaluated({**opened(request.arrays), **{name: array * 3 for name, array in own.items()}}, "test")
+
+    monkeypatch.setattr(FedAvgClient, "evaluate_model", kept)
+    monkeypatch.setattr(FedAvg, "own_models", own_models)
+    with nullcontext() if own_models else pytest.raises(AssertionError, match="must be the one that institution-1"):
+        check_strategy("fedavg", [SMALL])
 
 
 @pytest.mark.sampled(6)

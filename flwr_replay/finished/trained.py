@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from flwr_replay.config.binding import digest_of
 from flwr_replay.config.compose import compose_own, model_named
+from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.model import ModelConfig
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import TaskConfig
@@ -112,7 +113,8 @@ def load_model(place: str | Path, institution: str = "", run: str = "", *, best:
     place : str or Path
         A run directory, or an institution's state directory.
     institution : str
-        In a simulation of a method whose models stay, or travel one by one: whose. Empty: the global model.
+        In a simulation of a method whose models stay, or travel one by one: whose. Empty: the global model, unless
+        institutions tested models of their own: then `global` is what the server has.
     run : str
         In a state directory, the run's id; empty: the last one.
     best : bool
@@ -169,13 +171,15 @@ def _check_encoder(then: str, config: RunConfig) -> None:
 def _of_run(folder: Path, institution: str, config: RunConfig) -> nn.Module:
     """Return the global model; by an institution's name what the server has of it, or its private one if simulated."""
     file = folder / "models" / f"{institution or 'global'}.safetensors"
-    if file.exists():
+    own = load_strategy(config.strategy.name)[0].own_models  # of which a global one is a part, or none
+    if file.exists() and (institution or not own):
         return _network(config, model_of(folder, file))
     if not institution:
         names = [path.stem for path in entries(folder / "models", "*.safetensors")]
-        named = f"one of {', '.join(names)}" if names else "NAME, of an institution whose model it is"
+        named = f"NAME, of an institution, or one of {', '.join(names)}" if names else "NAME, of an institution"
         raise RunError(
-            f"{folder} has no global model: its method keeps one at each institution; give --institution {named}"
+            f"{folder} has no global model that was tested alone: institutions have models of their own; give "
+            f"--institution {named}"
         )
     states = home() / "state" / "simulation"
     of_run = states / institution / RUNS / read_run_id(folder)

@@ -12,7 +12,7 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from grid import Grid
 
-from flwr_replay.check import WatchedGrid
+from flwr_replay.check.strategy import WatchedGrid
 from flwr_replay.client_app import app, make_client
 from flwr_replay.clients.cwt import CWTClient
 from flwr_replay.config.compose import compose

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flwr_replay.check import Breaking
+from flwr_replay.check.strategy import Breaking
 from flwr_replay.engines.simulate import run_inline
 from flwr_replay.report.forgetting import drops
 from flwr_replay.report.progress import Display

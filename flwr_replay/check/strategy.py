@@ -1,4 +1,4 @@
-"""The contracts of strategies, partitions and attacks: `check_strategy("cwt")` raises `AssertionError` if it is broken.
+"""The contract of a strategy: `check_strategy("cwt")` raises `AssertionError` if it is broken.
 
 Third parties call it on their own strategy, which an installed package brings (`flwr-replay new strategy` writes one).
 It runs small jobs in process, and checks:
@@ -10,8 +10,8 @@ It runs small jobs in process, and checks:
 - what the strategy declares of itself has the declared types, and names that exist
 - every mechanism that can be trained by DP-SGD declares its passes, and the institutions are charged for exactly these
 - every step that was charged is taken by DP-SGD; that no other step is taken, it cannot see
-
-`check_partition("mypkg:deal")` does the same for a partition, `check_attack("mypkg:attack")` for an attack.
+- a method that says `summed` has the same weights under masks, to within rounding
+- the model that a run leaves is the one that institutions tested
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import fields
 from functools import cache, cached_property
 from pathlib import Path
@@ -33,23 +32,23 @@ import torch
 from flwr.app import Error, Message
 from safetensors.numpy import load_file
 
-from flwr_replay.attacks.attacker import Auxiliary
 from flwr_replay.client_app import app
 from flwr_replay.config.catalogue import own_options, parts_of
 from flwr_replay.config.compose import compose, overrides_of
 from flwr_replay.config.halves import load_client, load_strategy
 from flwr_replay.config.parts import allow
 from flwr_replay.config.privacy import MECHANISMS
-from flwr_replay.data.partitions import DEALERS
+from flwr_replay.data.dealt import loaded
 from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.engines.simulate import Simulation
-from flwr_replay.errors import FlwrReplayError
+from flwr_replay.errors import FlwrReplayError, RunError
 from flwr_replay.files.atomic import home
 from flwr_replay.files.lines import read_lines
 from flwr_replay.files.tensors import digest, nested, unnested
+from flwr_replay.finished.trained import load_model
 from flwr_replay.forecast.forecast import expected, forecast, idea_of, shares_of
-from flwr_replay.lab.own import Seen, own_scores
-from flwr_replay.learning.training import torch_rng
+from flwr_replay.institution.owner import Shard
+from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone
 from flwr_replay.privacy.account import CHARGES
 from flwr_replay.report.progress import Display
@@ -65,7 +64,7 @@ from flwr_replay.wire.recording import FOLDER, read_message
 from flwr_replay.wire.records import StateDict, array_record, arrays_in, config_in, metrics_in, opened
 from flwr_replay.wire.weights import to_arrays
 
-__all__ = ["check_attack", "check_partition", "check_strategy"]
+__all__ = ["check_strategy"]
 
 JOB = ("task=digits", "partition=iid", "model=cnn", "model.width=4", "nodes=3", "rounds=2", "device=cpu")
 OF_REPLAY = {"generator", "prior"}  # replay declares their passes
@@ -126,60 +125,6 @@ class Breaking(Display):
             raise KeyboardInterrupt
 
 
-def check_partition(choice: str, overrides: Sequence[str] = ()) -> None:
-    """Check one partition, on 600 labels of ten classes.
-
-    Parameters
-    ----------
-    choice : str
-        As `partition=` takes it: `mypkg:deal`.
-    overrides : sequence of str
-        Further options: `partition.size=50`.
-
-    Raises
-    ------
-    AssertionError
-        If one seed does not deal alike twice, the labels are changed, or an institution gets nothing.
-    ConfigError
-        If an example is dealt twice, or what is dealt is no array of indices.
-    """
-    config = compose([f"partition={choice}", *overrides])
-    allow(config.own_parts)  # whoever checks it has named it
-    labels = np.repeat(np.arange(10), 60)
-    for nodes in (2, 5):
-        dealt_labels = labels.copy()
-        first, again = (DEALERS[config.partition.name](dealt_labels, config.partition, nodes, 0, ()) for _ in range(2))
-        assert np.array_equal(dealt_labels, labels), "a partition must leave the labels as they are"
-        same = all(np.array_equal(a, b) for a, b in zip(first.parts, again.parts, strict=True))
-        assert same, "one seed must deal alike: draw from np.random.default_rng(seed)"
-        assert all(len(part) for part in first.parts), f"each of {nodes} institutions must get examples"
-
-
-def check_attack(choice: str) -> None:
-    """Check one attack on membership, on 40 images and the weights of a small network.
-
-    Parameters
-    ----------
-    choice : str
-        As `privacy attack --attack` takes it: `mypkg:attack`.
-
-    Raises
-    ------
-    AssertionError
-        If one seed does not give the same scores twice, one is not finite, or what the attack got is changed.
-    """
-    allow([choice])  # whoever checks it has named it
-    config = compose(["task=digits", "model=cnn", "model.width=4"])
-    images, labels = torch.rand(40, 1, 8, 8, generator=torch_rng(0, "images")), torch.arange(40) % 10
-    model, known = backbone(config.model, config.task)(0).eval(), Auxiliary("of the check", images[::2], labels[::2])
-    answer = {"images": images.numpy(), "labels": labels.numpy(), **(weights := to_arrays(model))}
-    before, seen = digest(answer), [Seen([weights], [weights], deepcopy(model), known) for _ in range(2)]
-    first, again = (own_scores(choice, peer, images, labels, 0) for peer in seen)
-    assert digest(answer) == before, "an attack must leave messages and images as they are"
-    assert bool(first.isfinite().all()), "each score must be finite"
-    assert torch.equal(first, again), "one seed must give the same scores: draw from generators of the seed"
-
-
 def check_strategy(name: str, overrides: Sequence[str] = ()) -> None:
     """Check one strategy against the contract.
 
@@ -199,6 +144,7 @@ def check_strategy(name: str, overrides: Sequence[str] = ()) -> None:
         allow(parts_of(name))
         _check_declared(name)
         _check_mechanisms(name)
+        _check_masked(name)
         with tempfile.TemporaryDirectory(prefix="flwr-replay-check-") as folder:
             _check_runs(name, Path(folder), overrides)
     except FlwrReplayError as error:
@@ -217,6 +163,7 @@ def _check_runs(name: str, folder: Path, overrides: Sequence[str]) -> None:
     _check_forecast(recorded, folder / "whole")
     _check_charges(job, folder / "whole")
     _check_dtypes(job, whole)
+    _check_left(job, folder / "whole", result)
     _check_resumption(job, folder, whole, result)
     if not compose(job).hiding.sums_only:  # then an exchange needs all
         _check_failure([*job, "replay.missing=say"])
@@ -315,6 +262,22 @@ def _check_mechanisms(name: str) -> None:
             _check_charges(job, Path(folder) / "dp")
 
 
+@cache
+def _check_masked(name: str) -> None:
+    """Compare masked weights with unmasked ones, once for a strategy that says that its server needs only the mean."""
+    if not load_strategy(name)[1].traits.summed:
+        return
+    with tempfile.TemporaryDirectory(prefix="flwr-replay-check-") as folder:
+        job = [f"strategy={name}", *JOB, "rounds=1", "partition=ks", f"runs_dir={folder}"]
+        plain, _, _ = _run([*job, "run_name=plain"])
+        masked, _, _ = _run([*job, "run_name=masked", "masked=true"])
+    for key, array in plain.items():
+        assert np.allclose(masked[key], array, rtol=1e-4, atol=1e-5), (
+            f"summed is for methods whose server needs nothing but the weighted mean; under masks {key} is another: "
+            "leave summed out of traits"
+        )
+
+
 def _check_charges(job: list[str], folder: Path) -> None:
     simulation = Simulation.of(compose(job))
     plan, part = simulation.job.settings.privacy, simulation.part
@@ -352,6 +315,23 @@ def _check_dtypes(job: list[str], final: StateDict) -> None:
         for key, array in fresh.items():
             dtype = arrays[key].dtype
             assert dtype == array.dtype, f"dtypes must be kept; {key} of {model} is {dtype}, was {array.dtype}"
+
+
+def _check_left(job: list[str], folder: Path, result: dict[str, Any]) -> None:
+    """Test again the models that the run has left, as `predict` finds them."""
+    simulation, own = Simulation.of(compose(job)), load_strategy(result["strategy"])[0].own_models
+    for k, name in enumerate(simulation.part.names):
+        with contextlib.suppress(RunError):  # it has left none, and `predict` says so
+            model = load_model(folder, name if own else "")
+            task = make_task(model.task).scaled(model.mean, model.scale)
+            test = Shard.of(simulation.part.examples(loaded(model.task), k).test, torch.device("cpu"))
+            found, reported = task.pool([task.evaluate(model.network, test.x, test.y)]), result["final"]["institutions"]
+            differing = {key: value for key, value in found.items() if not np.isclose(value, reported[name][key], 1e-3)}
+            assert not differing, (
+                f"the model that a run leaves must be the one that {name} has tested; {differing} in place of "
+                f"{ {key: reported[name][key] for key in differing} }: if institutions keep a part of it, say "
+                'own_models = True in the strategy, and self.save("model", …) all of it'
+            )
 
 
 def _check_resumption(job: list[str], folder: Path, whole: StateDict, result: dict[str, Any]) -> None:

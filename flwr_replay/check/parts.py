@@ -1,0 +1,75 @@
+"""The contracts of partitions and attacks of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+
+import numpy as np
+import torch
+
+from flwr_replay.attacks.attacker import Auxiliary
+from flwr_replay.config.compose import compose
+from flwr_replay.config.parts import allow
+from flwr_replay.data.partitions import DEALERS
+from flwr_replay.files.tensors import digest
+from flwr_replay.lab.own import Seen, own_scores
+from flwr_replay.learning.training import torch_rng
+from flwr_replay.models.zoo import backbone
+from flwr_replay.wire.weights import to_arrays
+
+__all__ = ["check_attack", "check_partition"]
+
+
+def check_partition(choice: str, overrides: Sequence[str] = ()) -> None:
+    """Check one partition, on 600 labels of ten classes.
+
+    Parameters
+    ----------
+    choice : str
+        As `partition=` takes it: `mypkg:deal`.
+    overrides : sequence of str
+        Further options: `partition.size=50`.
+
+    Raises
+    ------
+    AssertionError
+        If one seed does not deal alike twice, the labels are changed, or an institution gets nothing.
+    ConfigError
+        If an example is dealt twice, or what is dealt is no array of indices.
+    """
+    config = compose([f"partition={choice}", *overrides])
+    allow(config.own_parts)  # whoever checks it has named it
+    labels = np.repeat(np.arange(10), 60)
+    for nodes in (2, 5):
+        dealt_labels = labels.copy()
+        first, again = (DEALERS[config.partition.name](dealt_labels, config.partition, nodes, 0, ()) for _ in range(2))
+        assert np.array_equal(dealt_labels, labels), "a partition must leave the labels as they are"
+        same = all(np.array_equal(a, b) for a, b in zip(first.parts, again.parts, strict=True))
+        assert same, "one seed must deal alike: draw from np.random.default_rng(seed)"
+        assert all(len(part) for part in first.parts), f"each of {nodes} institutions must get examples"
+
+
+def check_attack(choice: str) -> None:
+    """Check one attack on membership, on 40 images and the weights of a small network.
+
+    Parameters
+    ----------
+    choice : str
+        As `privacy attack --attack` takes it: `mypkg:attack`.
+
+    Raises
+    ------
+    AssertionError
+        If one seed does not give the same scores twice, one is not finite, or what the attack got is changed.
+    """
+    allow([choice])  # whoever checks it has named it
+    config = compose(["task=digits", "model=cnn", "model.width=4"])
+    images, labels = torch.rand(40, 1, 8, 8, generator=torch_rng(0, "images")), torch.arange(40) % 10
+    model, known = backbone(config.model, config.task)(0).eval(), Auxiliary("of the check", images[::2], labels[::2])
+    answer = {"images": images.numpy(), "labels": labels.numpy(), **(weights := to_arrays(model))}
+    before, seen = digest(answer), [Seen([weights], [weights], deepcopy(model), known) for _ in range(2)]
+    first, again = (own_scores(choice, peer, images, labels, 0) for peer in seen)
+    assert digest(answer) == before, "an attack must leave messages and images as they are"
+    assert bool(first.isfinite().all()), "each score must be finite"
+    assert torch.equal(first, again), "one seed must give the same scores: draw from generators of the seed"
