@@ -22,3 +22,8 @@ def __getattr__(name: str) -> Any:
     if name not in OFFERED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{OFFERED[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """List what is offered, also before it is imported."""
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

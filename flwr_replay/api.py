@@ -269,7 +269,7 @@ def compare(
     strategies : sequence of str
         The methods, in one text by commas, too; own options follow a colon: `fedreplay:cut=layer2`.
     options, **named
-        For all methods; `seeds=3` are the seeds 0, 1 and 2.
+        For all methods; `seeds=3` are the seeds 0, 1 and 2, and `lr="0.1|0.3"` makes two methods of each.
     against : str
         The method that the others are compared with; empty: the last, of one method's values the first.
     metric : str
@@ -286,7 +286,7 @@ def compare(
     """
     from flwr_replay.studies.compare import compare_strategies
 
-    words = _words(options, named)
+    words = _words(options, named, sweeps=True)
     strategies = strategies.split(",") if isinstance(strategies, str) else strategies
     if not strategies:
         raise ConfigError("strategies must name at least one method; got none")
@@ -331,8 +331,10 @@ def _label(run: Run, runs: Sequence[Run]) -> str:
     return run.folder.name if len(same) == 1 else f"{run.folder.parent.name}/{run.folder.name}"
 
 
-def _words(options: Mapping[str, Any] | None, named: Mapping[str, Any]) -> list[str]:
+def _words(options: Mapping[str, Any] | None, named: Mapping[str, Any], sweeps: bool = False) -> list[str]:
+    """Write options as they are typed; with `sweeps`, a text such as `0.1|0.3` is several values."""
     if options is not None and not isinstance(options, Mapping):
         raise ConfigError(f"options must be a mapping, such as {{'rounds': 3}}; got {options!r}")
     all_options = {**(options or {}), **named}
-    return [f"{key}={value if key in GROUPS else quoted(value)}" for key, value in all_options.items()]
+    plain = {key for key, value in all_options.items() if sweeps and "|" in str(value) and "/" not in str(value)}
+    return [f"{key}={value if key in plain | {*GROUPS} else quoted(value)}" for key, value in all_options.items()]

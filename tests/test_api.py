@@ -38,6 +38,8 @@ def test_a_run_has_what_the_command_line_prints(capsys):
 
 def test_a_comparison_has_a_table_and_its_runs(tmp_path):
     found = compare(["fedavg", "cwt"], TINY, seeds=2)
+    both = compare("fedavg", TINY, seeds=1, lr="0.1|0.3")
+    assert list(both.table.index) == ["fedavg:lr=0.1", "fedavg:lr=0.3"]
     assert list(found.table.index) == ["fedavg", "cwt"]
     assert found.table.loc["fedavg", "difference"] == pytest.approx(
         found.table.loc["fedavg", "mean"] - found.table.loc["cwt", "mean"]
@@ -80,6 +82,7 @@ def test_mistaken_arguments_of_python_raise_our_errors_too(tmp_path):
 
 def test_only_what_is_offered_is_there():
     assert set(flwr_replay.__all__) == set(flwr_replay.OFFERED)
+    assert [name for name in dir(flwr_replay) if name[0] != "_"] == flwr_replay.__all__  # as a shell completes it
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = flwr_replay.nothing
     with pytest.raises(ConfigError, match=r"metric must be one of .*accuracy"):

@@ -48,9 +48,9 @@ __all__ = [
     "compose_own",
     "from_run_config",
     "model_named",
+    "named_parts",
     "overrides_in",
     "overrides_of",
-    "strategy_part",
     "to_yaml",
 ]
 
@@ -109,9 +109,11 @@ def overrides_in(run_config: Mapping[str, Any]) -> list[str]:
     return [*plain, *further]
 
 
-def strategy_part(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Return the part that must be allowed if the overrides choose another package's strategy; none for ours."""
-    return parts_of(dict(_pairs(overrides)).get("strategy", ""))
+def named_parts(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return the parts that must be allowed for these words: functions, and another package's strategy."""
+    pairs = [override.partition("=") for override in overrides]
+    functions = [value for key, _, value in pairs if key in OWN and is_part(value)]
+    return (*parts_of(dict(_pairs(overrides)).get("strategy", "")), *functions)
 
 
 def compose_own(overrides: Sequence[str], typed: Sequence[str] = ()) -> RunConfig:
@@ -122,7 +124,7 @@ def compose_own(overrides: Sequence[str], typed: Sequence[str] = ()) -> RunConfi
     ConfigError
         As `compose` does; and if one option stands twice, with two values, among those that are `typed`.
     """
-    allow(strategy_part(overrides))
+    allow(named_parts(overrides))
     config = compose(overrides)
     _refuse_repeated(typed, overrides)
     allow(config.own_parts)

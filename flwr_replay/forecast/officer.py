@@ -34,6 +34,7 @@ from flwr_replay.payloads.common import Evaluation
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.runs.environment import versions
 from flwr_replay.runs.execute import Job, claim, network_of
+from flwr_replay.runs.options import INLINE_NODES
 from flwr_replay.wire.fields import Field
 from flwr_replay.wire.payload import REQUESTS, LedgerRow, Payload, rows
 from flwr_replay.wire.records import metrics_in
@@ -43,6 +44,7 @@ __all__ = ["findings", "planned", "refusals", "study_options"]
 OF_THE_RUN = ("runs_dir", "run_name", "resume")  # where the coordinator writes; nothing of it concerns a forecast
 ANOTHER = "another institution"  # of a study, where the data are one institution's
 ALLOWED, REFUSED, KEPT = "allowed", "refused", "kept here"
+NO_PART = "the institution takes no part in the run, since another rule is broken"
 
 
 def study_options(study: Path) -> list[str]:
@@ -88,9 +90,8 @@ def planned(options: Sequence[str], clinics: Sequence[str]) -> tuple[Simulation,
     sites = loaded(config.task).train.sites if config.partition.name == "natural" else None
     of_one = sites is None or (len(clinics) == 1 and (clinics[0] not in sites or len(set(sites)) == 1))
     if config.partition.name != "natural" or not of_one:
-        if not config.nodes:
-            raise ConfigError("the officer's page needs the number of institutions: set nodes=")
-        simulation = Simulation.of(config)
+        nodes = config.nodes or len(config.partition.shares) or INLINE_NODES
+        simulation = Simulation.of(replace(config, nodes=nodes))
         names = simulation.part.names
         if clinics and not set(clinics) <= set(names):
             raise ConfigError(f"--clinics must be among the data's institutions {', '.join(names)}; got {clinics}")
@@ -123,8 +124,16 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
     plan = strategy.settings.privacy
     fields: dict[tuple[str, ...], dict[str, Any]] = {}
     own = [sent for sent in exchanges if sent.member.name in names]
+    train = {
+        name: simulation.part.examples(loaded(config.task), simulation.part.names.index(name)).train for name in names
+    }
+    delta = config.privacy.delta_for(min(map(len, train.values())))  # the largest; 0 in the options is 1/|D|
+    agreed = replace(config, privacy=replace(config.privacy, delta=delta))
+    stages = [*strategy.all_stages(), *(sent.request.stage_name for sent in own)]
+    rules = refusals(policy, agreed, stages)
+    takes_part = not any(rule["verdict"] == REFUSED for rule in rules)
     for answered, too_many in _counted(own, policy):
-        for row, verdict, reason in _judged(answered, policy, config, too_many):
+        for row, verdict, reason in _judged(answered, policy, config, too_many if takes_part else NO_PART):
             key = (answered.member.name, answered.request.stage_name, row.field, row.protection, verdict, reason)
             line = fields.setdefault(
                 key,
@@ -144,13 +153,7 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
             )
             line["messages"] += answered.times
             line["bytes"] += row.bytes * answered.times
-    stages = [*strategy.all_stages(), *(sent.request.stage_name for sent in own)]
-    train = {
-        name: simulation.part.examples(loaded(config.task), simulation.part.names.index(name)).train for name in names
-    }
-    delta = config.privacy.delta_for(min(map(len, train.values())))  # the largest; 0 in the options is 1/|D|
-    agreed = replace(config, privacy=replace(config.privacy, delta=delta))
-    rules = [*refusals(policy, agreed, stages), _tests(policy, own)]
+    rules.append(_tests(policy, own))
     lines = list(fields.values())
     refused = [entry for entry in [*rules, *lines] if entry["verdict"] == REFUSED]
     down = {name: sum(_size(sent.request) * sent.times for sent in own if sent.member.name == name) for name in names}
@@ -170,6 +173,7 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
         "policy": str(policy_file) if policy_file else "",
         "policy-text": read_text(policy_file) if policy_file else "",
         "allowed": not refused,
+        "takes-part": takes_part,
         "rules": rules,
         "fields": lines,
         "sealed": config.sealed,
@@ -227,26 +231,29 @@ def _counted(own: Sequence[Expected], policy: Policy) -> Iterator[tuple[Expected
             yield sent._replace(times=more), refused["reason"]
 
 
-def _judged(sent: Expected, policy: Policy, config: RunConfig, too_many: str) -> Iterator[tuple[LedgerRow, str, str]]:
-    """Yield a row for every field of an answer, with its verdict and the reason, as the guard would decide."""
+def _judged(sent: Expected, policy: Policy, config: RunConfig, given: str) -> Iterator[tuple[LedgerRow, str, str]]:
+    """Yield a row for every field of an answer, with its verdict and the reason, as the guard would decide.
+
+    With a reason given, all is refused but the name, which the refusal has.
+    """
     kind, plan = type(sent.answer), PrivacyPlan.of(config)
     message = Message(sent.request.encode(), 1, sent.request.message_type)
     reply = Message(sent.answer.encode(), reply_to=message)
     whole = list(rows(reply.content, kind))
     whole = plan.protected(whole, kind, metrics_in(reply.content)) if plan else whole
-    reason, leaving = too_many, []  # type: str, list[LedgerRow]
+    reason, leaving = given, []  # type: str, list[LedgerRow]
     try:
         check_request(message, type(sent.request), policy, config)
         leaving = check_answer(reply, kind, policy, config)
     except FlwrReplayError as error:
-        reason = str(error)
+        reason = given or str(error)
     left = {row.field for row in leaving}
     for row in whole:
         declared = kind.by_key()[row.field]
         promise = plan.promise(kind, declared) if plan else inf
         name = f"{kind.__name__}.{row.field.replace('-', '_')}"
         single = _verdict("", partial(policy.check_field, name, row.kind, promise))
-        if row.kind == "notice" and not reason:
+        if row.field == "name" or (row.kind == "notice" and not reason):
             yield row, ALLOWED, ""
         elif single["reason"] or reason:
             yield row, REFUSED, single["reason"] or reason

@@ -14,7 +14,7 @@ from typing import Any
 from flwr.app import Context
 
 from flwr_replay.ciphers.seal import KEY, Seal, make_key, read_pins, simulated
-from flwr_replay.config.compose import from_run_config, overrides_in, strategy_part
+from flwr_replay.config.compose import from_run_config, named_parts, overrides_in
 from flwr_replay.config.parts import VARIABLE, allow, check_allowed
 from flwr_replay.config.quoting import digits
 from flwr_replay.config.run import RECORD, RunConfig
@@ -68,7 +68,7 @@ def _institution(
     owned = dict(node)
     deployed = "data" in owned or "name" in owned
     if deployed:
-        _allow(strategy_part(overrides_in(dict(run_config))), owned)  # composing imports the strategy
+        _allow(named_parts(overrides_in(dict(run_config))), owned)  # composing imports the strategy
     config = from_run_config(dict(run_config))
     if deployed:
         end_those_left()

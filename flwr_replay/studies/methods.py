@@ -53,6 +53,7 @@ def swept(names: Sequence[str], options: Sequence[str]) -> tuple[list[str], list
     ['cwt:lr=0.1', 'cwt:lr=0.3', 'deep:lr=0.1 := fedavg:width=9:lr=0.1', 'deep:lr=0.3 := fedavg:width=9:lr=0.3']
     """
     methods, others = list(names), []
+    allow(part for name in map(_strategy, names) for part in parts_of(name))  # whoever compares it has named it
     for option in options:
         key, _, value = option.partition("=")
         if "|" not in value or set(value) & set("'\"/"):
@@ -96,7 +97,6 @@ def options_of(options: Sequence[str], names: Sequence[str]) -> tuple[list[str],
         if "=" in name:
             raise ConfigError(f"the methods come first, without a name: compare fedavg,cwt rounds=5; got {name!r}")
         check_choice("strategy", name)
-        allow(parts_of(name))
     sections = [field.name for field in fields(RunConfig)]
     shared: list[str] = []
     own: dict[str, list[str]] = {name: [] for name in listed}

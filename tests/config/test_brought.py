@@ -20,6 +20,7 @@ from flwr_replay.files.atomic import read_json
 from flwr_replay.forecast.described import described
 from flwr_replay.institution.node import _institution
 from flwr_replay.memory import forget
+from flwr_replay.studies.compare import planned
 from flwr_replay.wire.payload import REQUESTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -214,6 +215,17 @@ def test_a_process_that_was_given_others_words_imports_none(mine):
     with pytest.raises(RefusedError, match=f"export {VARIABLE}='{PART}'"):
         compose([f"strategy={MINE}"])
     assert MINE not in sys.modules
+
+
+@pytest.mark.parametrize("how", ["officer", "sweep"])
+def test_whoever_types_its_name_allows_it(how, mine, tmp_path, monkeypatch, capsys):
+    (policy := tmp_path / "policy.yaml").write_text(f"strategies: [{MINE}]\n")
+    job = ["task=digits", "nodes=3", "rounds=1", "model=mlp", "model.width=4", "device=cpu"]
+    if how == "officer":
+        words = ["--dry-run", "--policy", str(policy), "--out", str(tmp_path), f"strategy={MINE}"]
+        assert command(monkeypatch, "run", *words, *job) == 0, capsys.readouterr().err
+    else:
+        assert len(planned([MINE], ["training.lr=0.1|0.3", *job], "", tmp_path).labels) == 2
 
 
 def test_a_name_of_two_packages_is_refused(path, written, tmp_path):

@@ -12,8 +12,9 @@ from torchvision.utils import save_image
 from flwr_replay.config.compose import compose
 from flwr_replay.data.dealt import loaded
 from flwr_replay.errors import ConfigError, RefusedError
-from flwr_replay.forecast.officer import findings, planned, study_options
+from flwr_replay.forecast.officer import NO_PART, findings, planned, study_options
 from flwr_replay.report.officer_page import sums, write_officer_page
+from flwr_replay.runs.options import INLINE_NODES
 
 TASK = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=6", "batch_size=8", "device=cpu"]
 CUT = ["strategy=fedreplay", "cut=hidden1", "encoder_epochs=1", "rounds=2"]
@@ -63,12 +64,19 @@ def test_allowed_fields_are_those_that_left_with_their_bytes(hospitals):
 
 def test_a_refusal_has_the_words_that_the_institution_then_sends(hospitals, tmp_path):
     found, deployed = one_of(hospitals, "kinds: [statistic]\n")
-    assert "none of them leaves, and of the " in sums(found)[0]
     assert "that would come down only the roll call does." in sums(found)[0]
+    left = {line["field"]: line["bytes"] for line in found["fields"] if line["verdict"] == "allowed"}
+    assert set(left) == {"name"}  # as the headline says, and the sums
+    assert f" {left['name']} B may leave; " in sums(found)[0]
+    asked = {line["field"]: line["reason"] for line in found["fields"] if line["stage"] == "roll-call"}
+    assert asked == {"name": "", "num-examples": NO_PART, "raw-bytes": NO_PART, "proof": NO_PART}
     page = write_officer_page(tmp_path, found)[0].read_text()
     assert "<details open><summary>Every rule, and every field" in page
+    held = dict(re.findall(r">what stage ([\w-]+) sends</t.>\s*<td>(\w+)", page))
+    assert (held["roll-call"], held["extract"]) == ("kept", "broken")
     (row,) = re.findall('<th scope="row">per-sample</th>(.*)</tr>', page)
     assert re.findall("<td>(.*?)</td>", row)[0] == ""  # nothing is allowed
+    assert not found["takes-part"]
     assert not found["allowed"]
     reason, encoding = [one["reason"] for one in found["rules"] if one["verdict"] == "refused"]
     assert "Encoder.arrays is model" in encoding  # only the institution that trains the encoder is asked for it
@@ -103,6 +111,8 @@ def test_names_and_studies_that_do_not_fit_are_refused(hospitals, monkeypatch, c
         planned(options, ["../a"])
     with pytest.raises(ConfigError, match="--study must be a folder"):
         study_options(hospitals)
+    words = ["strategy=fedavg", "task=digits", "model=mlp", "partition=iid", "rounds=1"]
+    assert len(planned(words, [])[1]) == INLINE_NODES  # as `run` takes
     assert command(monkeypatch, "run", "--study", str(hospitals / "study")) == 2
     assert "belong to --dry-run" in capsys.readouterr().err
 
