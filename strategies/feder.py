@@ -360,7 +360,8 @@ class FedER(Relay):
         answer = own if self.stays else Trained.empty(travelling)
         begun: set[str] = set()  # models that have been trained
         self.held = {name: list(self.buffers.numbers.values()) for name in members}
-        exchanges, delivered = list[Exchange](), {name: set[tuple[int, int]]() for name in members}
+        alike: dict[tuple[str, bool, int], tuple[Request, int]] = {}  # requests of one size, and how many there are
+        delivered = {name: set[tuple[int, int]]() for name in members}
         drawn = {name: set[int]() for name in members}
         for exchange in range(1, num_rounds + 1):
             self.hops.begin_round(exchange, [member.name for member in self.trainers(exchange)])
@@ -370,16 +371,19 @@ class FedER(Relay):
                 delivered[name] |= {(exchange * self.buffers.refreshed, number) for number in numbers}
             while turn := self.hops.start():
                 self.turns[turn.institution] = turn
-                request = self.train_request(exchange, members[turn.institution])
+                request: Request = self.train_request(exchange, members[turn.institution])
+                fresh = not self.settings.hiding.readable and turn.model not in begun  # the institution makes it
                 if isinstance(request, TrainWithBuffers):
-                    fresh = not self.settings.hiding.readable and turn.model not in begun  # the institution makes it
                     request = replace(request, arrays={} if fresh else travelling)
                 begun.add(turn.model)
-                exchanges.append((members[turn.institution], request, answer, 1))
+                key = turn.institution, fresh, len(request.buffers)
+                first, times = alike.get(key, (request, 0))
+                alike[key] = first, times + 1
                 self.hops.pass_on(turn.institution, trained=True)
         deliveries = {name: len(pairs) for name, pairs in delivered.items()}
         self.hops, self.held, self.turns = self.new_hops(), {}, {}
         draws = {name: len(rounds) for name, rounds in drawn.items()}
+        exchanges = [(members[name], request, answer, times) for (name, *_), (request, times) in alike.items()]
         return [*self.buffers.forecast(deliveries, draws), *exchanges]
 
     def forecast_evaluation(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:

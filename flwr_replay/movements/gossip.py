@@ -261,15 +261,21 @@ class Gossip(Relay):
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """A release and a delivery for all that train in a round, by that round's matrix."""
-        exchanges: list[Exchange] = []
+        alike: dict[tuple[int | str, ...], list[int]] = {}  # rounds, by who trains, and how many send to each
         for exchange in range(1, num_rounds + 1):
+            names = [member.name for member in self.trainers(exchange)]
+            edges = self.agreed(exchange, len(names)) != 0
+            senders = edges.sum(axis=1) - edges.diagonal()
+            alike.setdefault((*names, *senders.tolist()), []).append(exchange)
+        exchanges: list[Exchange] = []
+        for (exchange, *_), times in ((rounds, len(rounds)) for rounds in alike.values()):
             members = self.trainers(exchange)
             self.mailbox, self.exchanged = Mailbox(), self.has_edges(exchange, len(members))
             answer = self.answer.empty(self.travelling(arrays) if self.exchanged else {})
-            exchanges += [(member, self.train_request(exchange, member), answer, 1) for member in members]
+            exchanges += [(member, self.train_request(exchange, member), answer, times) for member in members]
             self.deal(exchange, {member.name: answer for member in members})
             for member in members:
                 request = self.delivery(exchange, self.mailbox.waiting[member.name])
-                exchanges.append((member, request, Committed(num_examples=0, parcels=request.parcels), 1))
+                exchanges.append((member, request, Committed(num_examples=0, parcels=request.parcels), times))
         self.mailbox = Mailbox()
         return exchanges
