@@ -87,8 +87,14 @@ def nearest(value: str, known: Iterable[str]) -> str:
 
 
 def near_matches(value: str, known: Iterable[str]) -> str:
-    """Suggest near names, as a question; empty if none is near."""
+    """Suggest the nearest name as a question, and one that is as near; empty if none is near.
+
+    >>> near_matches("stratgy", ["strategy", "strategy.cut", "task"]), near_matches("fedav", ["fedavg", "fedavgm"])
+    ('did you mean strategy?', 'did you mean fedavg or fedavgm?')
+    """
     close = difflib.get_close_matches(value, sorted(set(known)), n=2)
+    nearness = [difflib.SequenceMatcher(None, name, value).ratio() for name in close]
+    close = [name for name, near in zip(close, nearness, strict=True) if near > nearness[0] - 0.1]
     return f"did you mean {' or '.join(close)}?" if close else ""
 
 

@@ -162,7 +162,35 @@ def test_the_server_tests_by_rounds(own):
     start(
         strategy_of("cwt", own), own, served("cwt", own, ANY), evaluate_fn=lambda number, arrays: asked.append(number)
     )
-    assert asked == [1, 2]
+    assert asked == [0, 1, 2]  # as Flower's strategies do
+
+
+@pytest.mark.parametrize("name", ["fedavg", "cwt"])
+def test_metrics_of_a_users_own_app_keep_their_names(name, own, caplog):
+    caplog.set_level(logging.INFO, "flwr")
+    plain, app = own[1], ClientApp()
+
+    @app.train()
+    def train(msg, context):
+        reply = plain.train(msg, context)
+        number = context.node_config["partition-id"]
+        reply.content["metrics"]["train_acc"], reply.content["metrics"]["num-examples"] = float(number), 1 + 2 * number
+        return reply
+
+    app.evaluate()(plain.evaluate)
+    result, _ = start(
+        strategy_of(name, own), own, app, evaluate_fn=lambda number, arrays: MetricRecord({"kept": number})
+    )
+    assert set(result.train_metrics_clientapp[2]) == {"train_loss", "train_acc"}
+    # FedAvg weighs by examples, 1 and 3; CWT's visits are two exchanges
+    assert result.train_metrics_clientapp[2]["train_acc"] == {"fedavg": 0.75, "cwt": 0.5}[name]
+    assert "round 2, evaluate_fn: kept 2" in caplog.text
+
+
+def test_a_run_without_rounds_is_refused(own):
+    grid = Grid.simulated(served("cwt", own, ANY), {"local-epochs": 1}, NODES)
+    with pytest.raises(ConfigError, match="num_rounds must be at least 1; got 0"):
+        strategy_of("cwt", own).start(grid, ArrayRecord(own[0].net().state_dict()), num_rounds=0)
 
 
 def test_fedprox_says_once_what_an_app_must_add(own, caplog):
@@ -181,6 +209,8 @@ def test_fedprox_says_once_what_an_app_must_add(own, caplog):
         (lambda: CWT(settings={"nodes": 2}), r"got settings=dict: give Settings"),
         (lambda: Settings(nodes="2"), r"nodes=…\) must be of type int; got '2' of type str"),
         (lambda: Settings(training={"lr": 1}), "must be of type TrainingConfig; got"),
+        (lambda: Settings(node=2), r"Settings has no node=: did you mean nodes\?"),
+        (lambda: Settings(model=nn.Sequential(nn.Flatten())), "function of a seed .*got Sequential: write"),
         (lambda: Settings(model=Net), "function of a seed .*got Net: write"),
         (lambda: ProxyFLClient(None, Net, TASK), r"function of a seed .*got Net: write .*return Net\(\)"),
     ],
@@ -255,7 +285,9 @@ def test_a_node_that_returns_keeps_its_name(own):
 def test_a_plain_app_is_told_to_add_the_mod(name, own):
     with pytest.raises(RunError) as end:
         start(strategy_of(name, own), own, served(name, own, ANY))
-    assert "mods=[serving(" in str(end.value)
+    said = str(end.value)
+    assert re.search(r"node-2: a ClientApp of your own needs ClientApp\(mods=\[serving\(", said)  # first, and once
+    assert said.count("serving(") == 1
 
 
 @pytest.mark.parametrize(

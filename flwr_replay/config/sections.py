@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import inf, isfinite
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from flwr_replay.config.parts import is_part
-from flwr_replay.errors import ConfigError, near_matches
+from flwr_replay.errors import ConfigError, near_matches, nearest
 
 __all__ = [
     "BATCH",
@@ -28,6 +28,7 @@ __all__ = [
     "VIEWS",
     "WHOLE",
     "GeneratorConfig",
+    "Named",
     "PartitionConfig",
     "PriorConfig",
     "Range",
@@ -62,6 +63,18 @@ def require(rule: bool, message: str) -> None:
     """Raise `ConfigError` with `message` unless the rule holds."""
     if not rule:
         raise ConfigError(message)
+
+
+class Named:
+    """Base of the dataclasses that a user's own app makes: a misspelt argument is a `ConfigError`."""
+
+    def __new__(cls, *values: object, **named: object) -> Self:
+        """Refuse arguments without a name, and names that the dataclass does not have."""
+        known: list[str] = [option.name for option in fields(cls)]  # type: ignore[arg-type]
+        for name in named.keys() - known:
+            raise ConfigError(f"{cls.__name__} has no {name}=: {nearest(name, known)}")
+        require(not values, f"{cls.__name__} takes its arguments by name; got {values!r:.80}")
+        return super().__new__(cls)
 
 
 def one_of(option: str, value: str, known: tuple[str, ...]) -> None:
@@ -240,7 +253,7 @@ class PartitionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
+class TrainingConfig(Named):
     """How models are trained, at institutions and at the server (Qu et al. 2022, section 4.1: SGD, 0.001, batch 32)."""
 
     optimizer: str = "sgd"  # sgd | adam

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from flwr_replay.config.sections import Named
 from flwr_replay.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def refuse_stray(half: type[Any]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrategyConfig:
+class StrategyConfig(Named):
     """Base of every strategy's `<Name>Config`. Fields are options; attributes and methods here are declarations.
 
     The rest of the package knows a strategy's options by these declarations alone. Nothing is guessed: a mechanism

@@ -38,6 +38,8 @@ def require_builder(model: Callable[[int], nn.Module]) -> None:
     name = getattr(model, "__name__", type(model).__name__)
     try:
         inspect.signature(model).bind(0)
+        if isinstance(model, nn.Module):
+            raise TypeError("its forward takes no seed")
     except TypeError:
         raise ConfigError(
             f"a model must be a function of a seed that returns an nn.Module; got {name}: write "

@@ -26,6 +26,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from numpy.typing import NDArray
 
+from flwr_replay.config.sections import require
 from flwr_replay.config.strategy import StrategyConfig, Traits, refuse_stray
 from flwr_replay.errors import RefusedError, RunError
 from flwr_replay.learning.tasks import Task
@@ -256,7 +257,8 @@ class Movement(Strategy):
         train_config, evaluate_config : ConfigRecord | None
             Further instructions, sent unchanged; they override this package's own.
         evaluate_fn : Callable[[int, ArrayRecord], MetricRecord | None] | None
-            Evaluation at the server, after each round that the institutions evaluate; it gets the round's number.
+            Evaluation at the server: of the fresh weights as round 0, and after each round that the institutions
+            evaluate; it gets the round's number.
 
         Returns
         -------
@@ -274,6 +276,7 @@ class Movement(Strategy):
         DivergedError
             If no institution's weights and losses are finite, or the server's are not.
         """
+        require(num_rounds >= 1, f"num_rounds must be at least 1; got {num_rounds}")
         self.roll.refuse(grid, self.settings.split != "test")
         self.evaluations.refuse(evaluate_fn)
         self.exchanger.timeout = self.settings.timeout if timeout is None else timeout
@@ -282,7 +285,10 @@ class Movement(Strategy):
             grid=grid, num_rounds=num_rounds, train_config=train, evaluate_config=test, evaluate_fn=evaluate_fn
         )
         self.exchanger.extra = frozenset([*train, *test])
-        run.result.arrays = self.rounds(run, self.open(run, initial_arrays))
+        arrays = self.open(run, initial_arrays)
+        if not run.done:
+            self.evaluations.at_server(run, 0, arrays)
+        run.result.arrays = self.rounds(run, arrays)
         return run.result
 
     def rounds(self, run: RunState, arrays: ArrayRecord) -> ArrayRecord:

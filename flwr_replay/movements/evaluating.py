@@ -14,14 +14,14 @@ from flwr.serverapp.strategy import Result
 from flwr_replay.config.sections import require
 from flwr_replay.errors import RunError, WireError
 from flwr_replay.learning.tasks import Task
-from flwr_replay.payloads.common import Evaluation
+from flwr_replay.payloads.common import Evaluation, Trained
 from flwr_replay.report.metrics import VALIDATION
 from flwr_replay.server.exchange import Exchanger
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import Weights
 
-__all__ = ["SPLIT_OF", "UNMIXED_ON", "EvaluateFn", "Evaluations", "RunState"]
+__all__ = ["SPLIT_OF", "UNMIXED_ON", "EvaluateFn", "Evaluations", "RunState", "trained_metrics"]
 
 UNMIXED = "before-mixing"  # in place of a split: the test shards, with models from before they were averaged or mixed
 UNMIXED_ON = {"test": UNMIXED, "validation": f"{VALIDATION}{UNMIXED}"}  # the same, by the split whose examples test
@@ -44,14 +44,15 @@ class RunState:
     evaluate_fn: EvaluateFn | None
     done: int = 0  # exchanges that were made before the run was resumed
     result: Result = field(default_factory=Result)
-    losses: dict[int, list[float]] = field(default_factory=dict)  # by round: of each of its exchanges
+    trainings: dict[int, list[MetricRecord]] = field(default_factory=dict)  # by round: of each of its exchanges
 
     def trained(self, number: int, metrics: MetricRecord) -> None:
-        """Enter the metrics of an exchange's training under its round; several exchanges' losses are averaged."""
-        if isinstance(loss := metrics.get("train-loss"), float):
-            self.losses.setdefault(number, []).append(loss)
-            metrics = MetricRecord({**metrics, "train-loss": fmean(self.losses[number])})
-        self.result.train_metrics_clientapp[number] = metrics
+        """Enter the metrics of an exchange's training under its round; those of several exchanges are averaged."""
+        self.trainings.setdefault(number, []).append(metrics)
+        every: dict[str, list[Any]] = {}
+        for name, value in (pair for record in self.trainings[number] for pair in record.items()):
+            every.setdefault(name, []).append(value)
+        self.result.train_metrics_clientapp[number] = MetricRecord({name: fmean(v) for name, v in every.items()})
 
 
 @dataclass
@@ -134,8 +135,14 @@ class Evaluations:
             run.result.evaluate_metrics_clientapp[completed] = metrics
         elif last and self.members.ours:
             raise self._untested()
+        self.at_server(run, completed, arrays)
+
+    def at_server(self, run: RunState, completed: int, arrays: ArrayRecord) -> None:
+        """Have the user's `evaluate_fn` test the weights after a round; in round 0 the fresh ones, as Flower does."""
         if run.evaluate_fn and (central := run.evaluate_fn(completed, arrays)) is not None:
             run.result.evaluate_metrics_serverapp[completed] = central
+            shown = (f"{name} {v if isinstance(v, list) else round(v, 4)}" for name, v in central.items())
+            self.recorder.log(f"round {completed}, evaluate_fn: {', '.join(shown)}")
 
     def _untested(self) -> RunError:
         failures = self.recorder.failures_line()
@@ -257,6 +264,15 @@ def with_further(tested: Pooled, further: Pooled, prefix: str) -> Pooled:
     (pooled, own), (further_pooled, further_own) = tested, further
     by_name = {name: {**own.get(name, {}), **named(further_own.get(name, {}))} for name in {**own, **further_own}}
     return {**pooled, **named(further_pooled)}, by_name
+
+
+def trained_metrics(answered: Sequence[tuple[Member, Message, Trained]]) -> MetricRecord:
+    """Return what trainings report: our clients' mean loss, and of users' own ClientApps what they call theirs."""
+    losses = [(a.train_loss, a.num_examples) for member, _, a in answered if member.ours and a.train_loss is not None]
+    total = sum(n for _, n in losses)
+    metrics = {"train-loss": sum(loss * n for loss, n in losses) / total} if losses else {}
+    own = [_scalars(reply) for member, reply, _ in answered if not member.ours]
+    return MetricRecord({**metrics, **(_weighted_means(own) if own else {})})  # type: ignore[dict-item]
 
 
 def _scalars(reply: Message) -> Metrics:

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import sqrt
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 from flwr_replay.config.privacy import ON_SUMS
 from flwr_replay.errors import RunError
 from flwr_replay.movements.base import Exchange
-from flwr_replay.movements.evaluating import SPLIT_OF
+from flwr_replay.movements.evaluating import SPLIT_OF, trained_metrics
 from flwr_replay.movements.participation import AtOnce
 from flwr_replay.payloads.common import Trained
 from flwr_replay.privacy.shares import check_sums
@@ -112,10 +112,11 @@ class Parallel(AtOnce):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Combine the answers."""
-        by_name = {
-            member.name: (self.answer.decode if member.ours else self.answer.from_foreign)(reply.content)
+        answered = [
+            (member, reply, (self.answer.decode if member.ours else self.answer.from_foreign)(reply.content))
             for member, reply in self.answers(replies)
-        }
+        ]
+        by_name = {member.name: answer for member, _, answer in answered}
         answers = list(by_name.values())
         keeps = self.settings.evaluate_before_mixing
         self.returned = {name: array_record(a.arrays) for name, a in by_name.items()} if keeps else {}
@@ -125,12 +126,9 @@ class Parallel(AtOnce):
         if lost or not answers:
             return None, None
         self.recorder.saw(sum(answer.examples_seen for answer in answers))
-        losses = [(answer.train_loss, answer.num_examples) for answer in answers if answer.train_loss is not None]
-        total = sum(n for _, n in losses)
-        metrics: dict[str, Any] = {"train-loss": sum(loss * n for loss, n in losses) / total} if losses else {}
         if self.settings.hiding.sums_only:
             answers = [self.unmasked(answers)]
-        return array_record(self.combine(answers)), MetricRecord(metrics)
+        return array_record(self.combine(answers)), trained_metrics(answered)
 
     def lose(self, lost: Sequence[str]) -> None:
         """Go on without those whose answers lack in a sum, which nobody can read.

@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_replay.movements.base import Exchange, Movement
-from flwr_replay.movements.evaluating import RunState
+from flwr_replay.movements.evaluating import RunState, trained_metrics
 from flwr_replay.movements.participation import number_chosen, participants
 from flwr_replay.payloads.common import Trained
 from flwr_replay.server.members import Member
@@ -89,8 +89,7 @@ class Serial(Movement):
             self.missed = frozenset()
             answer = Trained.decode(reply.content) if member.ours else Trained.from_foreign(reply.content)
             self.recorder.saw(answer.examples_seen)
-            metrics: dict[str, Any] = {} if answer.train_loss is None else {"train-loss": answer.train_loss}
-            return array_record(answer.arrays), MetricRecord(metrics)
+            return array_record(answer.arrays), trained_metrics([(member, reply, answer)])
         self.missed |= {self.turn}
         return None, None
 

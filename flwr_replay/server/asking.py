@@ -170,9 +170,10 @@ def with_advice(fault: FlwrReplayError, message: Message, method: str) -> FlwrRe
     request = request_of(message)
     if request is None or request.stage_name in OPEN_STAGES:
         return fault
-    mod = f"ClientApp(mods=[serving(make_client)]), which makes a {method}Client"
-    more = "the page docs/flower.md in flwr-replay's repository shows it"
-    return type(fault)(f"{fault}: if this node runs a ClientApp of your own, it needs {mod}; {more}")
+    return type(fault)(
+        f"a ClientApp of your own needs ClientApp(mods=[serving(make_client)]) here, which makes a {method}Client "
+        f"(docs/flower.md in flwr-replay's repository): {fault}"
+    )
 
 
 def _line(text: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flwr_replay.config.hiding import Hiding
-from flwr_replay.config.sections import SHARE, TrainingConfig, one_of, require, within
+from flwr_replay.config.sections import SHARE, Named, TrainingConfig, one_of, require, within
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.synthesis import SynthesisPlan
@@ -31,7 +31,7 @@ KINDS: dict[str, type] = {  # of what a user's own app is likely to mistake
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Named):
     """What every strategy needs in addition to its own options.
 
     Raises
