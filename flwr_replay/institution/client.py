@@ -316,10 +316,11 @@ class InstitutionClient(NumPyClient):
             load_optimizer_arrays(optimizer, slots)
         return optimizer
 
-    def kept(self, key: str, request: ResumeRequest, take: bool = False) -> StateDict | None:
+    def kept(self, key: str, request: ResumeRequest, take: bool = False, known: bool = False) -> StateDict | None:
         """Return the arrays that this institution saved at the end of its previous training; None before the first.
 
-        A method saves them at the end of every training. Arrays may be written to only with `take`.
+        A method saves them at the end of every training. Arrays may be written to only with `take`. With `known` they
+        are those of the last training whose answer the server has.
 
         Raises
         ------
@@ -335,7 +336,7 @@ class InstitutionClient(NumPyClient):
                 f"the {key} of run {request.run!r} is {instead}: restore the newest state directory, or begin a new run"
             )
         read = self.state.take if take else self.state.load
-        return read(key, request.run, request.server_round)
+        return read(key, request.run, request.continues + 1 if known else request.server_round)
 
     def latest(self, key: str, request: RunRequest) -> StateDict:
         """Return the newest state of one of the institution's own models, up to and including this exchange.

@@ -68,7 +68,7 @@ def load_optimizer_arrays(optimizer: torch.optim.Optimizer, arrays: StateDict) -
 
 
 def joined(weights: Weights, state: StateDict) -> Weights:
-    """Add an optimizer's state to its model's weights, under names of its own; return the weights if there is none."""
+    """Add what travels beside a model's weights, such as its optimizer's state; return the weights if there is none."""
     if not state:
         return weights
     record = array_record(weights)
@@ -77,7 +77,7 @@ def joined(weights: Weights, state: StateDict) -> Weights:
 
 
 def parted(weights: Weights) -> tuple[StateDict, StateDict]:
-    """Undo `joined`: return the model's weights, and the optimizer's state, which may be empty."""
+    """Undo `joined`: return the model's weights, and what is beside them, which may be empty."""
     arrays = opened(weights)
     state = {name.removeprefix(STATE): array for name, array in arrays.items() if name.startswith(STATE)}
     return {name: array for name, array in arrays.items() if not name.startswith(STATE)}, state

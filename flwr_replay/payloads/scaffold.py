@@ -1,0 +1,14 @@
+"""What travels in SCAFFOLD: weights, and beside them, under names of its own, a control of their size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flwr_replay.payloads.common import Train, Trained
+
+__all__ = ["TrainControlled"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainControlled(Train, stage="train-controlled", answer=Trained):
+    """Train these weights, each step corrected by this control less your own."""

@@ -1,0 +1,119 @@
+"""SCAFFOLD: the server's half; the institution's half is `clients/scaffold.py`.
+
+Source: Karimireddy et al. 2020 (arXiv 1910.06378), Algorithm 1, option II.
+Idea: FedAvg, whose institutions correct each step by how their gradients differ from everybody's.
+Travels: the weights and a control of their size, to every institution and back (`TrainControlled`).
+
+    c ← 0, c_k ← 0
+    for each round:
+        for each institution k in parallel:
+            θ_k ← E passes at k from θ, by the gradients g - c_k + c
+            c_k⁺ ← c_k - c + (θ - θ_k) / (K η),  after K steps;  Δ_k ← c_k⁺ - c_k,  c_k ← c_k⁺
+        θ ← Σ_k (n_k / n) θ_k
+        c ← c + Σ_k (n_k / n) Δ_k
+
+What is protected: Nothing. A control is a mean gradient of one institution, and shows about as much as its weights.
+
+Deviations: The paper weighs all institutions alike; here n_k counts, as in our FedAvg. Its global step size is 1, as in
+the paper's experiments. With momentum, K η is the sum of all steps that a gradient makes (`travelled` in the other
+half). With fraction= the sums for c leave out those that were not drawn. An answer that is lost is lost on both sides:
+its institution goes on from the control that the server knows of. Batch norm's running statistics have no control.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord
+
+from flwr_replay.config.sections import PASSES, require, within
+from flwr_replay.config.strategy import StrategyConfig, Traits
+from flwr_replay.movements.base import Exchange, Settings
+from flwr_replay.movements.parallel import Parallel, weighted_mean
+from flwr_replay.payloads.common import Trained
+from flwr_replay.payloads.scaffold import TrainControlled
+from flwr_replay.server.members import Member
+from flwr_replay.wire.records import StateDict, Weights, array_record, opened
+from flwr_replay.wire.weights import joined, parted
+
+__all__ = ["Scaffold", "ScaffoldConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaffoldConfig(StrategyConfig):
+    """Options of SCAFFOLD."""
+
+    name = "scaffold"
+    traits = Traits(mixes=True, summed=True, takes_fraction=True, needs_roll_call=True, own_batches=True)
+    local_epochs: int = 1  # E, passes over an institution's data per round
+
+    def __post_init__(self) -> None:
+        within("strategy.", self, local_epochs=(1, PASSES))
+
+
+class Scaffold(Parallel):
+    """All train at once, each corrected by its control; the server averages weights and controls."""
+
+    config_type = ScaffoldConfig
+    config: ScaffoldConfig
+    stages = ("train-controlled", "evaluate")
+
+    control: StateDict  # c, by the names of the weights; empty before the first answers
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.control = {}
+
+    @classmethod
+    def check(cls, config: ScaffoldConfig, settings: Settings, names: Sequence[str] = ()) -> None:
+        """Refuse Adam, whose steps are no sums of gradients."""
+        super().check(config, settings, names)
+        require(
+            settings.training.optimizer == "sgd",
+            "strategy=scaffold makes gradients of what SGD has changed; got training.optimizer="
+            f"{settings.training.optimizer}: set training.optimizer=sgd",
+        )
+
+    def train_request(self, exchange: int, arrays: Weights) -> TrainControlled:
+        """Send θ and c."""
+        return TrainControlled(
+            server_round=exchange,
+            arrays=joined(arrays, self.control or zeros(parted(arrays)[0])),
+            run=self.settings.run,
+            lr=self.lr(max(1, exchange)),
+            local_epochs=self.config.local_epochs,
+        )
+
+    def combine(self, answers: Sequence[Trained]) -> StateDict:
+        """Average θ_k, and add to c the mean of Δ_k."""
+        sizes = [answer.num_examples for answer in answers]
+        theta, change = parted(weighted_mean([opened(answer.arrays) for answer in answers], sizes))
+        share = sum(sizes) / sum(member.num_examples for member in self.members.known)
+        before = self.control or zeros(theta)
+        self.control = {name: before[name] + (share * delta).astype(delta.dtype) for name, delta in change.items()}
+        return theta
+
+    def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
+        """As for every parallel method; the control is as large as the weights."""
+        return super().forecast(opened(joined(arrays, zeros(arrays))), num_rounds)
+
+    def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
+        """Return the global weights, or those that the institution has trained, without the change of its control."""
+        tested = super().tested_on(split, member, arrays)
+        return None if tested is None else array_record(parted(opened(tested))[0])
+
+    def state(self) -> tuple[StateDict, dict[str, Any]]:
+        """Return c."""
+        return self.control, {}
+
+    def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
+        """Restore c."""
+        self.control = dict(arrays)
+
+
+def zeros(arrays: StateDict) -> StateDict:
+    """Return a control of zeros for every array of floats."""
+    return {name: np.zeros_like(array) for name, array in arrays.items() if np.issubdtype(array.dtype, np.floating)}

@@ -1,0 +1,88 @@
+"""SCAFFOLD against a plain loop; its first round is FedAvg's."""
+
+import numpy as np
+import pytest
+import torch
+from averaging import JOB, SIZES, B, agree, mean, run
+from harness import same, write_shards
+from safetensors.numpy import load_file
+from torch.nn.functional import cross_entropy
+
+from flwr_replay.config.compose import compose
+from flwr_replay.config.sections import TrainingConfig
+from flwr_replay.errors import ConfigError
+from flwr_replay.models.zoo import backbone
+from flwr_replay.movements.base import Settings
+from flwr_replay.rng import derived_seed
+from flwr_replay.strategies.scaffold import Scaffold, ScaffoldConfig
+
+
+def twin(shards, momentum):
+    """Run Algorithm 1 with n_k / n in place of 1 / |S|; a gradient's way is measured on gradients of one."""
+    config = compose(JOB)
+    build = backbone(config.model, config.task)
+    state = build(derived_seed(0, "model")).state_dict()
+    names = [name for name, _ in build(0).named_parameters()]
+    c = {name: torch.zeros_like(state[name]) for name in names}
+    own = {k: dict(c) for k in shards}
+    total = sum(len(y) for _, y in shards.values())
+    for exchange in (1, 2, 3):
+        trained, changes = [], []
+        for k, (x, y) in shards.items():
+            model, one = build(0), torch.zeros(1, requires_grad=True)
+            model.load_state_dict(state)
+            steps = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+            way = torch.optim.SGD([one], lr=0.05, momentum=momentum)
+            order = torch.randperm(len(y), generator=torch.Generator().manual_seed(derived_seed(0, k, exchange)))
+            for i in range(max(1, len(y) // B)):
+                rows = order[i * B : (i + 1) * B]
+                steps.zero_grad()
+                cross_entropy(model(x[rows]), y[rows]).backward()
+                for name, parameter in model.named_parameters():
+                    parameter.grad += c[name] - own[k][name]
+                steps.step()
+                one.grad = torch.ones(1)
+                way.step()
+            after = model.state_dict()
+            new = {n: own[k][n] - c[n] + (state[n] - after[n]) / -one.item() for n in names}
+            changes.append({n: new[n] - own[k][n] for n in names})
+            own[k] = new
+            trained.append({n: value.clone() for n, value in after.items()})
+        sizes = [len(y) for _, y in shards.values()]
+        state = {n: v.to(state[n].dtype) for n, v in mean(trained, sizes).items()}
+        c = {n: c[n] + sum(s / total * d[n] for s, d in zip(sizes, changes, strict=True)) for n in names}
+    return {name: value.numpy() for name, value in state.items()}
+
+
+@pytest.fixture
+def shards(tmp_path):
+    return write_shards(tmp_path, SIZES)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_it_is_the_papers_algorithm(tmp_path, shards, momentum):
+    found = run(tmp_path, "scaffold", f"momentum={momentum}")[0]
+    agree(found, twin(shards, momentum))
+    assert not same(found, run(tmp_path, "fedavg", f"momentum={momentum}")[0])
+
+
+def test_with_controls_of_zeros_it_is_fedavg_bit_for_bit(tmp_path, shards):
+    assert same(run(tmp_path, "scaffold", "rounds=1")[0], run(tmp_path, "fedavg", "rounds=1")[0])
+
+
+def test_the_servers_control_is_the_mean_of_the_institutions(tmp_path, shards):
+    _, method = run(tmp_path, "scaffold")
+    kept = [control_of(tmp_path, name) for name in SIZES]
+    for name, array in method.control.items():
+        whole = sum(n * state[name] for n, state in zip(SIZES.values(), kept, strict=True)) / sum(SIZES.values())
+        np.testing.assert_allclose(array, whole, atol=1e-5)
+
+
+def control_of(folder, name):
+    [newest] = [*sorted((folder / "scaffold").glob(f"**/{name}/**/control-*.safetensors"))[-1:]]
+    return load_file(newest)
+
+
+def test_adam_is_refused():
+    with pytest.raises(ConfigError, match=r"set training\.optimizer=sgd"):
+        Scaffold.check(ScaffoldConfig(), Settings(training=TrainingConfig(optimizer="adam")))
