@@ -12,7 +12,7 @@ import torch
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.learning.training import make_optimizer, refuse_single_batches
 from flwr_replay.payloads.common import Trained
-from flwr_replay.payloads.scaffold import TrainControlled
+from flwr_replay.payloads.scaffold import CONTROL, TrainControlled
 from flwr_replay.wire.weights import joined, parted, to_arrays
 
 __all__ = ["ScaffoldClient"]
@@ -23,7 +23,7 @@ class ScaffoldClient(InstitutionClient):
 
     def train_controlled(self, request: TrainControlled) -> Trained:
         """Train for E passes; return the weights, and by how much the control has changed."""
-        theta, c = parted(request.arrays)
+        theta, c = parted(request.arrays, CONTROL)
         data, model = self.training_data(), self.scratch_model(theta)
         refuse_single_batches(model, len(data), self.batch_size)
         optimizer = make_optimizer(model, self.training, request.lr)
@@ -43,7 +43,7 @@ class ScaffoldClient(InstitutionClient):
             for name, array in c.items()
         }  # line 12, option II
         self.save("control", request, {name: own[name] + delta for name, delta in change.items()}, give=True)
-        return replace(answer, arrays=joined(answer.arrays, change))
+        return replace(answer, arrays=joined(answer.arrays, change, CONTROL))
 
 
 def travelled(steps: int, lr: float, momentum: float) -> float:

@@ -34,7 +34,7 @@ from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.movements.base import Exchange, Settings
 from flwr_replay.movements.parallel import Parallel, weighted_mean
 from flwr_replay.payloads.common import Trained
-from flwr_replay.payloads.scaffold import TrainControlled
+from flwr_replay.payloads.scaffold import CONTROL, TrainControlled
 from flwr_replay.server.members import Member
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened
 from flwr_replay.wire.weights import joined, parted
@@ -81,7 +81,7 @@ class Scaffold(Parallel):
         """Send θ and c."""
         return TrainControlled(
             server_round=exchange,
-            arrays=joined(arrays, self.control or zeros(parted(arrays)[0])),
+            arrays=joined(arrays, self.control or zeros(parted(arrays, CONTROL)[0]), CONTROL),
             run=self.settings.run,
             lr=self.lr(max(1, exchange)),
             local_epochs=self.config.local_epochs,
@@ -90,7 +90,7 @@ class Scaffold(Parallel):
     def combine(self, answers: Sequence[Trained]) -> StateDict:
         """Average θ_k, and add to c the mean of Δ_k."""
         sizes = [answer.num_examples for answer in answers]
-        theta, change = parted(weighted_mean([opened(answer.arrays) for answer in answers], sizes))
+        theta, change = parted(weighted_mean([opened(answer.arrays) for answer in answers], sizes), CONTROL)
         share = sum(sizes) / sum(member.num_examples for member in self.members.known)
         before = self.control or zeros(theta)
         self.control = {name: before[name] + (share * delta).astype(delta.dtype) for name, delta in change.items()}
@@ -98,12 +98,12 @@ class Scaffold(Parallel):
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """As for every parallel method; the control is as large as the weights."""
-        return super().forecast(opened(joined(arrays, zeros(arrays))), num_rounds)
+        return super().forecast(opened(joined(arrays, zeros(arrays), CONTROL)), num_rounds)
 
     def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
         """Return the global weights, or those that the institution has trained, without the change of its control."""
         tested = super().tested_on(split, member, arrays)
-        return None if tested is None else array_record(parted(opened(tested))[0])
+        return None if tested is None else array_record(parted(opened(tested), CONTROL)[0])
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
         """Return c."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -71,10 +71,11 @@ class Learner:
         mixed = self.sampler.mixed_batches(real, self.batch_size, self.rng) if self.sampler else real
         return changed(mixed, self.augment)
 
-    def step(self, x_B: Tensor, y_B: Tensor, penalty: Tensor | None = None) -> None:
+    def step(self, x_B: Tensor, y_B: Tensor, penalty: Tensor | Callable[[], Tensor] | None = None) -> None:
         """Take a step on a batch: θ ← θ − η ∇(L(θ; x_U) + penalty). The reported loss has no penalty.
 
-        Under DP a penalty is a TrainingError: the clipped gradients of single examples do not hold it.
+        A penalty that needs what the model made of the batch is a function, called after that. Under DP a penalty is a
+        TrainingError: the clipped gradients of single examples do not hold it.
         """
         self.steps += 1
         self._tell()
@@ -87,7 +88,8 @@ class Learner:
             return
         loss = self.task.loss(self.model(x_B), y_B)
         self.losses.append(loss.detach())
-        step(self.model, self.optimizer, loss if penalty is None else loss + penalty)
+        extra = penalty() if callable(penalty) else penalty  # a Tensor is not callable
+        step(self.model, self.optimizer, loss if extra is None else loss + extra)
         self.seen += len(y_B)
 
     def _tell(self) -> None:

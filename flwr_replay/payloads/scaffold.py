@@ -1,4 +1,4 @@
-"""What travels in SCAFFOLD: weights, and beside them, under names of its own, a control of their size."""
+"""What travels in SCAFFOLD: weights, and beside them, under names of their own, a control of their size."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from flwr_replay.payloads.common import Train, Trained
 
-__all__ = ["TrainControlled"]
+__all__ = ["CONTROL", "TrainControlled"]
+
+CONTROL = "control."  # begins the names of its arrays
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,20 +67,20 @@ def load_optimizer_arrays(optimizer: torch.optim.Optimizer, arrays: StateDict) -
     optimizer.load_state_dict({**optimizer.state_dict(), "state": slots})
 
 
-def joined(weights: Weights, state: StateDict) -> Weights:
+def joined(weights: Weights, state: StateDict, under: str = STATE) -> Weights:
     """Add what travels beside a model's weights, such as its optimizer's state; return the weights if there is none."""
     if not state:
         return weights
     record = array_record(weights)
-    record.update(array_record({f"{STATE}{name}": array for name, array in state.items()}))
+    record.update(array_record({f"{under}{name}": array for name, array in state.items()}))
     return record
 
 
-def parted(weights: Weights) -> tuple[StateDict, StateDict]:
+def parted(weights: Weights, under: str = STATE) -> tuple[StateDict, StateDict]:
     """Undo `joined`: return the model's weights, and what is beside them, which may be empty."""
     arrays = opened(weights)
-    state = {name.removeprefix(STATE): array for name, array in arrays.items() if name.startswith(STATE)}
-    return {name: array for name, array in arrays.items() if not name.startswith(STATE)}, state
+    state = {name.removeprefix(under): array for name, array in arrays.items() if name.startswith(under)}
+    return {name: array for name, array in arrays.items() if not name.startswith(under)}, state
 
 
 def to_arrays(module: nn.Module) -> StateDict:
