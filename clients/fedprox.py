@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.payloads.common import Train, Trained
 
-__all__ = ["FedProxClient"]
+__all__ = ["FedProxClient", "distance"]
 
 
 class FedProxClient(InstitutionClient):

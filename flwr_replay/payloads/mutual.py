@@ -7,11 +7,11 @@ it has the proxy's epsilon. It is computed from noised gradients and from what a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
-from flwr_replay.payloads.common import LAST_TRAINING, Evaluation, LabelScale, Spending, Trained
+from flwr_replay.payloads.common import LAST_TRAINING, LabelScale, Spending, Trained
 from flwr_replay.payloads.relay import MIXED, Released, TrainPeer
+from flwr_replay.payloads.two import TwoEvaluations
 from flwr_replay.wire.fields import instruction, model, statistic
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import Weights
@@ -29,7 +29,6 @@ __all__ = [
 ]
 
 PROXY_STEPS = "steps of the proxy, by DP-SGD or plain; 0: the institution's budget is used up"
-HALVES = ("loss", "confusion", "hits_in_group", "scores")  # of an evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +87,10 @@ class TrainMutually(Spending, Mutual, Request, stage="train-mutually", answer=Tr
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairEvaluation(Evaluation):
+class PairEvaluation(TwoEvaluations):
     """Sums over the test shard of the private model and of the proxy."""
+
+    other = "proxy"
 
     proxy_loss: float | None = statistic(
         "the task's loss, mean over the shard; none: the policy allows counts only", default=None
@@ -97,31 +98,6 @@ class PairEvaluation(Evaluation):
     proxy_confusion: Sequence[int] = statistic("examples; as confusion", default=(), counted=True)
     proxy_hits_in_group: int | None = statistic("examples; as hits_in_group", default=None, counted=True)
     proxy_scores: Sequence[int] = statistic("examples; as scores", default=())
-
-    @classmethod
-    def of_pair(cls, private: Evaluation, proxy: Evaluation) -> PairEvaluation:
-        """Combine the evaluations of both models on the same shard."""
-        own = {field.name: getattr(private, field.name) for field in fields(private)}
-        return cls(**own, **{f"proxy_{name}": getattr(proxy, name) for name in HALVES})
-
-    @classmethod
-    def empty(cls, task: Any) -> PairEvaluation:
-        """Return the evaluations of nothing."""
-        return cls.of_pair(task.empty(), task.empty())
-
-    @classmethod
-    def metrics(cls, task: Any) -> tuple[str, ...]:
-        """Return the names of a task's metrics for both models."""
-        return (*task.metrics, *(f"proxy-{name}" for name in task.metrics))
-
-    @classmethod
-    def pool(cls, task: Any, evaluations: Sequence[Any]) -> dict[str, float]:
-        """Compute the private models' metrics, and those of the proxies with the prefix proxy-."""
-        proxies = [
-            Evaluation(num_examples=both.num_examples, **{name: getattr(both, f"proxy_{name}") for name in HALVES})
-            for both in evaluations
-        ]
-        return {**task.pool(evaluations), **{f"proxy-{name}": value for name, value in task.pool(proxies).items()}}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -171,11 +171,12 @@ def test_images_of_another_form_and_empty_folders_are_refused_whole(ran, images,
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("job", ["local", "proxyfl", "proxyfl, pool", "fml, pool"])
+@pytest.mark.parametrize("job", ["local", "fedbn", "ditto", "proxyfl", "proxyfl, pool", "fml, pool"])
 def test_private_models_are_used_at_their_institution(job, tmp_path, monkeypatch):
     strategy, _, pool = job.partition(", ")
-    options = [] if strategy == "local" else ["private_models=[cnn,mlp]", "dp=none", "lr=0.3"]
-    options += ["listen=pool", "alpha=0", "private_epochs=2"] if pool else []
+    pairs = ["private_models=[cnn,mlp]", "dp=none", "lr=0.3"]
+    options = pairs if strategy in ("proxyfl", "fml") else ["model=cnn"]
+    options = [*options, *(["listen=pool", "alpha=0", "private_epochs=2"] if pool else [])]
     result, folder = run_at(tmp_path, monkeypatch, "task=digits", f"strategy={strategy}", *options)
     with pytest.raises(RunError, match="give --institution"):  # FML's averaged proxy is not what predicts
         load_model(folder)

@@ -1,0 +1,52 @@
+"""The evaluation of two models on one shard: the institution's own, and another that it shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
+
+from flwr_replay.payloads.common import Evaluation
+
+__all__ = ["TwoEvaluations"]
+
+PARTS = ("loss", "confusion", "hits_in_group", "scores")  # of an evaluation
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoEvaluations(Evaluation):
+    """Base of such an evaluation; a subclass declares each part of the other model's with that model's name before it.
+
+    Attributes
+    ----------
+    other : str
+        The other model's name, which begins its metrics, too: `proxy-accuracy`.
+    """
+
+    other: ClassVar[str]
+
+    @classmethod
+    def of_pair(cls, own: Evaluation, other: Evaluation) -> Self:
+        """Combine the evaluations of both models on the same shard."""
+        first = {field.name: getattr(own, field.name) for field in fields(own)}
+        return cls(**first, **{f"{cls.other}_{name}": getattr(other, name) for name in PARTS})
+
+    @classmethod
+    def empty(cls, task: Any) -> Self:
+        """Return the evaluations of nothing."""
+        return cls.of_pair(task.empty(), task.empty())
+
+    @classmethod
+    def metrics(cls, task: Any) -> tuple[str, ...]:
+        """Return the names of a task's metrics for both models."""
+        return (*task.metrics, *(f"{cls.other}-{name}" for name in task.metrics))
+
+    @classmethod
+    def pool(cls, task: Any, evaluations: Sequence[Any]) -> dict[str, float]:
+        """Compute the own models' metrics, and those of the others."""
+        others = [
+            Evaluation(num_examples=both.num_examples, **{name: getattr(both, f"{cls.other}_{name}") for name in PARTS})
+            for both in evaluations
+        ]
+        further = {f"{cls.other}-{name}": value for name, value in task.pool(others).items()}
+        return {**task.pool(evaluations), **further}
