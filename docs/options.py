@@ -99,7 +99,7 @@ def words(option: Option) -> tuple[str, ...]:
 
 
 def methods(sections: Mapping[str, Described]) -> list[str]:
-    """Describe the methods: first the options that several have, then each method with its own."""
+    """Describe the methods: first the options that several have, then those of a single method."""
     found = {name.removeprefix("strategy="): one for name, one in sections.items() if name.startswith("strategy=")}
     having: dict[tuple[str, ...], list[str]] = {}
     for name, one in found.items():
@@ -112,7 +112,7 @@ def methods(sections: Mapping[str, Described]) -> list[str]:
     parts = [f"With {', '.join(names)}:\n\n{listed([*options.values()])}" for names, options in shared.items()]
     for name, one in found.items():
         own = [option for option in one.options if len(having[words(option)]) == 1]
-        parts += [f"### `strategy={name}`", listed(own) or "None of its own."]
+        parts += [f"### `strategy={name}`", listed(own)] if own else []
     return parts
 
 

@@ -20,7 +20,18 @@ from flwr_replay.wire.records import arrays_in, config_in
 from flwr_replay.wire.weights import load_arrays, parted
 
 BEFORE = "evaluate_before_mixing=true"
-MIXES = ["fedavg", "fedprox", "fedavgm", "fedavgshare", "fml", "fml proxy_optimizer=travels training.optimizer=adam"]
+MIXES = [
+    "fedavg",
+    "fedprox",
+    "fedavgm",
+    "fedavgshare",
+    "scaffold",
+    "moon",
+    "fedbn",
+    "ditto",
+    "fml",
+    "fml proxy_optimizer=travels training.optimizer=adam",
+]
 MIXES += ["proxyfl", "proxyfl proxy_optimizer=travels training.optimizer=adam", "avgpush", "avgpush external=true"]
 REFUSE = sorted({*choices("strategy")} - {job.partition(" ")[0] for job in MIXES})
 

@@ -357,7 +357,7 @@ def test_methods_in_which_all_must_take_part_refuse(strategy, monkeypatch, capsy
     assert said.startswith(
         "error: fraction is for methods that can train in a round with some of the institutions; got"
     )
-    assert f"got strategy={strategy}: leave it out, or choose strategy=avgpush, cwt, fedavg, fedavgm," in said
+    assert f"got strategy={strategy}: leave it out, or choose strategy=avgpush, cwt, ditto, fedavg, fedavgm," in said
     assert not (tmp_path / "runs").exists()
 
 
