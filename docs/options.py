@@ -110,9 +110,12 @@ def methods(sections: Mapping[str, Described]) -> list[str]:
         if len(names := having[words(option)]) > 1:
             shared.setdefault((*names,), {})[words(option)] = option
     parts = [f"With {', '.join(names)}:\n\n{listed([*options.values()])}" for names, options in shared.items()]
-    for name, one in found.items():
-        own = [option for option in one.options if len(having[words(option)]) == 1]
-        parts += [f"### `strategy={name}`", listed(own)] if own else []
+    own = {name: [o for o in one.options if len(having[words(o)]) == 1] for name, one in found.items()}
+    parts.append(
+        "Without options of their own: " + ", ".join(f"`strategy={name}`" for name in own if not own[name]) + "."
+    )
+    for name, options in own.items():
+        parts += [f"### `strategy={name}`", listed(options)] if options else []
     return parts
 
 
