@@ -31,6 +31,8 @@ class PersonalEvaluation(TwoEvaluations):
     global_confusion: Sequence[int] = statistic("examples; as confusion", default=(), counted=True)
     global_hits_in_group: int | None = statistic("examples; as hits_in_group", default=None, counted=True)
     global_scores: Sequence[int] = statistic("examples; as scores", default=())
+    global_absolute_error: float | None = statistic("as absolute_error", default=None)
+    global_squared_error: float | None = statistic("as squared_error", default=None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,10 @@ from flwr_replay.payloads.common import Evaluation
 
 __all__ = ["TwoEvaluations"]
 
-PARTS = ("loss", "confusion", "hits_in_group", "scores")  # of an evaluation
-
 
 @dataclass(frozen=True, kw_only=True)
 class TwoEvaluations(Evaluation):
-    """Base of such an evaluation; a subclass declares each part of the other model's with that model's name before it.
+    """Base of such an evaluation; a subclass declares the parts of the other model's, with that model's name before.
 
     Attributes
     ----------
@@ -29,7 +27,13 @@ class TwoEvaluations(Evaluation):
     def of_pair(cls, own: Evaluation, other: Evaluation) -> Self:
         """Combine the evaluations of both models on the same shard."""
         first = {field.name: getattr(own, field.name) for field in fields(own)}
-        return cls(**first, **{f"{cls.other}_{name}": getattr(other, name) for name in PARTS})
+        return cls(**first, **{f"{cls.other}_{name}": getattr(other, name) for name in cls.of_other()})
+
+    @classmethod
+    def of_other(cls) -> list[str]:
+        """Return the names, in an evaluation, of what is declared of the other model."""
+        mark = f"{cls.other}_"
+        return [field.name.removeprefix(mark) for field in fields(cls) if field.name.startswith(mark)]
 
     @classmethod
     def empty(cls, task: Any) -> Self:
@@ -44,8 +48,9 @@ class TwoEvaluations(Evaluation):
     @classmethod
     def pool(cls, task: Any, evaluations: Sequence[Any]) -> dict[str, float]:
         """Compute the own models' metrics, and those of the others."""
+        parts = cls.of_other()
         others = [
-            Evaluation(num_examples=both.num_examples, **{name: getattr(both, f"{cls.other}_{name}") for name in PARTS})
+            Evaluation(num_examples=both.num_examples, **{part: getattr(both, f"{cls.other}_{part}") for part in parts})
             for both in evaluations
         ]
         further = {f"{cls.other}-{name}": value for name, value in task.pool(others).items()}

@@ -28,7 +28,8 @@ from flwr_replay.runs.options import resolve
         ("privacy-loss=nearest", "privacy-loss is an option of generator=stylegan2; got generator=vqvae2"),
         (
             "local-epochs=2",
-            "local-epochs is an option of strategy=ditto, fedavg, fedavgm, fedavgshare, fedbn, feder, fedprox, moon, scaffold; got",
+            "local-epochs is an option of strategy=ditto, fedavg, fedavgm, fedavgshare, fedbn, feder, fedprox, moon, "
+            "scaffold; got",
         ),
         ("strategy=proxyfl private-shift=8", "by some of their 8 pixels; got 8: choose fewer"),
         (
