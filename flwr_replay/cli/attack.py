@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flwr_replay.cli.places import AsJson, absolute, say
+from flwr_replay.cli.places import AsJson, finished_place, say
 
 __all__ = ["attack"]
 
@@ -42,7 +42,8 @@ def attack(
 ) -> None:
     """Attack a run's recorded messages; write RUN/attacks with figures, pictures of patients, and a page.
 
-    RUN is a run directory with recorded messages (record=all), or an institution's own state.
+    RUN is a run directory with recorded messages (record=all), `last` for the newest in runs/, or an institution's own
+    state.
 
     An interrupted command goes on where it stopped. A failed attack proves nothing.
     """
@@ -50,8 +51,7 @@ def attack(
     from flwr_replay.lab.page import write_page
     from flwr_replay.lab.registry import Only
 
-    folder = absolute(place)
-
+    folder = finished_place(place)
     tell = say if as_json else partial(print, flush=True)
     report = attack_run(folder, Only(institution, field, only), aux, data, minutes, tell, run)
     page = write_page(folder / FOLDER, report)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from click.exceptions import Abort, ClickException, NoArgsIsHelpError
+from click.exceptions import Abort, ClickException, NoArgsIsHelpError, NoSuchOption
 
 from flwr_replay import __version__
 from flwr_replay.cli.deploy import app as deploy
@@ -43,6 +43,7 @@ TWICE = re.compile(r"(?<=\?) \(?Did you mean .*$")  # Typer suggests a command, 
 app = typer.Typer(
     no_args_is_help=True,
     invoke_without_command=True,
+    rich_markup_mode="markdown",  # which fills lines anew
     pretty_exceptions_enable=False,
 )
 data = typer.Typer(
@@ -241,7 +242,7 @@ def report(place: Annotated[str, typer.Argument(metavar="RUN|COMPARISON|STUDY")]
     """
     from flwr_replay.report.pages import write_page
 
-    print(write_page(finished_place(place)))
+    print(write_page(finished_place(place, comparisons=True)))
 
 
 @app.command()
@@ -363,6 +364,8 @@ def main() -> None:
         sys.exit(1)
     except (FlwrReplayError, OSError, ClickException) as error:
         text = error.format_message() if isinstance(error, ClickException) else str(error)
+        if isinstance(error, NoSuchOption) and error.ctx and any(p.name == "options" for p in error.ctx.command.params):
+            text = f"{text.rstrip('.')}; options of a run have no hyphens in front: {error.option_name.lstrip('-')}=…"
         print(f"error: {TWICE.sub('', one_line(text))}", file=sys.stderr)
         sys.exit(2)
     except (MemoryError, RuntimeError) as error:

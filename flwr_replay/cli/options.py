@@ -29,7 +29,8 @@ def options(
         if matches := _named(known, group):
             print("\n".join(line for place, option in matches for line in _option(option, place)))
             return
-        raise ConfigError(f"unknown group of options {group!r}: {nearest(group, list(known))}")
+        names = [name for each in known.values() for o in each.options for name in (o.name, o.name.rpartition(".")[2])]
+        raise ConfigError(f"no group and no option is called {group!r}: {nearest(group, [*known, *names])}")
     lines = list(_explained(group, known[group]) if group else _overview(known))
     if any("docs/" in line for line in lines):
         lines += ["", "docs/… is a page in flwr-replay's repository."]

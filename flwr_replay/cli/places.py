@@ -46,18 +46,20 @@ def runs_folder(place: str) -> Path:
     return folder
 
 
-def finished_place(place: str) -> Path:
-    """Return what a run, a comparison, a study or an institution has left; `last` is the run in runs/ that began last.
+def finished_place(place: str, comparisons: bool = False) -> Path:
+    """Return what a run, a comparison, a study or an institution has left; `last` is the newest in runs/.
 
     Raises
     ------
     RunError
-        If it does not exist.
+        If it does not exist, or `last` is a comparison where only a run has what is wanted (not `comparisons`).
     """
-    from flwr_replay.runs.listing import runs_in
+    from flwr_replay.runs.listing import newest_in
 
     if place == LAST and not Path(LAST).exists():
-        return runs_in(runs_folder(ROOT))[-1]
+        if not Path(ROOT).exists():
+            raise RunError(f"{LAST} is the newest in {ROOT}/, and there is none here: give the directory of a run")
+        return newest_in(absolute(ROOT), comparisons)
     folder = absolute(place)
     if not folder.exists():
         raise RunError(

@@ -69,6 +69,7 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 HINTS = cache(get_type_hints)  # of a section, they take a millisecond
 SECTIONS = {name: kind for name, kind in HINTS(RunConfig).items() if isinstance(kind, type) and is_dataclass(kind)}
 SECTIONS.pop("strategy")  # each has its own
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 OF_CHOICES = ("generator", "prior")  # sections whose choices have options of their own
 
 
@@ -162,8 +163,14 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
     values["task"]["validation"] = values["split"] == "validation"
     strategy = values.pop("strategy")
     _, strategy_config = load_strategy(strategy.pop("name"))
-    if values["privacy"]["dp"] == "auto":
-        values["privacy"]["dp"] = strategy_config.traits.dp_by_default
+    traits, dp = strategy_config.traits, values["privacy"]["dp"]
+    if dp == "auto":
+        values["privacy"]["dp"] = traits.dp_by_default
+    if dp == "latents" and dp not in traits.dp_mechanisms:  # before it asks for options of its own
+        raise ConfigError(
+            f"dp=latents is for methods that send latents, such as strategy=fedreplay; got strategy="
+            f"{strategy_config.name}: choose that strategy, or another dp="
+        )
     classes = SECTIONS | {name: load_generator(values[name]["name"]) for name in OF_CHOICES}
     sections: dict[str, Any] = {name: _build(cls, values.pop(name), name) for name, cls in classes.items()}
     sections["strategy"] = _build(strategy_config, strategy, "strategy")
@@ -345,10 +352,10 @@ def _typed(option: str, value: Any, hint: Any) -> Any:
         raise ConfigError(f"{option} must be a number of fewer than 19 digits; got {short(value)}")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
-    if hint in (bool, int, float, str) and type(value) is not hint:
-        raise ConfigError(f"{option} must be of type {hint.__name__}; got {short(value)}")
+    if hint is str and isinstance(value, (bool, int, float)):  # the option itself says which words it takes
+        return str(value).lower()
+    if hint in KINDS and type(value) is not hint:
+        raise ConfigError(f"{option} must be {KINDS[hint]}; got {short(value)}")
     if hint is str and CONTROL.search(value):  # it would break lists and lines of logs
         raise ConfigError(f"{option} must be on one line, without control characters; got {short(value)}")
     return value

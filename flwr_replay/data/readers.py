@@ -39,6 +39,7 @@ __all__ = [
     "csv_rows",
     "data_root",
     "line_of",
+    "medmnist_form",
     "read_cifar10",
     "read_digits",
     "read_idx",
@@ -239,8 +240,7 @@ def _values_in(pickled: bytes) -> Any:
 
 def read_medmnist(task: TaskConfig) -> dict[str, Raw]:
     """Read a MedMNIST file `<name>.npz`: `task.data-dir` is the file, or the folder with `<task.name>.npz`."""
-    path = data_root(task)
-    path = path if path.suffix == ".npz" else path / f"{task.name}.npz"
+    path = _medmnist_file(task)
     if not path.is_file() and task.download:
         _fetch_medmnist(path)
     if not path.is_file():
@@ -258,6 +258,24 @@ def read_medmnist(task: TaskConfig) -> dict[str, Raw]:
         raise DataError(f"{path} must hold both val_images and val_labels, or neither; one is missing")
     splits = ["train", "test", *(["val"] if {"val_images", "val_labels"} <= arrays.keys() else [])]
     return {split: _medmnist_split(path, split, arrays) for split in splits}
+
+
+def medmnist_form(task: TaskConfig) -> dict[str, int]:
+    """Read channels, size and classes off a MedMNIST file; nothing if it cannot be read, which its reader says."""
+    try:
+        with np.load(_medmnist_file(task), allow_pickle=False) as file:
+            shape, labels = file["test_images"].shape, [file[name] for name in file.files if name.endswith("_labels")]
+        if shape[1] != shape[2] or not all(np.issubdtype(y.dtype, np.integer) for y in labels):
+            return {}
+        classes = max(2, 1 + max(int(y.max(initial=0)) for y in labels))
+        return {"channels": (*shape, 1)[3], "size": shape[1], "classes": classes}
+    except Exception:  # a damaged archive can raise any error
+        return {}
+
+
+def _medmnist_file(task: TaskConfig) -> Path:
+    path = data_root(task)
+    return path if path.suffix == ".npz" else path / f"{task.name}.npz"
 
 
 def _medmnist_split(path: Path, split: str, arrays: dict[str, NDArray[Any]]) -> Raw:

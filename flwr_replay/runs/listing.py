@@ -22,7 +22,7 @@ from flwr_replay.report.run_files import CONFIG, METRICS, RESULT, check_grown, m
 from flwr_replay.report.summary import confusion_of
 from flwr_replay.runs.opening import ENDED
 
-__all__ = ["SPARE", "Listed", "clean", "listed", "runs_in", "same_bits", "spare", "watch"]
+__all__ = ["SPARE", "Listed", "clean", "listed", "newest_in", "runs_in", "same_bits", "spare", "watch"]
 
 SPARE = ("checkpoints", "latents", "shared", "mailbox", "messages", "replay")  # a finished run's result needs none
 EVERY = 1.0  # seconds between two looks at a live run
@@ -64,8 +64,25 @@ def runs_in(root: Path) -> list[Path]:
     """
     folders = [file.parent for pattern in ("*", "*/*") for file in root.glob(f"{pattern}/config.yaml")]
     if not folders:
-        raise RunError(f"{root} must be a folder with run directories; it has none: give --runs-dir")
+        raise RunError(f"{root} must be a folder with run directories; it has none")
     return sorted(folders, key=lambda folder: (folder / "config.yaml").stat().st_mtime)
+
+
+def newest_in(root: Path, comparisons: bool) -> Path:
+    """Return the run that began last, or the comparison that ended later and is not one of a run's.
+
+    Raises
+    ------
+    RunError
+        If there is none, or it is a comparison and these are not wanted.
+    """
+    last = runs_in(root)[-1]
+    ended = max(root.glob("*/*/compare.json"), key=lambda file: file.stat().st_mtime, default=None)
+    if ended is None or ended.stat().st_mtime < (last / "config.yaml").stat().st_mtime:
+        return last
+    if not comparisons:
+        raise RunError(f"last is a comparison, {ended.parent}: give one of its runs, such as {last}")
+    return ended.parent
 
 
 def same_bits(folders: Sequence[Path]) -> str:

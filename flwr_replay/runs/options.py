@@ -103,8 +103,13 @@ def kept_overrides(of_run: Path) -> list[str]:
 
 
 def _read_off(options: Sequence[str]) -> list[str]:
-    """Read off a folder of images what the options do not say: channels, classes and their names."""
+    """Read off images what the options do not say: channels, size, classes and their names."""
     typed = {key_of(option).removeprefix("task."): option for option in options}
+    if "task=medmnist" in options and "data_dir" in typed:
+        from flwr_replay.data.readers import medmnist_form
+
+        read = medmnist_form(compose(["task=medmnist", typed["data_dir"]]).task)
+        return [f"task.{name}={value}" for name, value in read.items() if name not in typed]
     if "task=folder" not in options or "data_dir" not in typed or {"channels", "class_names"} <= typed.keys():
         return []
     from flwr_replay.data.folder import folder_rows, form_of

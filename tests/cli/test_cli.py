@@ -1,6 +1,7 @@
 """The command line: what it prints and writes, and how runs go on."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -72,8 +73,7 @@ def test_last_is_the_run_that_began_last(flwr_replay, tmp_path):
     code, _, err = flwr_replay("predict", "last", "images")
     assert (code, err.splitlines()[-1]) == (
         2,
-        f"error: there is no folder {tmp_path / 'runs'}: `flwr-replay run` makes runs/ here, or give another by "
-        "--runs-dir",
+        "error: last is the newest in runs/, and there is none here: give the directory of a run",
     )
     for name in ("b", "a"):
         assert flwr_replay("run", "strategy=fedavg", "nodes=2", "model.width=4", "rounds=1", f"run-name={name}")[0] == 0
@@ -82,12 +82,17 @@ def test_last_is_the_run_that_began_last(flwr_replay, tmp_path):
     code, _, err = flwr_replay("predict", "last", "images")
     assert code == 2
     assert f"there is no {tmp_path / 'images'}: give a folder of images" in err
+    assert flwr_replay("compare", "fedavg", "seeds=1", "nodes=2", "model.width=4", "rounds=1", "lr=0.1|0.2")[0] == 0
+    page = flwr_replay("report", "last")[1].strip()  # a comparison is not one of its runs
+    assert json.loads((Path(page).parent / "compare.json").read_text())["against"] == "fedavg:lr=0.1"
+    for words in (["runs", "show", "last"], ["privacy", "attack", "last"]):
+        assert re.search("error: last is a comparison, .* give one of its runs", flwr_replay(*words)[2])
 
 
 def test_a_run_is_resumed_from_anywhere_and_after_its_data_moved(flwr_replay, tmp_path, monkeypatch):
     x, y = np.arange(40 * 64, dtype=np.uint8).reshape(40, 8, 8), np.arange(40) % 2
     np.savez(tmp_path / "d.npz", train_images=x, train_labels=y, test_images=x, test_labels=y)
-    task = ["task=medmnist", "task.data-dir=d.npz", "task.size=8", "partition=iid", "nodes=2"]
+    task = ["task=medmnist", "task.data-dir=d.npz", "partition=iid", "nodes=2"]  # the file says size and channels
     assert flwr_replay("run", "strategy=fedavg", "model=mlp", *task, "rounds=1", "run-name=first")[0] == 0
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")

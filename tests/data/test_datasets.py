@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from flwr_replay.config.sections import PartitionConfig, TaskConfig
 from flwr_replay.data import load
 from flwr_replay.errors import ConfigError, DataError
+from flwr_replay.runs.options import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 Task = Callable[..., TaskConfig]
@@ -349,6 +350,17 @@ def test_medmnist_download(tmp_path: Path, task: Task, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "medmnist", None)
     with pytest.raises(ConfigError, match=r"flwr-replay\[medmnist\]"):
         load(task("medmnist", data_dir=str(tmp_path / "pathmnist.npz"), download=True))
+
+
+def test_a_medmnist_file_says_its_own_form(tmp_path: Path, task: Task) -> None:
+    x, y = images(20, 12, 12, 3), np.arange(20)[:, None] % 10
+    np.savez(tmp_path / "mine.npz", train_images=x, train_labels=y, test_images=x[:9], test_labels=y[:9])
+    words = ["task=medmnist", f"task.data-dir={tmp_path / 'mine.npz'}"]
+    found = resolve([*words, "nodes=2"], ".", "")[1].task
+    assert (found.channels, found.size, found.classes) == (3, 12, 10)
+    assert resolve([*words, "nodes=2", "classes=12"], ".", "")[1].task.classes == 12
+    with pytest.raises(DataError, match=r"got 2 \(example 2 of .*: set task.classes=10, or correct it"):
+        load(task("medmnist", data_dir=str(tmp_path / "mine.npz"), channels=3, size=12))
 
 
 def test_shared_pneumonia(shared: Path, task: Task) -> None:
