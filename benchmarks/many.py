@@ -49,7 +49,13 @@ from flwr_replay.state.store import StateStore
 from flwr_replay.wire.weights import to_arrays
 
 JOB = "task=mnist partition=iid partition.size=20 model=mlp model.width=32 batch_size=10 device=cpu threads=1"
-METHODS = {"fedavg": "", "cwt": "", "fedreplay": "encoder_epochs=2", "proxyfl": ""}
+METHODS = {
+    "fedavg": "",
+    "cwt": "",
+    "fedreplay": "encoder_epochs=2",
+    "proxyfl": "",
+    "fedsgd": "masked=true noise=shared dp=gradient target_epsilon=8 delta=1e-5",
+}
 PLAIN = ("fedavg", "cwt")
 PARTS = {
     "roll call, once": ((Roll, "call"),),

@@ -47,7 +47,7 @@ from flwr_replay.payloads.common import RollCall
 from flwr_replay.wire.fields import RECORD_OF
 from flwr_replay.wire.masked import MASKED, check_room, exact, fixed_point
 from flwr_replay.wire.payload import Payload, Request
-from flwr_replay.wire.records import StateDict, array_record, config_in, metrics_in, opened
+from flwr_replay.wire.records import StateDict, array_record, config_in, metrics_in, opened, undecoded
 from flwr_replay.wire.sealed import joined_body
 
 __all__ = ["FEWEST", "Masking"]
@@ -119,7 +119,7 @@ class Masking(Cover):
                 f"a masked request says how many examples all institutions have; got {total}, here alone are {own}: "
                 "refused; use the same version of flwr-replay everywhere"
             )
-        record = message.content.array_records.get("arrays", ArrayRecord())
+        record = undecoded(message.content) or ArrayRecord()
         check_room(opened(record))  # of the request alone, so all institutions refuse it, or none
         self.share, body = own / total, joined_body(record)
         self.asked = sha256(json.dumps(shared, sort_keys=True).encode() + b"\n" + body).digest()
@@ -163,7 +163,7 @@ class Masking(Cover):
 
     def closed(self, reply: Message, answer: type[Payload], exchange: int) -> None:
         """Put the weights of an answer under masks, in their place; note them before they leave."""
-        record = reply.content.array_records.get("arrays")
+        record = undecoded(reply.content)
         if not record:
             return
         kept = self.kept

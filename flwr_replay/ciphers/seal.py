@@ -37,6 +37,8 @@ from flwr.app import Array, ArrayRecord
 
 from flwr_replay.errors import ConfigError, PrivacyError, RefusedError
 from flwr_replay.files.atomic import NAME, private_folder, read_text, write_once
+from flwr_replay.files.disk import looked
+from flwr_replay.memory import remembered
 from flwr_replay.wire.sealed import SALT, Head, SealedParcel, joined_body, pack, parted_body, unpack
 
 __all__ = ["KEY", "Opened", "Seal", "line_of", "make_key", "read_pins", "simulated"]
@@ -215,5 +217,10 @@ def read_pins(file: Path) -> dict[str, str]:
 
 def simulated(root: Path, names: Sequence[str], name: str) -> Seal:
     """Return the seal of a simulated institution: all keys lie in the state directories on this machine."""
-    pins = {other: make_key(private_folder(root / other) / KEY)[1] for other in names}
-    return Seal(name, make_key(root / name / KEY)[0], pins)
+    key, _ = make_key(private_folder(root / name) / KEY)
+    return Seal(name, key, _simulated_pins(root, tuple(names), looked([root])[root].st_mtime_ns))
+
+
+@remembered(maxsize=1)  # all institutions of a process have pinned the same; until a state directory comes or goes
+def _simulated_pins(root: Path, names: tuple[str, ...], changed: int) -> Mapping[str, str]:
+    return {other: make_key(private_folder(root / other) / KEY)[1] for other in names}

@@ -45,7 +45,7 @@ from flwr_replay.rng import derived_seed
 from flwr_replay.state.store import Owner, StateStore
 from flwr_replay.wire.fields import RECORD_OF
 from flwr_replay.wire.payload import Payload, Request
-from flwr_replay.wire.records import StateDict, array_record, config_in, metrics_in, opened
+from flwr_replay.wire.records import StateDict, array_record, config_in, metrics_in, opened, undecoded
 from flwr_replay.wire.sealed import SEALED_NAME, is_sealed
 from flwr_replay.wire.weights import check_weights, form_of, to_arrays
 
@@ -223,7 +223,7 @@ class Sealing(Cover):
         """Seal the arrays of an answer, in its place; keep a tested model, which no server can."""
         if self.tested is not None:
             self.store.save(TESTS, self.run, exchange, opened(self.tested), self.durable)
-        record = reply.content.array_records.get("arrays")
+        record = undecoded(reply.content)
         if not record:
             return
         [kind] = {field.kind for field in answer.declared().values() if RECORD_OF[field.kind] == "arrays"}

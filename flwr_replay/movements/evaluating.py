@@ -21,7 +21,16 @@ from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import Weights
 
-__all__ = ["SPLIT_OF", "UNMIXED_ON", "EvaluateFn", "Evaluations", "RunState", "trained_metrics"]
+__all__ = [
+    "SPLIT_OF",
+    "UNMIXED_ON",
+    "EvaluateFn",
+    "Evaluations",
+    "Metrics",
+    "RunState",
+    "own_metrics",
+    "trained_metrics",
+]
 
 UNMIXED = "before-mixing"  # in place of a split: the test shards, with models from before they were averaged or mixed
 UNMIXED_ON = {"test": UNMIXED, "validation": f"{VALIDATION}{UNMIXED}"}  # the same, by the split whose examples test
@@ -266,17 +275,22 @@ def with_further(tested: Pooled, further: Pooled, prefix: str) -> Pooled:
     return {**pooled, **named(further_pooled)}, by_name
 
 
-def trained_metrics(answered: Sequence[tuple[Member, Message, Trained]]) -> MetricRecord:
+def trained_metrics(answered: Sequence[tuple[Trained, Metrics | None]]) -> MetricRecord:
     """Return what trainings report: our clients' mean loss, and of users' own ClientApps what they call theirs."""
-    losses = [(a.train_loss, a.num_examples) for member, _, a in answered if member.ours and a.train_loss is not None]
+    losses = [(a.train_loss, a.num_examples) for a, own in answered if own is None and a.train_loss is not None]
     total = sum(n for _, n in losses)
     metrics = {"train-loss": sum(loss * n for loss, n in losses) / total} if losses else {}
-    own = [_scalars(reply) for member, reply, _ in answered if not member.ours]
+    own = [own for _, own in answered if own is not None]
     return MetricRecord({**metrics, **(_weighted_means(own) if own else {})})  # type: ignore[dict-item]
 
 
+def own_metrics(member: Member, reply: Message) -> Metrics | None:
+    """Return the metrics that a user's own ClientApp reports; None of ours."""
+    return None if member.ours else _scalars(reply)
+
+
 def _scalars(reply: Message) -> Metrics:
-    records = reply.content.metric_records.values()
+    records = (record for record in reply.content.values() if isinstance(record, MetricRecord))
     return {name: float(v) for record in records for name, v in record.items() if not isinstance(v, list)}
 
 

@@ -47,7 +47,7 @@ from flwr_replay.server.mailbox import Delivery, Mailbox, ModelShare
 from flwr_replay.server.members import Member
 from flwr_replay.server.settings import Settings
 from flwr_replay.wire.payload import Request
-from flwr_replay.wire.records import StateDict, Weights, array_record, opened
+from flwr_replay.wire.records import StateDict, Weights, array_record, opened, undecoded
 from flwr_replay.wire.weights import form_of
 
 __all__ = ["Gossip", "GossipConfig"]
@@ -170,7 +170,7 @@ class Gossip(Relay):
             raise WireError("released a model of another form than the common one")
         if abs(answer.weight - w) > 1e-9 * w:
             raise WireError(f"released a model with w = {answer.weight:g}; after its mixings it must be {w:g}")
-        return replace(answer, arrays=reply.content.array_records.get("arrays", answer.arrays))  # the same bytes
+        return replace(answer, arrays=undecoded(reply.content) or answer.arrays)  # the same bytes
 
     def deal(self, exchange: int, released: dict[str, Released]) -> None:
         """Put the shares of all senders into the mailbox; a sender's shares are its column of P(t)."""

@@ -1,4 +1,8 @@
-"""Parallel: in one exchange all institutions train, or a fraction of them, and the server averages."""
+"""Parallel: in one exchange all institutions train, or a fraction of them, and the server averages.
+
+Answers are held until all are there, since sums in floating point have an order. Those under masks are added as they
+come, whole numbers modulo 2^64: one message is held, however many institutions there are.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,12 @@ from flwr.serverapp import Grid
 from flwr_replay.config.privacy import ON_SUMS
 from flwr_replay.errors import RunError
 from flwr_replay.movements.base import Exchange
-from flwr_replay.movements.evaluating import SPLIT_OF, trained_metrics
+from flwr_replay.movements.evaluating import SPLIT_OF, Metrics, own_metrics, trained_metrics
 from flwr_replay.movements.participation import AtOnce
 from flwr_replay.payloads.common import Trained
 from flwr_replay.privacy.shares import check_sums
 from flwr_replay.server.members import Member
-from flwr_replay.wire.masked import blank_masked, mean_of, sums_of
+from flwr_replay.wire.masked import add, blank_masked, mean_of, sums_of
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened
 
@@ -34,6 +38,8 @@ class Parallel(AtOnce):
     returned: Mapping[str, ArrayRecord]  # by institution: what it has trained in this exchange, if that is to be tested
     sent: StateDict  # the global weights of this exchange, as sent to all
     exchange: int
+    arrived: dict[str, tuple[Trained, Metrics | None]]  # by name: this exchange's answers, masked ones without arrays
+    total: StateDict  # the sum of masked arrays so far
     cohort: Sequence[str] = ()  # whose answers this exchange sums, where some may be missing
     away: frozenset[int] = frozenset()  # nodes that have left such an exchange without an answer
 
@@ -84,6 +90,7 @@ class Parallel(AtOnce):
     ) -> Iterable[Message]:
         """Send the same request to all that train."""
         self.sent, self.exchange, self.cohort = opened(arrays), server_round, ()
+        self.arrived, self.total = {}, {}
         trainers = self.trainers(server_round)
         if (plan := self.settings.privacy) and plan.dropouts and (trainers or not len(self.members)):
             self.away &= {member.node_id for member in trainers}  # who has gone is asked again when it is back
@@ -108,15 +115,29 @@ class Parallel(AtOnce):
         """Return the global weights, or those that the institution has trained in this exchange."""
         return self.returned.get(member.name) if split in SPLIT_OF else arrays
 
+    def exchange_round(
+        self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Train in one exchange; add answers under masks as they come."""
+        messages = self.configure_train(exchange, arrays, config, grid)
+        replies = self.exchanger(grid, exchange, messages, take=self.take if self.settings.hiding.sums_only else None)
+        return self.aggregate_train(exchange, replies)
+
+    def take(self, member: Member, reply: Message) -> None:
+        """Note a valid answer; one under masks is added to the sum, and its arrays are let go."""
+        answer = (self.answer.decode if member.ours else self.answer.from_foreign)(reply.content)
+        if self.settings.hiding.sums_only:
+            add(opened(answer.arrays), to=self.total)
+            answer = replace(answer, arrays={})
+        self.arrived[member.name] = answer, own_metrics(member, reply)
+
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Combine the answers."""
-        answered = [
-            (member, reply, (self.answer.decode if member.ours else self.answer.from_foreign)(reply.content))
-            for member, reply in self.answers(replies)
-        ]
-        by_name = {member.name: answer for member, _, answer in answered}
+        """Combine the answers: these, and those that came before."""
+        for member, reply in self.answers(replies):
+            self.take(member, reply)
+        by_name = {name: answer for name, (answer, _) in sorted(self.arrived.items())}
         answers = list(by_name.values())
         keeps = self.settings.evaluate_before_mixing
         self.returned = {name: array_record(a.arrays) for name, a in by_name.items()} if keeps else {}
@@ -128,7 +149,7 @@ class Parallel(AtOnce):
         self.recorder.saw(sum(answer.examples_seen for answer in answers))
         if self.settings.hiding.sums_only:
             answers = [self.unmasked(answers)]
-        return array_record(self.combine(answers)), trained_metrics(answered)
+        return array_record(self.combine(answers)), trained_metrics([*self.arrived.values()])
 
     def lose(self, lost: Sequence[str]) -> None:
         """Go on without those whose answers lack in a sum, which nobody can read.
@@ -154,7 +175,7 @@ class Parallel(AtOnce):
         return super().stops_without_answers() and not self.repeated
 
     def unmasked(self, answers: Sequence[Trained]) -> Trained:
-        """Return the mean of answers that came under masks, as one answer with the examples of all.
+        """Return the mean of the weights that came under masks, as one answer with the examples of all.
 
         Raises
         ------
@@ -169,13 +190,12 @@ class Parallel(AtOnce):
                 f"with masked=true an exchange needs every institution; exchange {self.exchange} has no answer of "
                 f"{', '.join(lacking)}; {self.recorder.failures_line()}: resume the run when all are there"
             )
-        arrays, n = [opened(answer.arrays) for answer in answers], sum(answer.num_examples for answer in answers)
-        plan = self.settings.privacy
+        plan, n = self.settings.privacy, sum(answer.num_examples for answer in answers)
         if not (plan and plan.institutions):
-            return replace(answers[0], arrays=mean_of(arrays, like=self.sent), num_examples=n)
+            return replace(answers[0], arrays=mean_of(self.total, like=self.sent), num_examples=n)
         [mechanism] = plan.mechanisms
         step = plan.step(mechanism, n, sum(array.size for array in self.sent.values()))
-        sums, scale = sums_of(arrays, self.sent), step * plan.config.clip_of(mechanism) / n
+        sums, scale = sums_of(self.total, self.sent), step * plan.config.clip_of(mechanism) / n
         check_sums(sums, n / step, len(answers))
         mean = {name: whole * scale for name, whole in sums.items()}
         return replace(answers[0], arrays=mean, num_examples=n)

@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_replay.movements.base import Exchange, Movement
-from flwr_replay.movements.evaluating import RunState, trained_metrics
+from flwr_replay.movements.evaluating import RunState, own_metrics, trained_metrics
 from flwr_replay.movements.participation import number_chosen, participants
 from flwr_replay.payloads.common import Trained
 from flwr_replay.server.members import Member
@@ -89,7 +89,7 @@ class Serial(Movement):
             self.missed = frozenset()
             answer = Trained.decode(reply.content) if member.ours else Trained.from_foreign(reply.content)
             self.recorder.saw(answer.examples_seen)
-            return array_record(answer.arrays), trained_metrics([(member, reply, answer)])
+            return array_record(answer.arrays), trained_metrics([(answer, own_metrics(member, reply))])
         self.missed |= {self.turn}
         return None, None
 

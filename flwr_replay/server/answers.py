@@ -19,7 +19,7 @@ from flwr_replay.wire.bounds import LARGEST, LARGEST_NUMBER, largest
 from flwr_replay.wire.fields import RECORD_OF, Field
 from flwr_replay.wire.masked import blank_masked, is_masked
 from flwr_replay.wire.payload import LedgerRow, Payload, Request, rows
-from flwr_replay.wire.records import StateDict, arrays_in, config_in, metrics_in, opened
+from flwr_replay.wire.records import StateDict, arrays_in, config_in, metrics_in, opened, undecoded
 from flwr_replay.wire.sealed import SEALED_NAME, head_of, is_sealed
 from flwr_replay.wire.weights import check_weights
 
@@ -94,7 +94,7 @@ def check_answer(
         raise WireError(f"examples_seen must be at most {MOST * PASSES:,}; got {seen}")
     if "num_steps" in declared.declared() and payload.num_steps > seen:
         raise WireError(f"num_steps must be at most examples_seen, here {seen:,}; got {payload.num_steps:,}")
-    arrays = answer.array_records.get("arrays")
+    arrays = undecoded(answer)
     if arrays and is_sealed(arrays) != bool(sealed_by):
         raise WireError(f"arrays come {'sealed' if sealed_by else 'in plain'} in this run; these do not: refused")
     if arrays and is_masked(arrays) != masked:
@@ -104,7 +104,7 @@ def check_answer(
     if sealed_by:
         return
     if arrays and masked:
-        blank = blank_masked(asked.array_records["arrays"])
+        blank = blank_masked(undecoded(asked) or {})
         _check_weights({n: (a.shape, str(a.dtype)) for n, a in blank.items()}, _forms(arrays), part=False)
         return
     weights, sent_weights = _weights(declared), _weights(request)

@@ -101,7 +101,7 @@ class Exchanger:
         """Encode a request to one institution; every message has records of its own."""
         content = self.method.addressed(member, request).encode()
         if extra:
-            content.config_records["config"].update(extra)
+            content["config"].update(extra)
         group = str(request.server_round)
         return Message(content, member.node_id, request.message_type, group_id=group, ttl=self.timeout)
 

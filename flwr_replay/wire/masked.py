@@ -19,7 +19,7 @@ Source: Bonawitz et al. 2017 (doi:10.1145/3133956.3133982), section 4.0.1: maski
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from flwr_replay.errors import DivergedError, PrivacyError, RunError
 from flwr_replay.wire.bounds import LARGEST, NEVER_NEGATIVE, bounded, is_statistic, largest
 from flwr_replay.wire.records import StateDict, Weights, opened
 
-__all__ = ["MASKED", "blank_masked", "check_room", "exact", "fixed_point", "is_masked", "mean_of", "sums_of"]
+__all__ = ["MASKED", "add", "blank_masked", "check_room", "exact", "fixed_point", "is_masked", "mean_of", "sums_of"]
 
 MASKED = "masked"  # of a row of the ledger: its protection; ends the names of masked arrays, and is the check's name
 BITS, COARSE = 43, 33  # of a number's fraction; the latter of statistics and whole numbers
@@ -91,8 +91,17 @@ def blank_masked(weights: Weights) -> StateDict:
     return {name: np.zeros(shape, np.uint64) for name, shape in {MASKED: (2,), **shapes}.items()} if shapes else {}
 
 
-def mean_of(answers: Sequence[StateDict], like: StateDict) -> StateDict:
-    """Return the mean of all institutions' weights, in the dtypes of those that were sent, `like`.
+def add(answer: StateDict, to: StateDict) -> None:
+    """Add an institution's whole numbers to a sum modulo 2^64, which begins as an empty dictionary."""
+    for name, array in answer.items():
+        if name in to:
+            np.add(to[name], array, out=to[name])
+        else:
+            to[name] = array.copy()
+
+
+def mean_of(total: StateDict, like: StateDict) -> StateDict:
+    """Return the mean of weights whose sum all answers make, in the dtypes of those that were sent, `like`.
 
     Raises
     ------
@@ -102,7 +111,7 @@ def mean_of(answers: Sequence[StateDict], like: StateDict) -> StateDict:
         If weights of an institution are not finite, or too large, or the mean is.
     """
     mean: StateDict = {}
-    for name, whole in sums_of(answers, like).items():
+    for name, whole in sums_of(total, like).items():
         sent, value = like[name], whole / 2.0 ** _bits(name, like[name])
         value = np.maximum(value, 0) if NEVER_NEGATIVE.fullmatch(name) else value  # rounding may have left -1e-10
         mean[name] = np.asarray(value if np.issubdtype(sent.dtype, np.floating) else np.rint(value), sent.dtype)
@@ -110,16 +119,9 @@ def mean_of(answers: Sequence[StateDict], like: StateDict) -> StateDict:
     return mean
 
 
-def sums_of(answers: Sequence[StateDict], names: Iterable[str]) -> dict[str, NDArray[np.int64]]:
-    """Return the sums of all institutions' whole numbers, by name; errors as of `mean_of`."""
-
-    def total(name: str) -> NDArray[np.uint64]:
-        summed: NDArray[np.uint64] = answers[0][name].copy()
-        for answer in answers[1:]:
-            np.add(summed, answer[name], out=summed)
-        return summed
-
-    diverged, zero = total(MASKED)
+def sums_of(total: StateDict, names: Iterable[str]) -> dict[str, NDArray[np.int64]]:
+    """Return the whole numbers in a sum of all answers, by name; errors as of `mean_of`."""
+    diverged, zero = total[MASKED]
     if zero:
         raise RunError(
             "masks cancel only if all pinned institutions answer the same request; these do not: compare the files of "
@@ -131,7 +133,7 @@ def sums_of(answers: Sequence[StateDict], names: Iterable[str]) -> dict[str, NDA
             f"under masks weights must be finite and below {2 ** (63 - BITS):,} in size; those of an institution are "
             "not, and nothing says whose: lower training.lr and begin a new run"
         )
-    return {name: total(f"{name}.{MASKED}").view(np.int64) for name in names}
+    return {name: total[f"{name}.{MASKED}"].view(np.int64) for name in names}
 
 
 def _bits(name: str, array: NDArray[Any]) -> int:

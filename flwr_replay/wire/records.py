@@ -25,6 +25,7 @@ __all__ = [
     "decoded",
     "metrics_in",
     "opened",
+    "undecoded",
 ]
 Record = TypeVar("Record", ArrayRecord, MetricRecord, ConfigRecord)
 Weights = StateDict | ArrayRecord  # the server does not decode a record that it only passes on
@@ -60,8 +61,16 @@ class NamedArrays(list[NDArray[Any]]):
 
 def arrays_in(content: RecordDict) -> NamedArrays:
     """Decode a message's arrays; empty without such a record."""
-    record = _record(content, "arrays", ArrayRecord)
+    record = undecoded(content)
     return NamedArrays.of(record) if record is not None else NamedArrays({})
+
+
+def undecoded(content: RecordDict) -> ArrayRecord | None:
+    """Return a message's arrays as they are; None without.
+
+    Flower's `array_records` makes reference cycles, which keep large arrays until Python looks for such.
+    """
+    return _record(content, "arrays", ArrayRecord)
 
 
 def metrics_in(content: RecordDict) -> dict[str, Any]:

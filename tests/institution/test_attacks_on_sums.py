@@ -153,7 +153,7 @@ def test_the_mean_is_that_of_all_whatever_total_the_server_says(tmp_path):
     wanted = {
         key: sum(n * trained[name][key] for name, n in sizes.items()) / sum(sizes.values()) for key in trained["a"]
     }
-    for key, array in mean_of([found], trained["a"]).items():
+    for key, array in mean_of(found, trained["a"]).items():
         np.testing.assert_allclose(array, wanted[key], rtol=1e-6)
     for exchange, total in ((2, 400), (3, 10**9), (4, 2**62)):
         assert read_of(

@@ -1,11 +1,13 @@
 """Masked runs: the mean of an unmasked one, at a server that can read no institution's weights alone."""
 
 import re
+import weakref
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pytest
+from flwr.app import ArrayRecord
 from harness import broken, command, same
 from peers import NAMES, hospitals, run
 from safetensors.numpy import load_file
@@ -13,13 +15,23 @@ from sealed_runs import pinned, seal_of
 
 from flwr_replay.check import check_strategy
 from flwr_replay.config.compose import compose
+from flwr_replay.engines.inline import InlineGrid
+from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import ConfigError, DivergedError, RunError
 from flwr_replay.lab.evidence import Evidence
+from flwr_replay.report.progress import Display
 from flwr_replay.runs.execute import Job
-from flwr_replay.wire.masked import MASKED, fixed_point, is_masked, mean_of
+from flwr_replay.wire.masked import MASKED, add, fixed_point, is_masked, mean_of
 from flwr_replay.wire.records import arrays_in, opened
 
 MASK = "masked=true"
+
+
+def added(answers):
+    total = {}
+    for answer in answers:
+        add(answer, to=total)
+    return total
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +87,8 @@ def test_no_institutions_weights_can_be_read_alone_nor_those_of_some(folder):
     for k in (1, 2, 3):
         for some in combinations(NAMES, k):
             with pytest.raises(RunError, match="masks cancel only if all pinned institutions answer"):
-                mean_of([ran[name] for name in some], like)
-    mean = mean_of(list(ran.values()), like)
+                mean_of(added(ran[name] for name in some), like)
+    mean = mean_of(added(ran.values()), like)
     for name, array in mean.items():
         np.testing.assert_allclose(array, np.mean([one[name] for one in plain.values()], axis=0), atol=1e-7)
 
@@ -86,7 +98,7 @@ def test_numbers_of_any_size_and_sign_survive():
     ours = [{"x": np.float32([1e-8, -3.5, 1e5, -0.0]) * k, "n": np.array(k), "none": like["none"]} for k in (1, 2, 3)]
     still = {name: np.zeros(array.shape, np.int64) for name, array in like.items()}
     answers = [fixed_point(one, n / 60, still) for one, n in zip(ours, (10, 20, 30), strict=True)]
-    mean = mean_of(answers, like)
+    mean = mean_of(added(answers), like)
     np.testing.assert_allclose(mean["x"], np.float32([1e-8, -3.5, 1e5, 0]) * 140 / 60, rtol=1e-6, atol=1e-12)
     assert (mean["n"], mean["n"].dtype, mean["none"].shape) == (2, np.int64, (0, 3))
     for wrong in (np.nan, np.inf, 2.0**20):
@@ -94,7 +106,7 @@ def test_numbers_of_any_size_and_sign_survive():
         assert [array.shape for array in spoiled[0].values()] == [array.shape for array in answers[0].values()]
         assert (spoiled[0][f"x.{MASKED}"] != spoiled[1][f"x.{MASKED}"]).all()
         with pytest.raises(DivergedError, match="those of an institution are not, and nothing says whose"):
-            mean_of([answers[0], *spoiled], like)
+            mean_of(added([answers[0], *spoiled]), like)
 
 
 @pytest.mark.sampled(1)
@@ -228,3 +240,19 @@ def test_an_answer_that_is_not_under_masks_is_refused_and_the_other_way_round(fo
         with pytest.raises(WireError):
             check(arrays, hidden)
     assert MASKED in opened(masks)
+
+
+@pytest.mark.parametrize("options", [[], [MASK], [MASK, "noise=shared", "dp=gradient", "epsilon=50", "delta=1e-5"]])
+def test_masked_answers_are_not_held_until_all_are_there(tmp_path, monkeypatch, options):
+    replies, held, answer = [], [], InlineGrid.answer
+
+    def noted(grid, message):
+        held.append(sum(reply() is not None for reply in replies))
+        reply = answer(grid, message)
+        replies.extend(weakref.ref(record) for record in reply.content.values() if isinstance(record, ArrayRecord))
+        return reply
+
+    monkeypatch.setattr(InlineGrid, "answer", noted)
+    job = ["task=digits", "model=mlp", "partition.size=20", "nodes=6", "rounds=2", "evaluate_every=9"]
+    run_inline([*job, "strategy=fedsgd", *options, f"runs_dir={tmp_path}"], Display())
+    assert max(held) == (0 if options else 5)
