@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord
 
 from flwr_replay.config.sections import PASSES, require, within
 from flwr_replay.config.strategy import StrategyConfig, Traits
@@ -35,8 +34,7 @@ from flwr_replay.movements.base import Exchange, Settings
 from flwr_replay.movements.parallel import Parallel, weighted_mean
 from flwr_replay.payloads.common import Trained
 from flwr_replay.payloads.scaffold import CONTROL, TrainControlled
-from flwr_replay.server.members import Member
-from flwr_replay.wire.records import StateDict, Weights, array_record, opened
+from flwr_replay.wire.records import StateDict, Weights, opened
 from flwr_replay.wire.weights import joined, parted
 
 __all__ = ["Scaffold", "ScaffoldConfig"]
@@ -99,11 +97,6 @@ class Scaffold(Parallel):
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """As for every parallel method; the control is as large as the weights."""
         return super().forecast(opened(joined(arrays, zeros(arrays), CONTROL)), num_rounds)
-
-    def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
-        """Return the global weights, or those that the institution has trained, without the change of its control."""
-        tested = super().tested_on(split, member, arrays)
-        return None if tested is None else array_record(parted(opened(tested), CONTROL)[0])
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
         """Return c."""

@@ -18,6 +18,7 @@ from flwr.serverapp import Grid
 
 from flwr_replay.config.privacy import ON_SUMS
 from flwr_replay.errors import RunError
+from flwr_replay.files.tensors import unnested
 from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.evaluating import SPLIT_OF, Metrics, own_metrics, trained_metrics
 from flwr_replay.movements.participation import AtOnce
@@ -140,7 +141,7 @@ class Parallel(AtOnce):
         by_name = {name: answer for name, (answer, _) in sorted(self.arrived.items())}
         answers = list(by_name.values())
         keeps = self.settings.evaluate_before_mixing
-        self.returned = {name: array_record(a.arrays) for name, a in by_name.items()} if keeps else {}
+        self.returned = {name: self.trained_model(a.arrays) for name, a in by_name.items()} if keeps else {}
         self.count_missed()
         if lost := [name for name in self.cohort if name not in by_name]:
             self.lose(lost)
@@ -150,6 +151,12 @@ class Parallel(AtOnce):
         if self.settings.hiding.sums_only:
             answers = [self.unmasked(answers)]
         return array_record(self.combine(answers)), trained_metrics([*self.arrived.values()])
+
+    def trained_model(self, arrays: Weights) -> ArrayRecord:
+        """Return the model in an answer, to be tested before mixing: what θ has, or the part `model` of `nested`."""
+        whole = opened(arrays)
+        among = whole if self.sent.keys() <= whole.keys() else unnested(whole)["model"]
+        return array_record({name: among[name] for name in self.sent if name in among})
 
     def lose(self, lost: Sequence[str]) -> None:
         """Go on without those whose answers lack in a sum, which nobody can read.

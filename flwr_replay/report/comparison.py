@@ -30,7 +30,8 @@ __all__ = [
     "summarise",
 ]
 
-COSTS = ("up", "down", "examples", "s")  # the last columns of a table
+COSTS = ("leaves", "up", "down", "examples", "s")  # the last columns of a table
+TOLD = ("per-sample-raw", "per-sample", "synthetic", "model")  # kinds of field; statistics every method sends
 FEWEST = 5  # seeds; of three, the true standard deviation may be six times the measured one
 
 
@@ -77,9 +78,9 @@ def summarise(
     with the highest if that is not better.
 
     Returned are by label: `values` by seed, `mean`, `sd`, `interval`, `difference` to the method `against` (None if it
-    is that method; see `references`), `worst-institution`, `bytes-up`, `bytes-down`, `examples-seen`, `seconds` (means
-    over seeds); `epsilon`: the largest that any institution states, with the largest delta, and whether it is proven. A
-    value is None if no run finished or no epsilon is stated.
+    is that method; see `references`), `worst-institution`, `leaves` (kinds of what went up), `bytes-up`, `bytes-down`,
+    `examples-seen`, `seconds` (means over seeds); `epsilon`: the largest that any institution states, with the largest
+    delta, and whether it is proven. A value is None if no run finished or no epsilon is stated.
     """
     worst, reference = min if higher_is_better else max, references(cells, labels, against)
     done: dict[str, dict[int, Mapping[str, Any]]] = {label: {} for label in labels}
@@ -98,6 +99,7 @@ def summarise(
             worst(float(own[metric]) for own in r["final"]["institutions"].values() if metric in own) for r in results
         ]
         numbers, other = list(values[label].values()), reference[label]
+        kinds = {kind for r in results for kind in r.get("bytes-by-kind", {}).get("up", {})}
         summary[label] = {
             "values": values[label],
             "mean": mean_of(numbers),
@@ -107,6 +109,7 @@ def summarise(
             "difference": paired_difference(values[label], values[other]) if label != other else None,
             "epsilon": largest(account for result in results for account in result.get("privacy", {}).values()),
             "worst-institution": mean_of(worsts),
+            "leaves": [kind for kind in TOLD if kind in kinds] or ["statistic"],
             "bytes-up": mean_of([r["bytes"]["up"] for r in results]),
             "bytes-down": mean_of([r["bytes"]["down"] for r in results]),
             "examples-seen": mean_of([r["examples-seen"] for r in results]),
@@ -194,6 +197,7 @@ def cells_of(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
                 *([shown_epsilon([row["epsilon"]]) or "no epsilon"] if private else []),
                 _difference(row["difference"]) if label not in compared else "",
                 f"{row['worst-institution']:.4f}",
+                ", ".join(row.get("leaves", [])) or "–",  # older versions did not say so
                 shown_bytes(row["bytes-up"]),
                 shown_bytes(row["bytes-down"]),
                 f"{row['examples-seen']:,.0f}",

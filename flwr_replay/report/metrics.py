@@ -216,6 +216,28 @@ def guessed(counts: Sequence[int]) -> float:
     return max(labels) / max(1, sum(labels))
 
 
+def no_better_than_guessing(final: Mapping[str, float], confusion: Confusion) -> bool:
+    """Say whether a classifier is within chance of naming one label always: in accuracy, and for every label alike.
+
+    Within chance are two standard deviations of guessing. Of other kinds of task, or without a confusion, it is not.
+
+    >>> confusion = {"north": [30, 0, 10, 0], "south": [20, 0, 10, 0]}
+    >>> no_better_than_guessing({"accuracy": 50 / 70, "balanced-accuracy": 0.5}, confusion)
+    True
+    >>> no_better_than_guessing({"accuracy": 50 / 70, "balanced-accuracy": 0.5, "auc": 0.9}, confusion)
+    False
+    """
+    labels = [count for count in label_counts(pooled_counts(confusion)) if count]
+    if "balanced-accuracy" not in final or len(labels) < 2:
+        return False
+    guesses = {"accuracy": guessed(pooled_counts(confusion)), "balanced-accuracy": 1 / len(labels), "auc": 0.5}
+    return all(
+        final[name] <= share + 2 * (share * (1 - share) / sum(labels)) ** 0.5
+        for name, share in guesses.items()
+        if name in final
+    )
+
+
 def guessing_lines(metrics: Mapping[str, float], confusion: Confusion) -> list[str]:
     """Say what always naming the most frequent label would have, and where the model is no better; else nothing.
 

@@ -46,7 +46,7 @@ def notes(report: Mapping[str, Any]) -> list[str]:
 
 def findings(report: Mapping[str, Any]) -> list[str]:
     """Say how the methods differ, which differences are shown, and what failed."""
-    lines = verdicts(report)
+    lines = [*_guessing(report), *verdicts(report)]
     lines += [f"methods differ in {line}" for line in report.get("differ", [])]  # older versions did not say so
     lines += _skews(report)
     lines += _metrics_notes(report)
@@ -65,6 +65,21 @@ def findings(report: Mapping[str, Any]) -> list[str]:
     if len(versions) > 1:
         differing = sorted({n for pairs in versions for n, _ in pairs if len({dict(p).get(n) for p in versions}) > 1})
         lines.append(f"the runs used different versions of {', '.join(differing)}: see compare.json")
+    return lines
+
+
+def _guessing(report: Mapping[str, Any]) -> list[str]:
+    """Say which methods have learned nothing in most of their runs: a comparison with these tells nothing of them."""
+    lines = []
+    for label in report["strategies"]:
+        cells = [cell for cell in report["cells"] if cell["label"] == label and "result" in cell]
+        guesses = [cell["guesses"] for cell in cells if cell.get("guesses")]  # older versions did not say so
+        if 2 * len(guesses) > len(cells):
+            lines.append(
+                f"{label} has learned nothing, in {len(guesses)} of {len(cells)} runs: it is no better than always "
+                f"naming one label, with {guesses[0]}: try another lr, such as lr=0.001|0.01|0.1, and more rounds "
+                "before you compare it"
+            )
     return lines
 
 

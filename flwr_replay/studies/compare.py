@@ -270,6 +270,20 @@ def _dealt(config: RunConfig) -> str:
     return shown.get(config.partition.name, config.partition.name)
 
 
+def _guesses(cell: Cell, outcome: Mapping[str, Any]) -> str:
+    """Say with which training a finished run is no better than guessing; empty if it is better, or has failed."""
+    from flwr_replay.report.metrics import no_better_than_guessing
+    from flwr_replay.report.summary import confusion_of
+
+    if "error" in outcome or not no_better_than_guessing(
+        outcome["result"]["final"]["global"], confusion_of(cell.folder)
+    ):
+        return ""
+    training = run_files.options_of(cell.folder)["training"]
+    steps = outcome["result"]["examples-seen"] / training["batch_size"]
+    return f"lr={training['lr']:g}, {steps:,.0f} batches of {training['batch_size']} in all"
+
+
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
@@ -291,6 +305,7 @@ def _written(comparison: PlannedComparison, outcomes: Mapping[Path, dict[str, An
             "options": list(cell.method.options),
             "seed": cell.seed,
             "folder": f"../{cell.folder.name}",  # from the comparison's own
+            "guesses": _guesses(cell, outcomes[cell.folder]),
             **outcomes[cell.folder],
         }
         for cell in comparison.cells

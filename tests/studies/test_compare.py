@@ -375,3 +375,24 @@ def test_masked_sealed_and_plain_methods_stand_in_one_comparison(tmp_path, monke
     assert "model, masked: weights or gradients of a network; the server reads their mean" in masked
     assert "model, sealed: weights or gradients of a network; the server cannot read them" in sealed
     assert "model: weights or gradients of a network." in plain
+
+
+def test_a_comparison_says_who_has_learned_nothing_and_what_leaves(tmp_path: Path) -> None:
+    words = [
+        "task=digits",
+        "nodes=2",
+        "rounds=1",
+        "model=mlp",
+        "model.width=8",
+        "partition=iid",
+        "seeds=2",
+        "device=cpu",
+    ]
+    names = ["slow := fedavg:training.lr=1e-9", "fedavg:training.lr=0.1", "fedreplay:cut=hidden1"]
+    text, report = compare_strategies(names, words, "", 1, tmp_path)
+    said = [line for line in " ".join(text.split()).split("KS and TV")[0].split(". ") if "has learned nothing" in line]
+    assert len(said) == 1
+    assert "slow has learned nothing, in 2 of 2 runs" in said[0]
+    assert "with lr=1e-09, 40 batches of 32 in all: try another lr" in said[0]
+    assert [row["leaves"] for row in report["strategies"].values()] == [["model"], ["model"], ["per-sample", "model"]]
+    assert "per-sample, model" in " ".join(text.split())
