@@ -19,6 +19,7 @@ import typer
 from click.exceptions import Abort, ClickException, NoArgsIsHelpError, NoSuchOption
 
 from flwr_replay import __version__
+from flwr_replay.cli.data import app as data
 from flwr_replay.cli.deploy import app as deploy
 from flwr_replay.cli.deploy import rehearse
 from flwr_replay.cli.new import app as new
@@ -45,9 +46,6 @@ app = typer.Typer(
     invoke_without_command=True,
     rich_markup_mode="markdown",  # which fills lines anew
     pretty_exceptions_enable=False,
-)
-data = typer.Typer(
-    help="Show a data set and how it is dealt; write images of it; convert a clinical set.", no_args_is_help=True
 )
 app.add_typer(data, name="data")
 app.add_typer(privacy, name="privacy")
@@ -263,53 +261,6 @@ def strategies(
         return
     for name, (idea, travels) in described.items():
         print(wrapped(f"{name}\n  {idea}\n  Travels: {travels}\n"))
-
-
-@data.command("show")
-def show(
-    options: Options = None,
-    out: Annotated[
-        str | None, typer.Option("--out", help="A folder for a picture of it; without it nothing is written.")
-    ] = None,
-) -> None:
-    """Print each institution's label counts, and how far the labels of any two differ (KS and TV)."""
-    from flwr_replay.data.dealt import loaded
-    from flwr_replay.data.show import show as describe
-    from flwr_replay.engines.simulate import Simulation
-    from flwr_replay.runs.options import resolve
-
-    _, config = resolve(options or [], ".", "")
-    print(describe(loaded(config.task), Simulation.of(config).part, absolute(out) if out else None))
-
-
-@data.command("images")
-def images(
-    out: Annotated[str, typer.Argument(metavar="DIR")],
-    options: Options = None,
-    count: Annotated[int, typer.Option("--count", help="How many images.")] = 20,
-) -> None:
-    """Write test images of a task to the folder DIR as PNG files, a folder for each label: try `predict` on them.
-
-    No run trains on test images. Without options: of scikit-learn's digits.
-    """
-    from flwr_replay.data.dealt import loaded
-    from flwr_replay.data.images import write_images
-    from flwr_replay.runs.options import resolve
-
-    task, folder = resolve(options or [], ".", "")[1].task, absolute(out)
-    written = write_images(loaded(task).test, task, count, folder)
-    print(f"{written} test images of {task.name}, a folder for each label: {folder}")
-
-
-@data.command("convert")
-def convert(name: str, folder: str) -> None:
-    """List a clinical set's unpacked download in FOLDER/manifest.csv, once; task=NAME task.data-dir=FOLDER reads it.
-
-    NAME is retina, boneage, brats, isic or tuberculosis.
-    """
-    from flwr_replay.convert import convert as write_manifest
-
-    print(write_manifest(name, absolute(folder)))
 
 
 @app.command()

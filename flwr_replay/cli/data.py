@@ -1,0 +1,77 @@
+"""flwr-replay data show | images | convert | check: what is done with data before a run."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from flwr_replay.cli.places import Options, absolute
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Show a data set and how it is dealt; write images of it; convert a clinical set; check a folder.",
+    no_args_is_help=True,
+)
+
+
+@app.command("show")
+def show(
+    options: Options = None,
+    out: Annotated[
+        str | None, typer.Option("--out", help="A folder for a picture of it; without it nothing is written.")
+    ] = None,
+) -> None:
+    """Print each institution's label counts, and how far the labels of any two differ (KS and TV)."""
+    from flwr_replay.data.dealt import loaded
+    from flwr_replay.data.show import show as describe
+    from flwr_replay.engines.simulate import Simulation
+    from flwr_replay.runs.options import resolve
+
+    _, config = resolve(options or [], ".", "")
+    print(describe(loaded(config.task), Simulation.of(config).part, absolute(out) if out else None))
+
+
+@app.command("images")
+def images(
+    out: Annotated[str, typer.Argument(metavar="DIR")],
+    options: Options = None,
+    count: Annotated[int, typer.Option("--count", help="How many images.")] = 20,
+) -> None:
+    """Write test images of a task to the folder DIR as PNG files, a folder for each label: try `predict` on them.
+
+    No run trains on test images. Without options: of scikit-learn's digits.
+    """
+    from flwr_replay.data.dealt import loaded
+    from flwr_replay.data.images import write_images
+    from flwr_replay.runs.options import resolve
+
+    task, folder = resolve(options or [], ".", "")[1].task, absolute(out)
+    written = write_images(loaded(task).test, task, count, folder)
+    print(f"{written} test images of {task.name}, a folder for each label: {folder}")
+
+
+@app.command("convert")
+def convert(name: str, folder: str) -> None:
+    """List a clinical set's unpacked download in FOLDER/manifest.csv, once; task=NAME task.data-dir=FOLDER reads it.
+
+    NAME is retina, boneage, brats, isic or tuberculosis.
+    """
+    from flwr_replay.convert import convert as write_manifest
+
+    print(write_manifest(name, absolute(folder)))
+
+
+@app.command("check")
+def check(folder: str) -> None:
+    """Look at every image in FOLDER: which cannot be read, which are the same, sizes, modes, classes, patients.
+
+    FOLDER is as for task=folder. Exit code 1: something should be mended before training.
+    """
+    from flwr_replay.data.checked import checked
+
+    lines, sound = checked(absolute(folder))
+    print("\n".join(lines))
+    sys.exit(0 if sound else 1)

@@ -1,0 +1,40 @@
+"""`flwr-replay data check`: all that is wrong with a folder, at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from folders import draw, drawn, manifest
+from harness import command
+
+from flwr_replay.data.checked import LEAKS, checked
+
+
+def test_all_bad_files_are_named_at_once(tmp_path: Path, monkeypatch, capsys) -> None:
+    drawn(tmp_path, "healthy", "ill")
+    (tmp_path / "healthy" / "a.png").write_bytes(b"no image")
+    (tmp_path / "ill" / "b.png").write_bytes((tmp_path / "ill" / "0.png").read_bytes()[:40])
+    draw(tmp_path / "ill" / "same.png", 0)  # healthy/0.png under another label
+    draw(tmp_path / "ill" / "big.png", 77, (9, 12), "RGB")
+    assert command(monkeypatch, "data", "check", str(tmp_path)) == 1
+    said = capsys.readouterr().out
+    assert "12 images: healthy 5, ill 7" in said
+    assert "height x width: 8 x 8 (9), 12 x 9 (1)" in said
+    assert "mode: L (9), RGB (1)" in said
+    assert LEAKS in said
+    wrong = [line for line in said.splitlines() if line.startswith(("cannot be read", "the same image"))]
+    assert [f"{name}.png" in line for name, line in zip(("a", "b"), wrong[:2], strict=True)] == [True, True]
+    assert wrong[2:] == ["the same image with other labels or splits: healthy/0.png = ill/same.png"]
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_patient_in_two_splits_is_wrong(tmp_path: Path, split: str) -> None:
+    for n in range(3):
+        draw(tmp_path / f"{n}.png", n)
+    rows = ["0.png,0,p1,train", f"1.png,1,p1,{split}", "2.png,1,,test"]
+    manifest(tmp_path, "image,label,patient,split", rows)
+    lines, sound = checked(tmp_path)
+    assert sound == (split == "train")
+    assert "1 patients; 1 images without one" in lines
+    assert lines[-1] == ("nothing is wrong" if sound else "in several splits: patient p1")
