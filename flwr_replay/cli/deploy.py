@@ -1,4 +1,4 @@
-"""flwr-replay deploy init | seal-key | state, and rehearse: a real deployment, and one on this machine before it."""
+"""flwr-replay deploy init | seal-key | state | remove: a real deployment; rehearse: one on this machine before it."""
 
 from __future__ import annotations
 
@@ -95,6 +95,27 @@ def state(
     print(f"decoded images and features, made again when they are missing: {shown_bytes(bytes_of([*made.glob('*')]))}")
     number, size, recorded = ledger_bytes(folder)
     print(f"ledger: {shown_bytes(size)}, parts: {number}; recorded messages: {shown_bytes(recorded)}")
+
+
+@app.command()
+def remove(
+    place: Annotated[str, typer.Argument(metavar="STATE")],
+    receipt: Annotated[str, typer.Argument(metavar="RECEIPT", help="A new folder.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False,
+) -> None:
+    """Remove an institution's state directory STATE for good: keys, models, images; first stop its SuperNode.
+
+    RECEIPT keeps the ledger, and each run's account of epsilon, options and counts. Its receipt.json names what was
+    removed. Whoever joins again begins a new account: what has left before still counts.
+    """
+    from flwr_replay.state.kept import kept, retire
+
+    folder = absolute(place)
+    runs = kept(folder)
+    if not yes:
+        typer.confirm(f"Remove {folder} with its keys and {len(runs)} runs? No run can go on then", abort=True)
+    retire(folder, absolute(receipt))
+    print(f"removed: {folder}; what shows what has left: {absolute(receipt)}")
 
 
 def rehearse(

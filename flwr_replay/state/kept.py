@@ -1,12 +1,16 @@
-"""What an institution keeps in its state directory, with bytes; and how it removes what a run that is over has left.
+"""What an institution keeps in its state directory, with bytes; and how it removes what runs that are over have left.
 
 Models, optimizer states, codes, latents and pictures of a run can go. What shows what has left, and what it has cost,
 stays: the ledger with all its parts, each run's account, its options, its counted tests and the parcels that came.
 Decoded images and features can go, too, as if they were a run's; those of simulations lie in the home folder.
+
+An institution that leaves for good removes all of it, keys too; a receipt keeps what shows what has left.
 """
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 import stat
 import time
 from collections.abc import Sequence
@@ -15,17 +19,18 @@ from pathlib import Path
 
 from flwr_replay.data.decoded import FOLDER as DECODED
 from flwr_replay.errors import RunError, nearest
-from flwr_replay.files.atomic import sweep, write_atomic
-from flwr_replay.files.disk import entries, files_below, looked
+from flwr_replay.files.atomic import new_folder, private_folder, read_bytes, sweep, write_atomic, write_json
+from flwr_replay.files.disk import entries, files_below, looked, looked_below
 from flwr_replay.files.disk import remove as unlink
 from flwr_replay.files.lines import parts
 from flwr_replay.state.store import REMOVED, RUNS
 from flwr_replay.wire.ledger import LEDGER
 from flwr_replay.wire.recording import FOLDER
 
-__all__ = ["DECODED", "KeptOfRun", "bytes_of", "kept", "ledger_bytes", "remove"]
+__all__ = ["DECODED", "KeptOfRun", "bytes_of", "kept", "ledger_bytes", "remove", "retire"]
 
 GOES = (".safetensors", ".npy", ".png")
+RECEIPT = "receipt.json"  # of a state directory that was removed: what is kept beside it, and what is gone
 
 
 @dataclass(frozen=True)
@@ -88,3 +93,34 @@ def remove(state: Path, runs: Sequence[str]) -> None:
         for file in files_below(state / RUNS / run, at_work=True):  # now: a message may have been answered meanwhile
             if file.suffix in GOES:
                 unlink(file)
+
+
+def retire(state: Path, receipt: Path) -> None:
+    """Remove a state directory; a new folder keeps the ledger, and each run's account, options and counts.
+
+    `receipt.json` in it has the SHA-256 of every file that is kept, and names every file that was removed, with its
+    bytes. The receipt is whole before anything is removed. No process may work there meanwhile. Whoever joins again has
+    new keys and an empty account.
+
+    Raises
+    ------
+    RunError
+        If `state` is no institution's state directory, or the receipt is there already, or in it.
+    """
+    runs = kept(state)
+    if receipt.exists() or receipt.is_relative_to(state):
+        raise RunError(f"a receipt is a new folder outside {state}; got {receipt}: give another")
+    spare = {file for of_run in runs for file in of_run.spare}
+    below = [file for file in files_below(state / RUNS, at_work=True) if file not in spare]
+    with new_folder(receipt) as new:
+        sums = {}
+        for file in [*(part for part in parts(state / LEDGER) if part.exists()), *below]:
+            name, content = file.relative_to(state), read_bytes(file)
+            private_folder((new / name).parent)
+            write_atomic(new / name, content)
+            sums[name.as_posix()] = hashlib.sha256(content).hexdigest()
+        gone = {file.relative_to(state).as_posix(): status.st_size for file, status in looked_below(state).items()}
+        gone = {name: size for name, size in gone.items() if name not in sums}
+        at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        write_json(new / RECEIPT, {"institution": state.name, "at": at, "kept": sums, "removed": gone}, indent=1)
+    shutil.rmtree(state)
