@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
-from math import nan
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from flwr_replay.config.compose import from_run_config, named_parts, overrides_i
 from flwr_replay.config.parts import VARIABLE, allow, check_allowed
 from flwr_replay.config.quoting import digits
 from flwr_replay.config.run import RECORD, RunConfig
-from flwr_replay.config.sections import BATCH, TaskConfig
+from flwr_replay.config.sections import BATCH, Range, TaskConfig
 from flwr_replay.data import Dataset, institution_names, load, load_bounded
 from flwr_replay.data.dealt import dealt, loaded, pooled
 from flwr_replay.data.decoded import FOLDER, DecodedImages
@@ -107,7 +108,8 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
     rules = owned.get("policy") or "none: everything may leave"
     logging.getLogger("flwr").info("%s: data %s, policy %s", owned["name"], owned["data"], rules)
     root = _root(owned)
-    kept = DecodedImages(root / owned["name"] / FOLDER, _cache_gb(owned) * 1e9)
+    cache = _most(owned, "cache-gb", CACHE_GB, Range(0, inf, "must be a number of GB, 0 for no cache"))
+    kept = DecodedImages(root / owned["name"] / FOLDER, cache * 1e9)
     return Institution(
         name=owned["name"],
         read=partial(_own, task, kept, config, private=bool(owned.get("private-model"))),
@@ -124,7 +126,7 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
         read_seal=_seal(owned),
         record=_record(owned),
         digested=_record(owned) != "none",
-        record_mb=_record_mb(owned),
+        record_mb=_most(owned, "record-mb", 1000, Range(0, inf, "must be a positive number of MB", "(]")),
         reports_losses=not config.hiding.sums_only,
         durable=True,
     )
@@ -178,26 +180,13 @@ def _seal(owned: Mapping[str, str]) -> Callable[[], Seal] | None:
     return lambda: Seal(name, make_key(file)[0], read_pins(Path(peers)))
 
 
-def _record_mb(owned: Mapping[str, str]) -> float:
-    most = owned.get("record-mb", "1000")
-    if not (size := _number(most)) > 0:
-        raise ConfigError(f"record-mb in --node-config must be a positive number of MB; got {most!r}")
-    return size
-
-
-def _cache_gb(owned: Mapping[str, str]) -> float:
-    most = owned.get("cache-gb", str(CACHE_GB))
-    if not (size := _number(most)) >= 0:
-        raise ConfigError(f"cache-gb in --node-config must be a number of GB, 0 for no cache; got {most!r}")
-    return size
-
-
-def _number(text: str) -> float:
-    """Read a number; NaN if it is none."""
-    try:
-        return float(digits(text))
-    except ValueError:
-        return nan
+def _most(owned: Mapping[str, str], key: str, usual: int, allowed: Range) -> float:
+    """Return how much of the disk something may take, by its key in the node's configuration."""
+    text = owned.get(key, str(usual))
+    with suppress(ValueError):
+        if (most := float(digits(text))) in allowed:
+            return most
+    raise ConfigError(f"{key} in --node-config {allowed.rule}; got {text!r}")
 
 
 def _classes(config: RunConfig, owned: Mapping[str, str]) -> str:
