@@ -38,6 +38,7 @@ from flwr_replay.config.compose import compose, overrides_of
 from flwr_replay.config.halves import load_client, load_strategy
 from flwr_replay.config.parts import allow
 from flwr_replay.config.privacy import MECHANISMS
+from flwr_replay.config.sources import idea_of
 from flwr_replay.data.dealt import loaded
 from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.engines.simulate import Simulation
@@ -46,7 +47,7 @@ from flwr_replay.files.atomic import home
 from flwr_replay.files.lines import read_lines
 from flwr_replay.files.tensors import digest, nested, unnested
 from flwr_replay.finished.trained import load_model
-from flwr_replay.forecast.forecast import expected, forecast, idea_of, shares_of
+from flwr_replay.forecast.forecast import expected, forecast, shares_of
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone

@@ -249,7 +249,7 @@ def strategies(
     as_json: AsJson = False,
 ) -> None:
     """List the methods: what each does, and what it sends. NAME shows one's source, algorithm and deviations, too."""
-    from flwr_replay.forecast.forecast import describe_strategies, document_of
+    from flwr_replay.config.sources import describe_strategies, document_of
     from flwr_replay.terminal import wrapped
 
     if name:

@@ -23,6 +23,7 @@ from flwr_replay.files.atomic import Form, fits, parsed, read_bytes, sync, tally
 from flwr_replay.files.disk import entries, lock, locked, looked, opener, reading, shut, there, unlocking, writing
 
 __all__ = [
+    "LEDGER",
     "Lines",
     "add_line",
     "check_begin",
@@ -34,6 +35,8 @@ __all__ = [
     "read_lines",
     "sound_lines",
 ]
+
+LEDGER = "ledger.jsonl"  # of a run, and of an institution
 
 
 def each_line(path: Path, form: Form | None = None) -> Iterator[dict[str, Any]]:

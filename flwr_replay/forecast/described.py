@@ -5,20 +5,18 @@ The page docs/options.md and `flwr-replay options` show the same descriptions.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-from flwr_replay.config.catalogue import brought, choices, conf_dir, conf_path, settable
-from flwr_replay.config.compose import OF_CHOICES, SECTIONS, compose
-from flwr_replay.config.halves import load_generator, load_strategy
+from flwr_replay.config.catalogue import choices, conf_dir, conf_path, settable
+from flwr_replay.config.compose import OF_CHOICES, SECTIONS
 from flwr_replay.config.run import RunConfig
+from flwr_replay.config.sources import Fields, describe_strategies, fields_of, place_of
 from flwr_replay.config.strict_yaml import read_yaml
-from flwr_replay.forecast.forecast import describe_strategies
+from flwr_replay.errors import ConfigError
 
 __all__ = ["Described", "Option", "comments", "described", "key", "read", "shown"]
 
@@ -34,8 +32,6 @@ TITLES = {
 }
 TYPES = {"str": "text", "int": "whole number", "float": "number", "bool": "true, false"}
 COMMENT = re.compile(r"^( *)(\w+):(.*?)(?: +# (.*))?$")
-FIELD = re.compile(r"^    (\w+): [^#\n]*# (.*)$", re.M)
-source = cache(inspect.getsource)  # which parses a whole file each time; many classes share a base
 
 
 @dataclass(frozen=True)
@@ -63,15 +59,17 @@ def described() -> dict[str, Described]:
     """Describe all options of a run by group: `run`, the sections, `strategy`, and `strategy=…` for each method."""
     config = conf_dir() / "config.yaml"
     values, texts = read(config), comments(config)
-    run = {name: value for name, value in values.items() if name in get_type_hints(RunConfig) and name not in SECTIONS}
-    groups = {"run": Described("The run", _plain("", RunConfig, run, texts))}
+    chosen = {name: choice for pick in values["defaults"] if isinstance(pick, dict) for name, choice in pick.items()}
+    known = _fields(RunConfig)
+    run = {name: value for name, value in values.items() if name in known and name not in SECTIONS}
+    groups = {"run": Described("The run", _plain("", known, run, texts))}
     for name, cls in SECTIONS.items():
         if name in values:
-            groups[name] = Described(TITLES[name], _plain(f"{name}.", cls, values[name], texts))
+            groups[name] = Described(TITLES[name], _plain(f"{name}.", _fields(cls), values[name], texts))
         else:
-            groups[name] = _group(name, cls, getattr(compose([]), name).name)
+            groups[name] = _group(name, cls, chosen[name])
     ideas = {name: idea[:1].upper() + idea[1:] for name, (idea, _) in describe_strategies().items()}
-    groups["strategy"] = Described("Methods", choices=ideas, chosen=compose([]).strategy.name)
+    groups["strategy"] = Described("Methods", choices=ideas, chosen=chosen["strategy"])
     return groups | {f"strategy={name}": _method(name, idea) for name, idea in ideas.items()}
 
 
@@ -92,10 +90,8 @@ def comments(path: Path) -> dict[str, str]:
     return texts
 
 
-def field_comments(cls: type) -> dict[str, str]:
-    """Return what stands behind each field of a dataclass, those that it inherits included."""
-    sources = [source(base) for base in reversed(cls.__mro__) if base is not object]
-    return {name: text for text_of in sources for name, text in FIELD.findall(text_of)}
+def _fields(cls: type) -> Fields:
+    return fields_of(cls.__module__, cls.__name__)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -110,10 +106,9 @@ def shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def typed(hint: Any) -> str:
+def typed(kind: str) -> str:
     """Name a type for people."""
-    name = getattr(hint, "__name__", str(hint))
-    return f"list of {TYPES[hint.__args__[0].__name__]}s" if name == "tuple" else TYPES[name]
+    return f"list of {TYPES[kind[6:-6]]}s" if kind.startswith("tuple[") else TYPES[kind]
 
 
 def key(name: str) -> str:
@@ -134,22 +129,21 @@ def _group(name: str, cls: type, chosen: str) -> Described:
     paths = {choice: conf_path(name, choice) for choice in choices(name)}
     values = {choice: settable(read(path)) for choice, path in paths.items()}
     texts = {choice: comments(path) for choice, path in paths.items()}
-    classes = [load_generator(choice) if name in OF_CHOICES else cls for choice in paths]
-    hints = {option: hint for kind in classes for option, hint in get_type_hints(kind).items()}
-    plain = {option: text for kind in classes for option, text in field_comments(kind).items()}
-    options_of = dict.fromkeys(field.name for kind in classes for field in fields(kind))
+    known: dict[str, tuple[str, str]] = {}
+    for choice in paths:
+        known |= fields_of(place_of(name, choice), f"{choice}Config") if name in OF_CHOICES else _fields(cls)
 
     def rows() -> Iterator[Option]:
-        for option in options_of:
+        for option, (kind, plain) in known.items():
             having = {c: options[option] for c, options in values.items() if option in options}
             if having:
                 comments = {texts[c][option] for c in having}
                 lacking = [c for c in paths if c not in having]
                 only = f"not {', '.join(lacking)}" if len(lacking) < len(having) else f"{', '.join(having)} only"
-                text = (comments.pop() if len(comments) == 1 else "") or plain.get(option, "")
+                text = (comments.pop() if len(comments) == 1 else "") or plain
                 yield Option(
                     key(f"{name}.{option}"),
-                    typed(hints[option]),
+                    typed(kind),
                     _default(having),
                     text,
                     only if lacking else "",
@@ -161,29 +155,21 @@ def _group(name: str, cls: type, chosen: str) -> Described:
 def _method(name: str, idea: str) -> Described:
     """Describe a method; a broken one of another package must not hide the others."""
     try:
-        return Described(idea, _of_strategy(name))
-    except Exception as error:
-        if name not in brought():
-            raise
-        return Described(f"{idea} Its options cannot be shown: {type(error).__name__}: {' '.join(str(error).split())}")
+        values, fields = (
+            settable(read(path := conf_path("strategy", name))),
+            fields_of(place_of("strategy", name), f"{name}Config"),
+        )
+        texts = {f"strategy.{option}": comment for option, (_, comment) in fields.items()}
+        texts |= {f"strategy.{option}": text for option, text in comments(path).items() if text}
+        return Described(idea, _plain("strategy.", fields, values, texts))
+    except ConfigError as error:
+        return Described(f"{idea} Its options cannot be shown: {error}")
 
 
-def _of_strategy(name: str) -> tuple[Option, ...]:
-    """Describe a method's own options."""
-    path, config = conf_path("strategy", name), load_strategy(name)[1]
-    texts = {option: text for option, text in comments(path).items() if text}
-    return _plain(
-        "strategy.",
-        config,
-        settable(read(path)),
-        {f"strategy.{k}": v for k, v in (field_comments(config) | texts).items()},
-    )
-
-
-def _plain(prefix: str, cls: type, values: Mapping[str, Any], texts: Mapping[str, str]) -> tuple[Option, ...]:
-    """Describe options that all stand in one file."""
-    hints = get_type_hints(cls)
+def _plain(prefix: str, fields: Fields, values: Mapping[str, Any], texts: Mapping[str, str]) -> tuple[Option, ...]:
+    """Describe options that all stand in one file; one that no field has is none."""
     return tuple(
-        Option(key(f"{prefix}{option}"), typed(hints[option]), _default({"": value}), texts[f"{prefix}{option}"])
+        Option(key(f"{prefix}{option}"), typed(fields[option][0]), _default({"": value}), texts[f"{prefix}{option}"])
         for option, value in values.items()
+        if option in fields
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -11,12 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from flwr_replay.config.catalogue import check_choice, choices, parts_of
-from flwr_replay.config.halves import load_strategy
-from flwr_replay.config.parts import allow
+from flwr_replay.config.sources import idea_of
 from flwr_replay.data.dealt import loaded
 from flwr_replay.engines.simulate import Simulation
-from flwr_replay.errors import ConfigError
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Exchange, Movement
@@ -36,13 +32,10 @@ from flwr_replay.wire.weights import to_arrays
 
 __all__ = [
     "Expected",
-    "describe_strategies",
-    "document_of",
     "exchanged",
     "expected",
     "forecast",
     "forecast_page",
-    "idea_of",
 ]
 
 
@@ -232,42 +225,3 @@ def _row(field: str, kind: str, messages: str, size: int, protection: str) -> li
     """Return a row of 80 columns; a protection that is too long for it stands below."""
     row = f"  {field:21}{kind:15}{messages:>8}{size:>16,}"
     return [f"{row}  {protection}"] if len(protection) <= 16 else [row, f"    {protection}"]
-
-
-def describe_strategies() -> dict[str, tuple[str, str]]:
-    """Return each method's idea and what it sends, as its file states them; of a broken package, what is wrong."""
-    ideas = {}
-    for name in choices("strategy"):
-        try:
-            allow(parts_of(name))
-            ideas[name] = idea_of(name)
-        except ConfigError as error:
-            ideas[name] = (str(error), "")
-    return ideas
-
-
-def document_of(name: str) -> str:
-    """Return what a method's file says of it: source, idea, algorithm, deviations.
-
-    Raises
-    ------
-    ConfigError
-        If there is no such method.
-    """
-    check_choice("strategy", name)
-    allow(parts_of(name))
-    return (inspect.getmodule(load_strategy(name)[0]).__doc__ or "").strip()
-
-
-def idea_of(name: str) -> tuple[str, str]:
-    """Return a method's idea and what it sends; empty where its file does not say so."""
-    document = document_of(name)
-    return _paragraph(document, "Idea: "), _paragraph(document, "Travels: ")
-
-
-def _paragraph(document: str, label: str) -> str:
-    """Return a labelled paragraph of a method's own text; empty if it has none."""
-    _, _, text = document.partition(f"\n{label}")
-    for end in ("\n\n", "\nTravels:", "\nDeviations"):
-        text, _, _ = text.partition(end)
-    return " ".join(text.split())

@@ -22,12 +22,13 @@ from flwr_replay.config.halves import load_client
 from flwr_replay.config.quoting import key_of
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import PartitionConfig
+from flwr_replay.config.sources import idea_of
 from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.engines.inline import identify_process
 from flwr_replay.engines.simulate import Simulation
 from flwr_replay.errors import ConfigError, FlwrReplayError
 from flwr_replay.files.atomic import NAME, read_text
-from flwr_replay.forecast.forecast import Expected, expected, idea_of
+from flwr_replay.forecast.forecast import Expected, expected
 from flwr_replay.institution.guard import check_answer, check_pinned, check_release, check_request, run_rules
 from flwr_replay.institution.policy import Policy, read_policy
 from flwr_replay.payloads.common import Evaluation

@@ -23,9 +23,8 @@ from flwr_replay.config.strict_yaml import LOADER
 from flwr_replay.errors import DamagedError
 from flwr_replay.files.atomic import NAME, Form, fits, read_bytes, read_json, read_text, tally, write_json
 from flwr_replay.files.disk import entries, there
-from flwr_replay.files.lines import check_begin, parts, read_lines
+from flwr_replay.files.lines import LEDGER, check_begin, parts, read_lines
 from flwr_replay.files.tensors import OF_RUN, StateDict, read_tensors, read_texts, read_with_texts
-from flwr_replay.wire.ledger import LEDGER, ledger_lines
 
 __all__ = [
     "BOUND",
@@ -222,6 +221,8 @@ def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
 
 def ledger_of(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a run's ledger, also of one that grows; errors as of `check_grown`."""
+    from flwr_replay.wire.ledger import ledger_lines  # late, as Flower is: a list of runs needs none
+
     check_grown(folder, LEDGER)
     yield from ledger_lines(folder, FORMS[LEDGER])
 

