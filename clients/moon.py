@@ -1,6 +1,6 @@
 """MOON: the institution's half; the server's half is `strategies/moon.py`.
 
-Source: Li, He and Song 2021 (arXiv 2103.16049), Algorithm 1, PartyLocalTraining, and equation 3.
+Source: Li, He and Song 2021 (arXiv 2103.16257), Algorithm 1, PartyLocalTraining, and equation 3.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """MOON, model-contrastive learning: the server's half; the institution's half is `clients/moon.py`.
 
-Source: Li, He and Song 2021 (arXiv 2103.16049), Algorithm 1.
+Source: Li, He and Song 2021 (arXiv 2103.16257), Algorithm 1.
 Idea: FedAvg with a term that keeps the features of local models near the global one's, and off the last local one's.
 Travels: as in FedAvg: the weights, to every institution (`TrainContrasted`, with μ and τ) and back.
 
