@@ -38,5 +38,6 @@ class FedBNClient(InstitutionClient):
         """Test the received weights with the institution's own batch norm, and keep them so."""
         own = of_norms(self.latest("model", request))
         arrays = {**opened(request.arrays), **own}
+        tested = self.evaluated(arrays, request.split)  # raises before another form of model is saved
         self.save("model", request, arrays)
-        return self.evaluated(arrays, request.split)
+        return tested

@@ -32,7 +32,7 @@ def shared(arrays: Mapping[str, T]) -> dict[str, T]:
 class TrainedShared(Trained):
     """Trained weights without batch norm's."""
 
-    arrays: Weights = model(part=True)
+    arrays: Weights = model(part=shared)
 
     @classmethod
     def empty(cls, arrays: Weights) -> Trained:

@@ -110,7 +110,9 @@ def check_answer(
     weights, sent_weights = _weights(declared), _weights(request)
     sent = asked.get("arrays")
     if weights and sent_weights and isinstance(sent, ArrayRecord) and not (weights.optional and arrays is None):
-        _check_weights(_forms(sent), _forms(answer.get("arrays", ArrayRecord())), weights.part)  # type: ignore[arg-type]
+        forms, returned = _forms(sent), _forms(answer.get("arrays", ArrayRecord()))  # type: ignore[arg-type]
+        part = weights.part
+        _check_weights(part(forms) if callable(part) else forms, returned, part is True)
     if weights:
         check_weights(read)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,6 +33,7 @@ Meaning = Literal[
     "images",
     "class sums",
 ]
+Part = Callable[[Mapping[str, Any]], dict[str, Any]]  # from named arrays to those of a part
 RECORD_OF: dict[Kind, str] = {
     "model": "arrays",
     "per-sample": "arrays",
@@ -51,7 +53,7 @@ class Field:
     shape: str = ""  # letters as in the code, e.g. "N C H W"; "state dict" for named weights; "" for a scalar
     dtypes: tuple[str, ...] = ()  # of a per-sample or synthetic array; empty: any
     unit: str = ""
-    part: bool = False  # weights: a part of the received model, not all of it
+    part: bool | Part = False  # weights: some part of the received model, or this part of it, not all
     optional: bool = False  # weights: there are none in messages between the first and the last of a training
     dp: str = ""  # the mechanism under DP that makes it differentially private, if it is on; never inherited
     withheld: bool = False  # not sent if another field of its payload is under DP
@@ -66,8 +68,9 @@ def _declare(declaration: Field, default: Any) -> Any:
     return dataclasses.field(default=default, metadata={"wire": declaration})
 
 
-def model(part: bool = False, dp: str = "", means: Meaning = "weights", optional: bool = False) -> Any:
-    """Declare weights or a gradient: a state dict, name to array; `part` if it is a part of the received model.
+def model(part: bool | Part = False, dp: str = "", means: Meaning = "weights", optional: bool = False) -> Any:
+    """Declare weights or a gradient: a state dict, name to array; `part` if it is a part of the received model, and
+    where the server can check it, which.
 
     With `optional` a message may have none. They are then None before it is encoded, and empty after it is decoded.
     """

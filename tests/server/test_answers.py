@@ -106,6 +106,27 @@ def test_weights_that_are_not_finite_are_left_out_and_their_sender_named(tmp_pat
     assert all(np.isfinite(array).all() for array in final.values())
 
 
+@pytest.mark.parametrize(
+    ("first", "more", "said"),
+    [
+        (None, (), f"{FIRST!r} is missing"),
+        (np.zeros((1,), np.float32), (), "weights must come back as they were sent"),
+        (np.zeros((4, 1, 3, 3), np.float32), ("conv1.norm.weight",), "'conv1.norm.weight' is"),
+    ],
+)
+@pytest.mark.parametrize("liars", ["a", "b"])
+def test_of_batch_norm_that_stays_nothing_may_come_and_of_the_rest_all_must(tmp_path, first, more, said, liars):
+    def lie(content):
+        changed(first=first)(content)
+        for name in more:
+            content["arrays"][name] = Array(np.zeros(4, np.float32))
+
+    final, recorder = start(tmp_path, "fedbn", lie, liars=liars)
+    assert {failure["institution"] for failure in recorder.failures} == {liars}
+    assert all(said in failure["reason"] for failure in recorder.failures)
+    assert all(np.isfinite(array).all() for array in final.values())
+
+
 @pytest.mark.parametrize("strategy", ["fedavg", "cwt"])
 def test_a_run_in_which_all_diverge_stops_and_names_the_first(tmp_path, strategy):
     spoil = changed(first=np.full((4, 1, 3, 3), np.nan, np.float32))
