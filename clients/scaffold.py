@@ -12,8 +12,8 @@ import torch
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.learning.training import make_optimizer, refuse_single_batches
 from flwr_replay.payloads.common import Trained
-from flwr_replay.payloads.scaffold import CONTROL, TrainControlled
-from flwr_replay.wire.weights import joined, parted, to_arrays
+from flwr_replay.payloads.scaffold import CONTROL, TrainControlled, weights_and_control, zeros
+from flwr_replay.wire.weights import joined, to_arrays
 
 __all__ = ["ScaffoldClient"]
 
@@ -23,12 +23,12 @@ class ScaffoldClient(InstitutionClient):
 
     def train_controlled(self, request: TrainControlled) -> Trained:
         """Train for E passes; return the weights, and by how much the control has changed."""
-        theta, c = parted(request.arrays, CONTROL)
+        theta, c = weights_and_control(request.arrays)
         data, model = self.training_data(), self.scratch_model(theta)
         refuse_single_batches(model, len(data), self.batch_size)
         optimizer = make_optimizer(model, self.training, request.lr)
         learner = self.learner_of(model, optimizer, request, request.local_epochs)
-        own = self.kept("control", request, known=True) or {name: array * 0 for name, array in c.items()}
+        own = self.kept("control", request, known=True) or zeros(c)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         correction = {name: torch.from_numpy(c[name] - own[name]).to(p.device) for name, p in trained.items()}
         shuffle = self.shuffle(request.server_round)
@@ -39,7 +39,7 @@ class ScaffoldClient(InstitutionClient):
         answer, after = self.trained(request, learner, len(data)), to_arrays(model)
         far = travelled(learner.steps, request.lr, self.training.momentum)
         change = {
-            name: (theta[name] - after[name]) / far - c[name] if name in trained else array * 0
+            name: (theta[name] - after[name]) / far - c[name] if far and name in trained else array * 0
             for name, array in c.items()
         }  # line 12, option II
         self.save("control", request, {name: own[name] + delta for name, delta in change.items()}, give=True)

@@ -17,23 +17,26 @@ What is protected: Nothing. A control is a mean gradient of one institution, and
 Deviations: The paper weighs all institutions alike; here n_k counts, as in our FedAvg. Its global step size is 1, as in
 the paper's experiments. With momentum, K η is the sum of all steps that a gradient makes (`travelled` in the other
 half). With fraction= the sums for c leave out those that were not drawn. An answer that is lost is lost on both sides:
-its institution goes on from the control that the server knows of. Batch norm's running statistics have no control.
+its institution goes on from the control that the server knows of. Batch norm's running statistics have no control,
+and are averaged as in FedAvg.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.serverapp import Grid
 
 from flwr_replay.config.sections import PASSES, require, within
 from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.movements.base import Exchange, Settings
 from flwr_replay.movements.parallel import Parallel, weighted_mean
 from flwr_replay.payloads.common import Trained
-from flwr_replay.payloads.scaffold import CONTROL, TrainControlled
+from flwr_replay.payloads.scaffold import CONTROL, TrainControlled, zeros
+from flwr_replay.wire.bounds import cut_back
 from flwr_replay.wire.records import StateDict, Weights, opened
 from flwr_replay.wire.weights import joined, parted
 
@@ -59,11 +62,18 @@ class Scaffold(Parallel):
     config: ScaffoldConfig
     stages = ("train-controlled", "evaluate")
 
-    control: StateDict  # c, by the names of the weights; empty before the first answers
+    total_control: StateDict  # Σ_k n_k c_k, by the names of the weights; empty before the first answers
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.control = {}
+        self.total_control = {}
+
+    @property
+    def control(self) -> StateDict:
+        """Control c, a mean over all that have ever been here; within what institutions accept."""
+        n = sum(member.num_examples for member in self.members.known)
+        mean = {name: array / n for name, array in self.total_control.items()}
+        return {**mean, **cut_back(mean)}
 
     @classmethod
     def check(cls, config: ScaffoldConfig, settings: Settings, names: Sequence[str] = ()) -> None:
@@ -79,19 +89,30 @@ class Scaffold(Parallel):
         """Send θ and c."""
         return TrainControlled(
             server_round=exchange,
-            arrays=joined(arrays, self.control or zeros(parted(arrays, CONTROL)[0]), CONTROL),
+            arrays=self.with_control(arrays),
             run=self.settings.run,
             lr=self.lr(max(1, exchange)),
             local_epochs=self.config.local_epochs,
         )
 
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Note that a control is sent, too: under masks so many numbers come back."""
+        messages = super().configure_train(server_round, arrays, config, grid)
+        self.sent = opened(self.with_control(arrays))
+        return messages
+
+    def with_control(self, arrays: Weights) -> Weights:
+        """Return θ, and c beside it."""
+        return joined(arrays, self.control or zeros(parted(arrays, CONTROL)[0]), CONTROL)
+
     def combine(self, answers: Sequence[Trained]) -> StateDict:
-        """Average θ_k, and add to c the mean of Δ_k."""
+        """Average θ_k, and add n_k Δ_k to the sum of n_k c_k."""
         sizes = [answer.num_examples for answer in answers]
         theta, change = parted(weighted_mean([opened(answer.arrays) for answer in answers], sizes), CONTROL)
-        share = sum(sizes) / sum(member.num_examples for member in self.members.known)
-        before = self.control or zeros(theta)
-        self.control = {name: before[name] + (share * delta).astype(delta.dtype) for name, delta in change.items()}
+        before = self.total_control or zeros(theta)
+        self.total_control = {name: before[name] + sum(sizes) * delta for name, delta in change.items()}
         return theta
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
@@ -99,14 +120,9 @@ class Scaffold(Parallel):
         return super().forecast(opened(joined(arrays, zeros(arrays), CONTROL)), num_rounds)
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
-        """Return c."""
-        return self.control, {}
+        """Return the sum of n_k c_k."""
+        return self.total_control, {}
 
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
-        """Restore c."""
-        self.control = dict(arrays)
-
-
-def zeros(arrays: StateDict) -> StateDict:
-    """Return a control of zeros for every array of floats."""
-    return {name: np.zeros_like(array) for name, array in arrays.items() if np.issubdtype(array.dtype, np.floating)}
+        """Restore it."""
+        self.total_control = dict(arrays)

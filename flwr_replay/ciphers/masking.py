@@ -10,8 +10,8 @@ pinned. Of this secret and of one exchange both make the same mask; one adds it,
 
 This is the only place where it happens, so no method knows of it. Four rules protect a single institution:
 
-- Masks depend on the request, its statistics too, and on all requests of the run that were answered before, since an
-  optimizer's state may come from these. A server that asked one institution anything else gets a sum that it cannot
+- Masks depend on the request, its statistics too, on what training it goes on from, and on all requests of the run that
+  were answered before, since an optimizer's state may come from these. A server that asked one institution anything else gets a sum that it cannot
   read. With shared noise nothing comes from earlier requests, and who was away answers the next one.
 - An institution masks one answer in an exchange. If it is asked again, as after a crash, it sends the same bytes.
 - The institutions are those in the file of pinned keys, at least three, the same in the whole run. With shared noise
@@ -55,9 +55,7 @@ __all__ = ["FEWEST", "Masking"]
 FEWEST = 3  # of two, each knows the other's weights: the mean without its own
 PINS, KEPT = "pins.sha256", "masked"  # in a run's folder: a file, and the answers' files
 ASKED, HISTORY = "request", "history"  # beside a masked answer: digests of its request, and of all up to this one
-# instructions of which training does not depend: what each institution has trained and stated, and the run, which is in
-# the masks' context
-OWN = ("continues", "stated", "run")
+OWN = ("stated", "run")  # instructions of which training does not depend; the run is in the masks' context
 
 
 class Masking(Cover):
@@ -111,7 +109,9 @@ class Masking(Cover):
                 "a masked run keeps its pinned keys: who left or came could be computed from two sums; begin a new run"
             )
         scalars = {**metrics_in(message.content), **instructions}  # a mean and a scale of labels are statistics
-        shared = {name: scalars[name] for name in request.by_key() if name in scalars and name not in OWN}
+        # with shared noise an answer depends on its own request alone, and who was away has trained less
+        own_words = (*OWN, "continues") if self.shares else OWN
+        shared = {name: scalars[name] for name in request.by_key() if name in scalars and name not in own_words}
         self.others = self._others(instructions.get("cohort", []))
         total, own = instructions.get("total", 0), len(self.institution.data.train)
         if total < own:

@@ -320,7 +320,7 @@ class InstitutionClient(NumPyClient):
         """Return the arrays that this institution saved at the end of its previous training; None before the first.
 
         A method saves them at the end of every training. Arrays may be written to only with `take`. With `known` they
-        are those of the last training whose answer the server has.
+        are those of the last training whose answer the server has; later ones are removed.
 
         Raises
         ------
@@ -328,6 +328,8 @@ class InstitutionClient(NumPyClient):
             If they are gone, or older than the training that the server knows of, as after a restored backup. Fresh or
             older arrays would silently give other results.
         """
+        if known:  # later ones would take the place of it, of which the last three files are kept
+            self.state.forget_after(key, request.run, request.continues)
         newest = self.state.newest(key, request.run, request.server_round)
         if newest < request.continues:
             instead = f"that of exchange {newest}" if newest else "gone"
@@ -336,7 +338,7 @@ class InstitutionClient(NumPyClient):
                 f"the {key} of run {request.run!r} is {instead}: restore the newest state directory, or begin a new run"
             )
         read = self.state.take if take else self.state.load
-        return read(key, request.run, request.continues + 1 if known else request.server_round)
+        return read(key, request.run, request.server_round)
 
     def latest(self, key: str, request: RunRequest) -> StateDict:
         """Return the newest state of one of the institution's own models, up to and including this exchange.

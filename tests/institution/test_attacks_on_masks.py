@@ -11,6 +11,7 @@ from sealed_runs import SMALL, pinned, seal_of
 from flwr_replay.payloads.common import Evaluate, Train
 from flwr_replay.payloads.fedreplay import Extract
 from flwr_replay.payloads.fedsgd import Differentiate
+from flwr_replay.payloads.scaffold import CONTROL, TrainControlled
 from flwr_replay.wire.masked import MASKED
 from flwr_replay.wire.sealed import SEALED_NAME
 
@@ -54,7 +55,7 @@ def test_masks_cancel_for_one_request_only(folder):
         return total([weights(train(s, exchange, **other)) for s, other in zip(servers, others, strict=True)])
 
     assert not check(1, {}, {}, {}).any()
-    assert not check(2, {"continues": 1}, {"stated": 0.0}, {}).any()  # what differs between honest requests
+    assert not check(2, {"stated": 0.0}, {}, {}).any()  # what differs between honest requests
     others = ({"scale": 2.0}, {"lr": 0.01}, {"total": 121}, {"local_epochs": 2}, {"run": "s"})
     for exchange, other in enumerate(others, 3):
         asked = [{}, {}, other]
@@ -62,6 +63,22 @@ def test_masks_cancel_for_one_request_only(folder):
             assert "asks for what its run says" in refusal(train(servers[2], exchange, **other))
             continue
         assert check(exchange, *asked).any()
+
+
+def test_masks_cancel_only_if_all_go_on_from_the_same_training(folder):
+    """With SCAFFOLD the difference of two sums would be the own control of the one that goes on from another."""
+    servers = [server_of(folder, name, [*SMALL, "strategy=scaffold", "masked=true"]) for name in ABC]
+    theta = servers[0].weights
+    arrays = {**theta, **{f"{CONTROL}{name}": 0 * array for name, array in theta.items()}}
+
+    def check(exchange, *continues):
+        asked = {"arrays": arrays, "run": "r", "server_round": exchange, "lr": 0.1, "total": 3 * 40}
+        requests = [TrainControlled(**asked, continues=last) for last in continues]
+        return total([weights(s.send(request)) for s, request in zip(servers, requests, strict=True)])
+
+    assert not check(1, 0, 0, 0).any()
+    assert not check(2, 1, 1, 1).any()
+    assert check(3, 2, 1, 1).any()
 
 
 def test_masks_cancel_for_one_scale_of_labels_only(folder):

@@ -65,6 +65,8 @@ def sent(ran, stage="train"):
         ["strategy=fedsgd"],
         ["strategy=fedavg", "model=resnet34", "model.width=2", "rounds=1"],  # batch norm, and its counters
         ["strategy=fedavg", "split=validation"],
+        ["strategy=scaffold", "rounds=3"],
+        ["strategy=ditto"],
     ],
 )
 def test_a_masked_run_has_the_mean_of_an_unmasked_one(folder, options):

@@ -13,8 +13,11 @@ from flwr_replay.config.sections import TrainingConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Settings
+from flwr_replay.payloads.common import Trained
 from flwr_replay.rng import derived_seed
 from flwr_replay.strategies.scaffold import Scaffold, ScaffoldConfig
+from flwr_replay.wire.records import opened
+from flwr_replay.wire.weights import check_weights
 
 
 def twin(shards, momentum):
@@ -71,8 +74,11 @@ def test_with_controls_of_zeros_it_is_fedavg_bit_for_bit(tmp_path, shards):
 
 
 def test_the_servers_control_is_the_mean_of_the_institutions(tmp_path, shards):
-    _, method = run(tmp_path, "scaffold")
-    kept = [control_of(tmp_path, name) for name in SIZES]
+    check_mean(tmp_path, run(tmp_path, "scaffold")[1])
+
+
+def check_mean(folder, method):
+    kept = [control_of(folder, name) for name in SIZES]
     for name, array in method.control.items():
         whole = sum(n * state[name] for n, state in zip(SIZES.values(), kept, strict=True)) / sum(SIZES.values())
         np.testing.assert_allclose(array, whole, atol=1e-5)
@@ -81,6 +87,30 @@ def test_the_servers_control_is_the_mean_of_the_institutions(tmp_path, shards):
 def control_of(folder, name):
     [newest] = [*sorted((folder / "scaffold").glob(f"**/{name}/**/control-*.safetensors"))[-1:]]
     return load_file(newest)
+
+
+def answer(n, change):
+    arrays = {"x": np.zeros(2, np.float32), "control.x": np.full(2, change, np.float32)}
+    return Trained(arrays=arrays, num_examples=n, examples_seen=n, num_steps=1)
+
+
+def test_an_institution_that_joins_later_counts_in_the_mean_from_then_on():
+    """A mean over those that were there before would leave a correction that no institution makes up for."""
+    method = Scaffold(ScaffoldConfig(), Settings())
+    method.members.remember({"a": 1}, {})
+    method.combine([answer(1, 8.0)])
+    method.members.remember({"a": 1, "b": 3}, {})
+    method.combine([answer(1, 0.0), answer(3, 4.0)])
+    assert method.control["x"].tolist() == [(1 * 8 + 3 * 4) / 4] * 2
+
+
+def test_a_control_is_cut_back_before_all_institutions_refuse_it():
+    """One institution can bring it there."""
+    method = Scaffold(ScaffoldConfig(), Settings())
+    method.members.remember({"a": 1}, {})
+    for _ in range(3):
+        method.combine([answer(1, -1e6)])
+    check_weights(opened(method.with_control({"x": np.zeros(2, np.float32)})))
 
 
 def test_adam_is_refused():
