@@ -23,12 +23,9 @@ and are averaged as in FedAvg.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from flwr.app import ArrayRecord, ConfigRecord, Message
-from flwr.serverapp import Grid
 
 from flwr_replay.config.sections import PASSES, require, within
 from flwr_replay.config.strategy import StrategyConfig, Traits
@@ -94,14 +91,6 @@ class Scaffold(Parallel):
             lr=self.lr(max(1, exchange)),
             local_epochs=self.config.local_epochs,
         )
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Note that a control is sent, too: under masks so many numbers come back."""
-        messages = super().configure_train(server_round, arrays, config, grid)
-        self.sent = opened(self.with_control(arrays))
-        return messages
 
     def with_control(self, arrays: Weights) -> Weights:
         """Return θ, and c beside it."""

@@ -11,8 +11,9 @@ pinned. Of this secret and of one exchange both make the same mask; one adds it,
 This is the only place where it happens, so no method knows of it. Four rules protect a single institution:
 
 - Masks depend on the request, its statistics too, on what training it goes on from, and on all requests of the run that
-  were answered before, since an optimizer's state may come from these. A server that asked one institution anything else gets a sum that it cannot
-  read. With shared noise nothing comes from earlier requests, and who was away answers the next one.
+  were answered before, since an optimizer's state may come from these. A server that asked one institution anything
+  else gets a sum that it cannot read. With shared noise nothing comes from earlier requests, and who was away answers
+  the next one.
 - An institution masks one answer in an exchange. If it is asked again, as after a crash, it sends the same bytes.
 - The institutions are those in the file of pinned keys, at least three, the same in the whole run. With shared noise
   some may be missing (privacy.dropouts): masks are then between those whom the request names.

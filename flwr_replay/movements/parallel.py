@@ -38,6 +38,7 @@ class Parallel(AtOnce):
     answer: ClassVar[type[Trained]] = Trained
     returned: Mapping[str, ArrayRecord]  # by institution: what it has trained in this exchange, if that is to be tested
     sent: StateDict  # the global weights of this exchange, as sent to all
+    beside: StateDict  # these, and what the request to train has beside them: so many numbers come back under masks
     exchange: int
     arrived: dict[str, tuple[Trained, Metrics | None]]  # by name: this exchange's answers, masked ones without arrays
     total: StateDict  # the sum of masked arrays so far
@@ -103,6 +104,7 @@ class Parallel(AtOnce):
                     f"has {len(trainers)}; {self.recorder.failures_line()}: resume the run when more are there"
                 )
         request = self.asking(server_round, arrays, trainers)
+        self.beside = opened(request.parts()[0] or {})
         return (self.message(member, request, config) for member in trainers)
 
     def asking(self, exchange: int, arrays: Weights, members: Iterable[Member]) -> Request:
@@ -155,7 +157,8 @@ class Parallel(AtOnce):
     def trained_model(self, arrays: Weights) -> ArrayRecord:
         """Return the model in an answer, to be tested before mixing: what θ has, or the part `model` of `nested`."""
         whole = opened(arrays)
-        among = whole if self.sent.keys() <= whole.keys() else unnested(whole)["model"]
+        plain = self.sent.keys() <= whole.keys() or whole.keys() <= self.sent.keys()  # all of θ, or a part
+        among = whole if plain else unnested(whole)["model"]
         return array_record({name: among[name] for name in self.sent if name in among})
 
     def lose(self, lost: Sequence[str]) -> None:
@@ -199,7 +202,7 @@ class Parallel(AtOnce):
             )
         plan, n = self.settings.privacy, sum(answer.num_examples for answer in answers)
         if not (plan and plan.institutions):
-            return replace(answers[0], arrays=mean_of(self.total, like=self.sent), num_examples=n)
+            return replace(answers[0], arrays=mean_of(self.total, like=self.beside), num_examples=n)
         [mechanism] = plan.mechanisms
         step = plan.step(mechanism, n, sum(array.size for array in self.sent.values()))
         sums, scale = sums_of(self.total, self.sent), step * plan.config.clip_of(mechanism) / n
