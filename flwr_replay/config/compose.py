@@ -69,6 +69,7 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 HINTS = cache(get_type_hints)  # of a section, they take a millisecond
 SECTIONS = {name: kind for name, kind in HINTS(RunConfig).items() if isinstance(kind, type) and is_dataclass(kind)}
 SECTIONS.pop("strategy")  # each has its own
+ASKING = ("latents", "generator", "prior")  # mechanisms of DP that need further options
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 OF_CHOICES = ("generator", "prior")  # sections whose choices have options of their own
 
@@ -166,10 +167,10 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
     traits, dp = strategy_config.traits, values["privacy"]["dp"]
     if dp == "auto":
         values["privacy"]["dp"] = traits.dp_by_default
-    if dp == "latents" and dp not in traits.dp_mechanisms:  # before it asks for options of its own
+    if dp in ASKING and dp not in traits.dp_mechanisms:  # before it asks for what the method cannot have
         raise ConfigError(
-            f"dp=latents is for methods that send latents, such as strategy=fedreplay; got strategy="
-            f"{strategy_config.name}: choose that strategy, or another dp="
+            f"strategy={strategy_config.name} can have dp={'+'.join(traits.dp_mechanisms) or 'none'}; got dp={dp}: "
+            "choose among these, or another strategy"
         )
     classes = SECTIONS | {name: load_generator(values[name]["name"]) for name in OF_CHOICES}
     sections: dict[str, Any] = {name: _build(cls, values.pop(name), name) for name, cls in classes.items()}

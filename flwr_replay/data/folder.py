@@ -232,8 +232,8 @@ def read_image(row: ManifestRow, task: TaskConfig) -> NDArray[np.uint8]:
     if task.fit == "exact" and image.size != (task.size, task.size):
         raise DataError(
             f"images of task={task.name} must be task.channels x task.size x task.size = {task.channels} x "
-            f"{task.size} x {task.size}; {row.file} is {image.height} x {image.width} pixels: set task.size, or "
-            "task.fit=pad"
+            f"{task.size} x {task.size}; {row.file} is {image.height} x {image.width} pixels: give images of "
+            "that size, or train with another task.size, or task.fit=pad"
         )
     pixels = np.asarray(fitted(image, task.size, task.fit))
     return pixels[None] if task.channels == 1 else pixels.transpose(2, 0, 1)

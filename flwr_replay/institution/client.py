@@ -171,13 +171,13 @@ class InstitutionClient(NumPyClient):
         if request.frozen != (own := self.institution.frozen()):
             raise WireError(
                 f"server and institutions must have one encoder; the server's is {request.frozen or 'none'}, this "
-                f"institution's {own or 'none'}: use the same model.* and copies of one file of weights everywhere"
+                f"institution's {own or 'none'}: use one model, and copies of one file of weights, everywhere"
             )
         train = self.institution.train
         if request.form and form_of(to_arrays(self.fresh(0))) != request.form:
             raise WireError(
                 "institutions exchange models of one form; this one's has other names or shapes than the server's: use "
-                " the same model.*, task.channels, task.size and task.classes everywhere"
+                "one model, for examples of one form and one number of classes, everywhere"
             )
         if request.training and request.training != digest_of(repr(self.training)):
             raise WireError(

@@ -196,7 +196,7 @@ def load_arrived(optimizer: torch.optim.Optimizer, arrived: StateDict, own: Stat
     if form_of(arrived) != form_of(own):
         raise WireError(
             f"the state of a proxy's optimizer must have its own names, shapes and dtypes, {len(own)} arrays; "
-            f"{len(arrived)} of another form arrived: use the same model.* and training.* everywhere"
+            f"{len(arrived)} of another form arrived: use one model and one training everywhere"
         )
     rounded = {name: np.asarray(np.rint(array)) for name, array in arrived.items() if name.endswith(".step")}
     load_optimizer_arrays(optimizer, {name: rounded.get(name, array.copy()) for name, array in arrived.items()})

@@ -145,7 +145,7 @@ def load_arrays(module: nn.Module, weights: Weights) -> None:
     ]:
         raise WireError(  # a deployed institution sends this text to the server
             f"weights must have the model's own names, shapes and kinds of number; they differ at {faults[0]!r}: use "
-            "the same model.*, task.channels, task.size and task.classes everywhere"
+            "one model, for examples of one form and one number of classes, everywhere"
         )
     for name, tensor in own.items():
         if tensor.device.type == "cpu":

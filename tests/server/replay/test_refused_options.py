@@ -34,7 +34,7 @@ MASKS = ["task=isbi2012", "task.size=16", "task.classes=1", "model=unet"]
         ),
         (
             ["strategy=fedavgshare", PIXELCNN, GRADIENT, "dp=generator"],
-            "fedavgshare with these options can have dp=none",
+            "fedavgshare can have dp=none",
             "another",
         ),
         (["dp=encoder"], "can have dp=classifier; got encoder", "another strategy"),
