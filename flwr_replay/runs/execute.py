@@ -26,7 +26,6 @@ from flwr_replay.learning.training import select_device
 from flwr_replay.models.pretrained import load_pretrained
 from flwr_replay.models.zoo import backbone, described, encoder_digest
 from flwr_replay.movements.base import Movement, Settings
-from flwr_replay.movements.relay import Relay
 from flwr_replay.payloads.common import Evaluation
 from flwr_replay.privacy.claims import NOTHING, sentence
 from flwr_replay.privacy.noise import noise_of
@@ -187,7 +186,7 @@ def without_best(strategy: Movement) -> str:
         return "institutions test their private models, which never leave them"
     if not strategy.settings.hiding.readable:
         return "the run was sealed, so the server cannot read any model"
-    return "the method has no global model" if isinstance(strategy, Relay) else ""
+    return "" if strategy.global_model else "the method has no global model"
 
 
 def execute(

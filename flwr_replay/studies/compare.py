@@ -20,7 +20,6 @@ Comparisons with equal shared options use the same runs, and each has a folder o
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -124,7 +123,7 @@ def planned(
     about = {
         "title": _title(list(configs.values())),
         "metric": metric,
-        "higher-is-better": re.sub("^(validation-)?(external-|before-mixing-)?(proxy-)?", "", metric) not in ERRORS,
+        "higher-is-better": metric.rpartition("-")[2] not in ERRORS,
         "against": against,
         "seeds": list(seeds),
         **more,

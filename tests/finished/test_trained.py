@@ -180,6 +180,8 @@ def test_private_models_are_used_at_their_institution(job, tmp_path, monkeypatch
     result, folder = run_at(tmp_path, monkeypatch, "task=digits", f"strategy={strategy}", *options)
     with pytest.raises(RunError, match="give --institution"):  # FML's averaged proxy is not what predicts
         load_model(folder)
+    with pytest.raises(RunError, match="has no best model"):  # FedBN's server has a batch norm that nobody trained
+        load_model(folder, best=True)
     states = tmp_path / "home" / "state" / "simulation"
     for name, examples in shards_of(folder).items():
         for model in (load_model(folder, name), load_model(states / name)):

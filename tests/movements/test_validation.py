@@ -214,6 +214,7 @@ def test_a_comparison_is_of_test_examples(tmp_path):
     found = planned(["fedavg", "cwt"], options, "", tmp_path)
     assert found.about["metric"] == "accuracy"
     assert planned(["fedavg", "cwt"], options, "", tmp_path, "validation-loss").about["higher-is-better"] is False
+    assert planned(["ditto"], options, "", tmp_path, "global-loss").about["higher-is-better"] is False
     assert found.about["higher-is-better"]
 
 
