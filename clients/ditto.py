@@ -28,7 +28,7 @@ class DittoClient(InstitutionClient):
         anchor = [parameter.detach().clone() for parameter in learner.model.parameters()]  # θ
         self.passes(request, learner)
         answer = self.trained(request, learner, len(data))
-        model = self.scratch_model(self.kept("model", request) or request.arrays, "private")  # v_k
+        model = self.scratch_model(self.kept("model", request) or request.arrays, "personal")  # v_k
         optimizer = make_optimizer(model, self.training, request.lr)
         personal = self.learner_of(model, optimizer, request, request.local_epochs)
         self.passes(request, personal, anchor)
@@ -46,5 +46,5 @@ class DittoClient(InstitutionClient):
 
     def evaluate_personal(self, request: EvaluatePersonal) -> PersonalEvaluation:
         """Test the personal model and the global one."""
-        own = self.evaluated(self.latest("model", request), request.split, "private")
+        own = self.evaluated(self.latest("model", request), request.split, "personal")
         return PersonalEvaluation.of_pair(own, self.evaluated(request.arrays, request.split))

@@ -229,14 +229,15 @@ class InstitutionClient(NumPyClient):
         """Return this process's shared backbone on the institution's device, in training mode, with the given weights.
 
         It is shared because building a model costs more than loading weights. Nothing may be kept in it between
-        messages. A method that needs two models at once gives the second one a role: private.
+        messages. A method that needs two models at once gives the second one a role: private, φ, which may be another
+        network; personal.
         """
         model = self._loaded(arrays, role).train()
         model.zero_grad()  # an interrupted training may have left gradients
         return model
 
     def _loaded(self, arrays: Weights | None, role: str = "") -> nn.Module:
-        fresh = self.fresh_private if role else self.fresh
+        fresh = self.fresh_private if role == "private" else self.fresh
         model = _scratch(fresh, self.institution.device, role)
         if arrays is not None:
             load_arrays(model, arrays)

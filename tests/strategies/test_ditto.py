@@ -3,11 +3,13 @@
 import pytest
 from averaging import JOB, SIZES, agree, local_sgd, mean, run
 from harness import same, write_shards
+from hostile_server import HostileServer, refusal
 from safetensors.numpy import load_file
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError
 from flwr_replay.models.zoo import backbone
+from flwr_replay.payloads.ditto import EvaluatePersonal, TrainPersonal
 from flwr_replay.rng import derived_seed
 from flwr_replay.strategies.ditto import DittoConfig
 
@@ -60,6 +62,14 @@ def test_without_the_pull_personal_models_are_those_of_local(tmp_path, shards):
     run(tmp_path, "local", "optimizer_state=reset")
     for name in shards:
         assert same(kept(tmp_path, "ditto", name), kept(tmp_path, "local", name))
+
+
+def test_an_institution_may_have_chosen_a_private_model_for_other_methods(tmp_path, shards):
+    """A personal model stays near the common one, so it is the same network."""
+    server = HostileServer(tmp_path, *JOB, "strategy=ditto", private_model="mlp")
+    sent = {"arrays": server.weights, "run": "r", "server_round": 1}
+    assert not refusal(server.send(TrainPersonal(**sent, lr=0.05, lam=1.0)))
+    assert not refusal(server.send(EvaluatePersonal(**sent)))
 
 
 @pytest.mark.parametrize("lam", [-1.0, float("inf"), float("nan")])
