@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -32,6 +32,7 @@ from flwr_replay.lab.labels import label_attacks
 from flwr_replay.lab.membership import member_attacks
 from flwr_replay.lab.registry import DIGEST, Only, checked, nothing_tried, number_timed, trial_of
 from flwr_replay.lab.sentences import sentence
+from flwr_replay.lab.sums import sum_attacks, summed
 from flwr_replay.lab.trials import Question, Trial
 from flwr_replay.models.layers import as_input
 from flwr_replay.report.run_files import read_result
@@ -77,6 +78,8 @@ def attack_run(
         raise ConfigError(f"--minutes must be positive; got {minutes:g}")
     evidence = Evidence.of(folder, only.institution, only.field, run)
     config = evidence.config
+    if config.hiding.sums_only:
+        evidence = replace(evidence, exhibits=summed(evidence.exhibits, config), sent=())
     if config.task.size <= 1 or config.task.format == "bags":
         raise ConfigError(
             f"attacks look for images; task={config.task.name} has tables or bags, for which none is built in: their "
@@ -233,6 +236,7 @@ class Lab:
             words = self.auxiliary, seed, self.seconds, self.only.own
             yield from member_attacks(exhibit, self.evidence, self.originals, *words)
             yield from label_attacks(exhibit, self.evidence, trial, self.originals, attacker)
+            yield from sum_attacks(exhibit, self.evidence, self.originals, seed)
         elif self.only.own:
             yield self.only.own, partial(_raise, DataError(self.why))
         for part in filter(None, (trial, trial.last()) if trial else ()):

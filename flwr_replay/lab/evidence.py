@@ -33,8 +33,9 @@ from flwr_replay.wire.payload import REQUESTS
 from flwr_replay.wire.recording import FOLDER, Recorded, read_message
 from flwr_replay.wire.weights import parted, to_arrays
 
-__all__ = ["NO_MODEL", "UNKNOWN_NETWORK", "Answer", "Evidence", "Exhibit", "begun_with", "visit"]
+__all__ = ["ALL", "NO_MODEL", "UNKNOWN_NETWORK", "Answer", "Evidence", "Exhibit", "begun_with", "visit"]
 
+ALL = "all institutions"  # whose sums the server reads under masks
 NO_MODEL = "the request that brought the network was not recorded: record the run with record=all"
 
 UNKNOWN_NETWORK = (
@@ -112,11 +113,16 @@ class Evidence:
         """
         lines = list(ledger_of(folder) if there(folder / CONFIG) else ledger_lines(folder))
         config, run = _options(folder, lines, run)
-        if hidden := config.hiding:
+        if not config.hiding.readable:
             raise RunError(
-                f"attacks are tried on messages that can be read; those in {folder} are {hidden}: run again with "
-                f"{hidden}=false"
+                f"attacks are tried on messages that can be read; those in {folder} are sealed: run again with "
+                "sealed=false"
             )
+        if config.hiding.sums_only and institution not in ("", ALL):
+            raise RunError(
+                f"under masks sums of all can be attacked, nobody's own; got --institution {institution!r}: omit it"
+            )
+        institution = "" if institution == ALL else institution
         load_strategy(config.strategy.name)  # declares the method's payloads
         names = [
             line[key] for line in lines if line.get("run", run) == run for key in ("request", "message") if key in line

@@ -24,6 +24,7 @@ from flwr_replay.data import Dataset, load
 from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.errors import DataError, FlwrReplayError
 from flwr_replay.institution.node import own_task
+from flwr_replay.lab.evidence import ALL
 from flwr_replay.models.layers import as_input
 
 __all__ = [
@@ -55,7 +56,8 @@ class Originals:
     y_N: Tensor
     others_NCHW: Tensor  # test images of the same source: non-members for attacks on membership
     other_y: Tensor
-    digest: str  # of the training examples, as `Examples.digest`
+    digest: str  # of the training examples, as `Examples.digest`; empty: of several institutions together
+    by_patient: bool = False  # whether the data name patients
 
     def beside_others(self, seed: int) -> tuple[Tensor, Tensor]:
         """Return rows of its images, and as many of the others of each label; none where no label could be equal."""
@@ -81,7 +83,7 @@ def load_for(option: str, task: TaskConfig) -> Dataset:
 
 
 def originals_of(config: RunConfig, institution: str, data: str = "") -> Originals:
-    """Deal a simulated institution's examples anew, or read its own from `data`, as in its `--node-config`.
+    """Deal a simulated institution's examples anew, or those of all; or read its own from `data`, as its node does.
 
     Raises
     ------
@@ -89,20 +91,25 @@ def originals_of(config: RunConfig, institution: str, data: str = "") -> Origina
         If the run was deployed and no data are given, or they hold no images.
     """
     if data:
-        own = load_for("--data", own_task(config.task, data))
+        owned = [load_for("--data", own_task(config.task, data))]
     elif config.nodes:
         part = dealt(config.task, config.partition, config.nodes, config.seed)
-        if institution not in part.names:
+        if institution not in (*part.names, ALL):
             raise DataError(
                 f"originals of {institution!r} are not the run's to deal; a simulation has {', '.join(part.names)}: "
                 "give the institution's own data with --data"
             )
-        own = part.examples(loaded(config.task), part.names.index(institution))
+        names = part.names if institution == ALL else [institution]
+        owned = [part.examples(loaded(config.task), part.names.index(name)) for name in names]
     else:
         raise DataError("the run was deployed; only an institution can judge: give its own data with --data")
-    sides = [(torch.tensor(part.x), torch.tensor(part.y)) for part in (own.train, own.test)]
-    (x, y), (other_x, other_y) = sides
-    return Originals(as_input(x), y, as_input(other_x), other_y, own.train.digest)
+    x, other_x, y, other_y = (
+        torch.from_numpy(np.concatenate([getattr(getattr(own, split), key) for own in owned]))
+        for key in "xy"
+        for split in ("train", "test")
+    )
+    digest, patients = owned[0].train.digest if len(owned) == 1 else "", owned[0].train.patients
+    return Originals(as_input(x), y, as_input(other_x), other_y, digest, patients is not None)
 
 
 def same_data(originals: Originals, digests: Sequence[str]) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flwr_replay.attacks.catalogue import (
+    ALONE,
     ANALYTIC,
     AT_CUT,
     COUNTS,
@@ -22,6 +23,7 @@ from flwr_replay.attacks.catalogue import (
     NEAREST,
     OPTIMISED,
     PRIOR,
+    RATIO,
     RECONSTRUCTED,
     RELEASED,
     SHOWN,
@@ -55,7 +57,7 @@ class Known:
 KNOWN: dict[Meaning, Known] = {
     "generator weights": Known((RECONSTRUCTED, PRIOR)),
     "weights": Known((COUNTS, ANALYTIC, MATCHING, LAST, LOSS, LIRA), of_weights),
-    "gradient": Known((COUNTS, ANALYTIC, MATCHING), OfChange),
+    "gradient": Known((COUNTS, ANALYTIC, MATCHING, RATIO), OfChange),
     "activations": Known((OPTIMISED, DECODER, NEAREST), OfActivations),
     "codes": Known((DECODED,), OfCodes),
     "labels": Known(
@@ -65,10 +67,7 @@ KNOWN: dict[Meaning, Known] = {
     ),
     "gradients at a cut": Known((AT_CUT,)),
     "images": Known((LOOKED_AT, RELEASED), OfImages),
-    "class sums": Known(
-        untried="The features of an image that is alone in its class leave as they are, unless the sums have noise; of "
-        "sums over several images no attack is known here."
-    ),
+    "class sums": Known((RATIO, ALONE)),
     "scales": Known(
         untried="A scale is one number for an image, a 127th of its largest latent; no attack on it alone is known. "
         "Attacks on the latents use it."

@@ -43,7 +43,14 @@ def sentence(result: dict[str, Any]) -> str:
         return (
             f"{sent} Whether an image was in the training, {result['attack']} tells with an AUC of "
             f"{between(rates['auc'])}, where 0.5 is guessing. Of {rates['members']:,} members it finds "
-            f"{rates['tpr_at_1_percent']['value']:.1%} if it may be wrong about 1 % of the others.{unsure}"
+            f"{rates['tpr_at_1_percent']['value']:.1%} if it may be wrong about 1 % of the others."
+            f"{_allowed(result) if 'allowed' in result else ''}{unsure}"
+        )
+    if "alone" in result:
+        hits, number = round(result["alone"]["value"] * result["number"]), _count(result["number"], "image")
+        return (
+            f"{sent} Of {number} alone in a class, {hits} found among {result['among']:,} by the sums of "
+            f"features.{unsure}"
         )
     if "labels" in result:
         tally = result["labels"]
@@ -76,6 +83,15 @@ def sentence(result: dict[str, Any]) -> str:
     return (
         f"{sent} From that, someone with {_with(result['auxiliary'])} found the right one of its {images:,} images in "
         f"{right} of {tries} tries, {tried}; PSNR {_number(scores['psnr'])}.{beside}{note}"
+    )
+
+
+def _allowed(result: dict[str, Any]) -> str:
+    """Say what the stated epsilon allows, and how much of it was seen."""
+    most, stated = result["allowed"], result["stated"]
+    return (
+        f" Epsilon {stated['epsilon']:.2f} allows an AUC of {most['auc']:.2f} and {most['tpr_at_1_percent']:.1%}; the "
+        f"scores show that it is {result['shown']:.2f} or more. The noise is {result['noise']:.3f} of what is due."
     )
 
 
