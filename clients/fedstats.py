@@ -18,11 +18,11 @@ from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.learning.heads import features_of, linear_head
 from flwr_replay.learning.training import at_once
 from flwr_replay.models.layers import as_input
-from flwr_replay.payloads.fedstats import ClassSums, Summarise
+from flwr_replay.payloads.fedstats import MOST_FEATURES, PRODUCTS, ClassSums, Summarise, pairs_of
 from flwr_replay.privacy.places import at_places, drawn_places, places_for
 from flwr_replay.privacy.plan import STATISTICS
 from flwr_replay.privacy.shares import beside
-from flwr_replay.privacy.sums import class_sums
+from flwr_replay.privacy.sums import class_sums, packed
 from flwr_replay.wire.records import StateDict, opened
 
 __all__ = ["FedStatsClient"]
@@ -32,7 +32,7 @@ KEPT, MADE_BY, ONCE = "class-sums", "made-by", 1  # key of the state, of the enc
 
 
 class FedStatsClient(InstitutionClient):
-    """Sums the features of the institution's training examples, class by class."""
+    """Sums the features of the institution's training examples, class by class, and their products."""
 
     def summarise(self, request: Summarise) -> ClassSums:
         """Return sums of features and numbers of examples, in the place of the head's weights."""
@@ -62,7 +62,8 @@ class FedStatsClient(InstitutionClient):
             head, _ = linear_head(self.scratch_model(request.arrays))
             encoder = {name: array for name, array in opened(request.arrays).items() if not name.startswith(f"{head}.")}
             added_to = np.frombuffer(repr(list(request.cohort)).encode(), np.uint8)  # names have spaces
-            about = digest({**encoder, "clip": np.array(request.clip), "cohort": added_to})
+            asked = {"clip": np.array(request.clip), "products": np.array(request.products), "cohort": added_to}
+            about = digest({**encoder, **asked})
             made_by = np.frombuffer(about.encode(), np.uint8)
             kept, charged = self.state.at(KEPT, request.run, ONCE), STATISTICS in budget.charged(request.run)
             if not np.array_equal(kept[MADE_BY], made_by) if kept else charged:
@@ -81,10 +82,16 @@ class FedStatsClient(InstitutionClient):
         return {name: array for name, array in kept.items() if name != MADE_BY}
 
     def summed(self, request: Summarise, budget: PrivacyBudget | None) -> StateDict:
-        """Sum the features of all training examples; with a budget, add noise."""
+        """Sum the features of all training examples, and their products if asked for; with a budget, add noise."""
         train, model = self.institution.train, self.scratch_model(request.arrays)
         name, head = linear_head(model)
-        step = budget.step(STATISTICS, opened(request.arrays)) if budget else 0.0
+        if request.products and (request.products != pairs_of(head.in_features) or head.in_features > MOST_FEATURES):
+            raise WireError(
+                f"{head.in_features:,} features have {pairs_of(head.in_features):,} products, and of at most "
+                f"{MOST_FEATURES:,} features these leave; the server asks for {request.products:,}: refused"
+            )
+        form = {**opened(request.arrays), **request.added({"products": request.products})}
+        step = budget.step(STATISTICS, form) if budget else 0.0
         stream, size = budget and budget.stream(STATISTICS, request), at_once(train.x, places_for(train.x), model)
         in_order = torch.split(torch.arange(len(train)), size)
         features_NF = torch.zeros(len(train), head.in_features)
@@ -94,10 +101,15 @@ class FedStatsClient(InstitutionClient):
         patients = budget and self.institution.data.train.patients
         of_N = np.arange(len(train)) if patients is None else np.unique(patients, return_inverse=True)[1]
         sums = torch.zeros(head.out_features, 1 + head.in_features, dtype=torch.float64)
+        products_FF = sums.new_zeros(*(head.in_features,) * 2 if request.products else (0, 0))
         for rows_B in map(torch.from_numpy, blocks(of_N, BLOCK)):
             labels_B, of_B = train.y[rows_B].cpu(), torch.from_numpy(of_N)[rows_B]
-            sums += class_sums(features_NF[rows_B], labels_B, of_B, head.out_features, request.clip)
+            about_B = features_NF[rows_B], labels_B, of_B, head.out_features, request.clip, bool(request.products)
+            for total, of_block in zip((sums, products_FF), class_sums(*about_B), strict=True):
+                total += of_block
         parts = {f"{name}.weight": sums[:, 1:], f"{name}.bias": sums[:, 0]}
+        if request.products:
+            parts[PRODUCTS] = packed(products_FF)
         if budget and stream:
             return budget.noisy(STATISTICS, parts, step, stream)
         return {name: (part / len(train)).float().numpy() for name, part in parts.items()}

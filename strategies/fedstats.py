@@ -1,23 +1,31 @@
 """FedStats: the server's half; the institution's half is `clients/fedstats.py`.
 
 Source: Legate et al. 2023 (arXiv 2306.03937, FedNCM), nearest class means (Mensink et al. 2013) of all institutions on
-fixed features. Noise on the sums is ours: the Gaussian mechanism, Balle and Wang 2018 (arXiv 1805.06530).
-Idea: Every institution sums the features of its images, class by class, and sends the sums once. The means of all are a
-classifier that does not depend on who has which images.
-Travels: the weights, to every institution (`Summarise`); once from each the sums, of the size of a head (`ClassSums`).
+fixed features; Guan, Zhou and Gu 2025 (arXiv 2412.01321, FedCGS) for one covariance of all. Noise on the sums is ours:
+the Gaussian mechanism, Balle and Wang 2018 (arXiv 1805.06530).
+Idea: Every institution sums the features of its images, class by class, and perhaps their products, and sends the sums
+once. The classifier that they make does not depend on who has which images.
+Travels: the weights, to every institution (`Summarise`); once from each the sums, of the size of a head, and perhaps
+F (F + 1) / 2 numbers more, with F features (`ClassSums`).
 
     at institution k:  S_k,c ← Σ f_i over its examples of class c,  n_k,c ← their number        ‖f_i‖ ≤ C
+                       G_k ← Σ f_i f_iᵀ over all
     at the server:     μ_c ← Σ_k S_k,c / Σ_k n_k,c
-                       an image with features f is of the class with the largest  μ_c·f − ‖μ_c‖²/2
+                       an image with features f is of the class with the largest  (f − μ_c/2)ᵀ W⁻¹ μ_c
+    head=means:        W = 1, nearest class means
+    head=lda:          W = (Σ_k G_k − Σ_c n_c μ_c μ_cᵀ) / n, linear discriminants; every class as frequent as another
 
 What is protected: With dp=statistics the sums have Gaussian noise. All of an institution's one message but numbers of
 examples is (ε, δ)-DP for one patient more or less, all of whose images there are clipped together, where the data name
 patients; else for one image more or less. Without it nothing is: of a class with one image its features leave.
 
 Deviations: The authors' code brings each μ_c to norm 1 and leaves the fresh biases; their fine-tuning is not here.
-Where sums have noise, ‖μ_c‖² is corrected by what the noise adds on average, and no class counts as smaller than six
-times the noise of its number. Logits are scaled to a fixed margin, which changes no decision. An institution that is
-late sends its sums when it comes; later rounds ask nobody twice.
+Where sums have noise, squares of μ_c are corrected by what the noise adds on average, and no class counts as smaller
+than six times the noise of its number. W has no negative variances, and something is added to each
+(`flwr_replay.learning.heads`). Logits of head=means are scaled to a fixed margin, which changes no decision. An
+institution that is late sends its sums when it comes; later rounds ask nobody twice. head=auto asks for products if the
+noise of a class mean, of n/C examples, would have a norm below a sixth of the clip. Beyond, products are mostly noise,
+and their share of ε is missing elsewhere.
 """
 
 from __future__ import annotations
@@ -29,16 +37,16 @@ from typing import Any
 
 import numpy as np
 
-from flwr_replay.config.sections import Range, TaskConfig, require, within
+from flwr_replay.config.sections import Range, TaskConfig, one_of, require, within
 from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.errors import ConfigError, RunError
-from flwr_replay.learning.heads import linear_head
+from flwr_replay.learning.heads import discriminants, linear_head, nearest_means
 from flwr_replay.movements.base import Settings
 from flwr_replay.movements.parallel import Parallel
 from flwr_replay.payloads.common import Trained
-from flwr_replay.payloads.fedstats import ClassSums, Summarise
+from flwr_replay.payloads.fedstats import MOST_FEATURES, PRODUCTS, ClassSums, Summarise, pairs_of
 from flwr_replay.privacy.plan import STATISTICS
-from flwr_replay.privacy.sums import noises
+from flwr_replay.privacy.sums import noises, unpacked
 from flwr_replay.server.members import Member
 from flwr_replay.wire.records import StateDict, Weights, opened
 
@@ -46,7 +54,7 @@ __all__ = ["FedStats", "FedStatsConfig"]
 
 NEVER = -1e3  # bias of a class of which nobody has an example
 SURE = 6  # times the noise: a number of examples that divides; chosen on CIFAR-10's validation images, seeds 0 to 2
-MARGIN = 4  # by which, on average, a class mean's own logit is above another
+CLEAR = 1 / 6  # of the clip: the largest noise of a class mean for head=lda; chosen as simulations/private.py says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +64,10 @@ class FedStatsConfig(StrategyConfig):
     name = "fedstats"
     traits = Traits(summed=True, dp_mechanisms=(STATISTICS,))
     clip: float = 10.0  # C, the largest L2 norm of an image's features
+    head: str = "auto"  # means | lda | auto: lda unless noise, or the number of features, is too large
 
     def __post_init__(self) -> None:
+        one_of("strategy.head", self.head, ("auto", "means", "lda"))
         within("strategy.", self, clip=Range(1e-6, 1e6, "lies in [1e-6, 1e6]"))
 
     def check_task(self, task: TaskConfig) -> None:
@@ -67,6 +77,11 @@ class FedStatsConfig(StrategyConfig):
             f"strategy=fedstats sums features class by class; task={task.name} is a {task.kind}, which has none: "
             "choose a classification, or another strategy",
         )
+
+    @property
+    def instructed(self) -> Mapping[str, object]:
+        """Nobody asks for products that head=means does not need."""
+        return {"products": 0} if self.head == "means" else {}
 
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
         """One message, however many rounds there are."""
@@ -87,29 +102,47 @@ class FedStats(Parallel):
 
     @classmethod
     def check(cls, config: FedStatsConfig, settings: Settings, names: Sequence[str] = ()) -> None:
-        """Refuse changed images, and a model without a linear head."""
+        """Refuse changed images, a model without a linear head, and products of too many features."""
         super().check(config, settings, names)
         require(
             not settings.training.changes,
             "strategy=fedstats takes each image once, as it is: set training.augment=none",
         )
         if settings.model is not None:
-            linear_head(settings.model(0))
+            features = linear_head(settings.model(0))[1].in_features
+            require(
+                config.head != "lda" or features <= MOST_FEATURES,
+                f"head=lda sums products of at most {MOST_FEATURES:,} features; this model's head takes {features:,}: "
+                "choose strategy.head=means, or a smaller model",
+            )
 
     @cached_property
-    def head(self) -> tuple[str, str]:
-        """Names of the head's weights, (C, F), and biases, (C,)."""
+    def head(self) -> tuple[str, str, int, int]:
+        """Names of the head's weights, (C, F), and biases, (C,); C, and F."""
         if self.settings.model is None:
             raise ConfigError("FedStats makes the head at the server and needs the model: give Settings(model=...)")
-        name, _ = linear_head(self.settings.model(0))
-        return f"{name}.weight", f"{name}.bias"
+        name, head = linear_head(self.settings.model(0))
+        return f"{name}.weight", f"{name}.bias", head.out_features, head.in_features
+
+    @property
+    def products(self) -> int:
+        """How many products of features are asked for, by public numbers alone."""
+        _, _, classes, features = self.head
+        if self.held:
+            asked = PRODUCTS in self.sums
+        elif self.config.head == "auto":
+            n = sum(member.num_examples for member in self.members.known)
+            of_mean = self.noise * noises(1.0, products=False)[1] * features**0.5 * classes / max(n, 1)
+            asked = of_mean < CLEAR and features <= MOST_FEATURES
+        else:
+            asked = self.config.head == "lda"
+        return pairs_of(features) if asked else 0
 
     @property
     def numbers(self) -> int:
-        """Those of the head."""
-        assert self.settings.model is not None
-        _, head = linear_head(self.settings.model(0))
-        return head.weight.numel() + head.bias.numel()
+        """Those of the head, and products."""
+        _, _, classes, features = self.head
+        return classes * (1 + features) + self.products
 
     def trainers(self, exchange: int) -> list[Member]:
         """Ask those whose sums are not there yet; of sums under masks, all at once."""
@@ -123,7 +156,8 @@ class FedStats(Parallel):
 
     def train_request(self, exchange: int, arrays: Weights) -> Summarise:
         """Send θ, whose features are summed."""
-        return Summarise(server_round=exchange, arrays=arrays, run=self.settings.run, clip=self.config.clip)
+        run, clip, products = self.settings.run, self.config.clip, self.products
+        return Summarise(server_round=exchange, arrays=arrays, run=run, clip=clip, products=products)
 
     def lose(self, lost: Sequence[str]) -> None:
         """Stop: the others' sums are made for just these institutions, and nobody makes others."""
@@ -139,26 +173,29 @@ class FedStats(Parallel):
         plan, names = self.settings.privacy, self.exchanger.answered
         if plan:
             self.variance += sum(plan.share(STATISTICS, sizes[name]) ** 2 for name in names)
-        before = self.sums if self.held else dict.fromkeys(self.head, np.float64(0))
+        names_of = [*self.head[:2], *([PRODUCTS] if PRODUCTS in self.form else [])]
+        before = self.sums if self.held else dict.fromkeys(names_of, np.float64(0))
         sent = [(answer.num_examples, opened(answer.arrays)) for answer in answers]
-        self.sums = {name: before[name] + sum(n * of[name].astype(np.float64) for n, of in sent) for name in self.head}
+        self.sums = {name: before[name] + sum(n * of[name].astype(np.float64) for n, of in sent) for name in names_of}
         self.held = (*self.held, *names)
-        weight, bias = self.head
-        of_number, of_sums = noises(self.config.clip)
-        made = self.classifier(self.sums[weight] * of_sums, self.sums[bias] * of_number)
-        return {**self.sent, **{name: made[i].astype(self.sent[name].dtype) for i, name in enumerate(self.head)}}
+        weight, bias, _, _ = self.head
+        made = dict(zip((weight, bias), self.classifier(), strict=True))
+        return {**self.sent, **{name: array.astype(self.sent[name].dtype) for name, array in made.items()}}
 
-    def classifier(self, sums_CF: Any, numbers_C: Any) -> tuple[Any, Any]:
-        """Return weights and biases of the nearest class mean."""
-        of_number, of_sums = (noise * self.variance**0.5 for noise in noises(self.config.clip))
-        n_C = np.maximum(numbers_C, max(1.0, SURE * of_number))
-        mu_CF = sums_CF / n_C[:, None]
-        by_noise_C = mu_CF.shape[1] * (of_sums / n_C) ** 2  # of ‖μ‖², on average
-        squares_C = np.square(mu_CF).sum(1) - by_noise_C
-        apart = (squares_C - np.square(mu_CF.mean(0)).sum() + by_noise_C.mean() / len(n_C)).mean()
-        scale = max(apart, 0.01 * self.config.clip**2) / MARGIN
-        nobody_C = (numbers_C <= 0) & (self.variance == 0)
-        return mu_CF / scale, np.where(nobody_C, NEVER, -squares_C / 2 / scale)
+    def classifier(self) -> tuple[Any, Any]:
+        """Return weights, (C, F), and biases, (C,), that the sums make."""
+        weight, bias, _, features = self.head
+        pairs, clip = self.sums.get(PRODUCTS), self.config.clip
+        of_number, of_sum, of_product = noises(clip, pairs is not None)
+        numbers_C, sums_CF, sigma = self.sums[bias] * of_number, self.sums[weight] * of_sum, self.variance**0.5
+        n_C = np.maximum(numbers_C, max(1.0, SURE * of_number * sigma))
+        mu_CF, noise_C = sums_CF / n_C[:, None], of_sum * sigma / n_C
+        if pairs is None:
+            weight_CF, bias_C = nearest_means(mu_CF, noise_C, least=0.01 * clip**2)
+        else:
+            products_FF = unpacked(pairs, features) * of_product
+            weight_CF, bias_C = discriminants(mu_CF, n_C, noise_C, products_FF, of_product * sigma, 1e-6 * clip**2)
+        return weight_CF, np.where((numbers_C <= 0) & (self.variance == 0), NEVER, bias_C)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -196,7 +196,7 @@ def check_request(
     answers = (request.answer, *(REQUESTS[str(stage)].answer for stage in announced if stage in REQUESTS))
     for answer in answers:
         check_release(answer, policy, config)
-    _check_size(message, policy, answers, _sizes(config, private_model))
+    _check_size(message, request, policy, answers, _sizes(config, private_model))
     if config.task.mean and request.stage_name in dict(policy.weights):
         raise RefusedError(
             "policy pins the weights of this stage; task.mean and task.std would change what they make of an image: "
@@ -268,7 +268,13 @@ def _check_options(policy: Policy, config: RunConfig) -> None:
         )
 
 
-def _check_size(message: Message, policy: Policy, answers: Sequence[type[Payload]], sizes: Mapping[str, int]) -> None:
+def _check_size(
+    message: Message,
+    request: type[Request],
+    policy: Policy,
+    answers: Sequence[type[Payload]],
+    sizes: Mapping[str, int],
+) -> None:
     """Refuse, before any data are read or a model is built, one too large to be built here, or to leave."""
     arrays = message.content.get("arrays")
     part, largest = max(sizes.items(), key=lambda pair: pair[1])
@@ -280,7 +286,10 @@ def _check_size(message: Message, policy: Policy, answers: Sequence[type[Payload
         )
     whole = [[f for f in answer.declared().values() if f.kind == "model" and not f.part] for answer in answers]
     if arrays and whole[0]:
-        policy.check_upload(arrays.count_bytes(), "the model")
+        added = sum(array.nbytes for array in request.added(config_in(message.content)).values())
+        policy.check_upload(
+            arrays.count_bytes() + added, "the model" + " and what is asked for beside it" * bool(added)
+        )
     if any(field.means in ("weights", "gradient") for fields in whole for field in fields):
         policy.check_upload(next(iter(sizes.values())), "the model")
 

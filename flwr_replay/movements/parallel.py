@@ -38,7 +38,7 @@ class Parallel(AtOnce):
     answer: ClassVar[type[Trained]] = Trained
     returned: Mapping[str, ArrayRecord]  # by institution: what it has trained in this exchange, if that is to be tested
     sent: StateDict  # the global weights of this exchange, as sent to all
-    beside: StateDict  # these, and what the request to train has beside them: so many numbers come back under masks
+    form: StateDict  # arrays of the form that all answers have: of the request, and what it asks for beside them
     exchange: int
     arrived: dict[str, tuple[Trained, Metrics | None]]  # by name: this exchange's answers, masked ones without arrays
     total: StateDict  # the sum of masked arrays so far
@@ -80,9 +80,10 @@ class Parallel(AtOnce):
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """One exchange with every institution in every round in which it trains."""
-        leaves = blank_masked(arrays) if self.settings.hiding.sums_only else arrays
-        answer, times = self.answer.empty(leaves), self.trainings(num_rounds)
         request = self.asking(0, arrays, self.members)
+        form = answer_form(arrays, request)
+        leaves = blank_masked(form) if self.settings.hiding.sums_only else form
+        answer, times = self.answer.empty(leaves), self.trainings(num_rounds)
         if self.settings.hiding.sums_only:
             answer = replace(answer, train_loss=None)  # it would give the gradient
         return [(member, request, answer, times[member.name]) for member in self.members if times[member.name]]
@@ -104,7 +105,7 @@ class Parallel(AtOnce):
                     f"has {len(trainers)}; {self.recorder.failures_line()}: resume the run when more are there"
                 )
         request = self.asking(server_round, arrays, trainers)
-        self.beside = opened(request.parts()[0] or {})
+        self.form = answer_form(opened(request.parts()[0] or {}), request)
         return (self.message(member, request, config) for member in trainers)
 
     def asking(self, exchange: int, arrays: Weights, members: Iterable[Member]) -> Request:
@@ -202,13 +203,19 @@ class Parallel(AtOnce):
             )
         plan, n = self.settings.privacy, sum(answer.num_examples for answer in answers)
         if not (plan and plan.institutions):
-            return replace(answers[0], arrays=mean_of(self.total, like=self.beside), num_examples=n)
+            return replace(answers[0], arrays=mean_of(self.total, like=self.form), num_examples=n)
         [mechanism] = plan.mechanisms
-        step = plan.step(mechanism, n, sum(array.size for array in self.sent.values()))
-        sums, scale = sums_of(self.total, self.sent), step * plan.config.clip_of(mechanism) / n
+        step = plan.step(mechanism, n, sum(array.size for array in self.form.values()))
+        sums, scale = sums_of(self.total, self.form), step * plan.config.clip_of(mechanism) / n
         check_sums(sums, n / step, len(answers))
         mean = {name: whole * scale for name, whole in sums.items()}
         return replace(answers[0], arrays=mean, num_examples=n)
+
+
+def answer_form(sent: StateDict, request: Request) -> StateDict:
+    """Return arrays of the form of an answer's: those that were sent, and what the request asks for beside them."""
+    _, _, instructions = request.parts()
+    return {**sent, **request.added(instructions)}
 
 
 def weighted_mean(states: Sequence[StateDict], weights: Sequence[float]) -> StateDict:

@@ -1,23 +1,39 @@
-"""What travels in FedStats: a head with what lies before it down, once the sums of features by class up."""
+"""What travels in FedStats: a head with what lies before it down, once the sums of features by class up.
+
+With products of features, too, if the request says so.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from flwr_replay.payloads.common import Spending, Summed, Trained
 from flwr_replay.wire.fields import instruction, model
 from flwr_replay.wire.payload import Request
-from flwr_replay.wire.records import Weights
+from flwr_replay.wire.records import StateDict, Weights
 
-__all__ = ["ClassSums", "Summarise"]
+__all__ = ["MOST_FEATURES", "PRODUCTS", "ClassSums", "Summarise", "pairs_of"]
+
+MOST_FEATURES = 4096  # whose products are summed: 8.4 million numbers
+PRODUCTS = "products-of-features"  # no module of PyTorch's has such a name
+
+
+def pairs_of(features: int) -> int:
+    """Return how many products F features have, each pair once, and each feature with itself."""
+    return features * (features + 1) // 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassSums(Trained):
     """Sums over the training examples, in the place of the head's weights: by class of features, and of examples.
 
-    Both are in units of the noise (`flwr_replay.privacy.sums.noises`), and divided by the number of examples. All other
-    weights are as they were sent. No step is taken.
+    If they are asked for, so are the products of features, of all classes together (`PRODUCTS`). All are in units of
+    the noise (`flwr_replay.privacy.sums.noises`), and divided by the number of examples. All other weights are as they
+    were sent. No step is taken.
     """
 
     arrays: Weights = model(means="class sums", dp="statistics")
@@ -35,3 +51,10 @@ class Summarise(Spending, Summed, Request, stage="summarise", answer=ClassSums):
     arrays: Weights = model()
     run: str = instruction()
     clip: float = instruction("the largest L2 norm of an image's features")
+    products: int = instruction("numbers: products of features, each pair once; 0: none are asked for", default=0)
+
+    @classmethod
+    def added(cls, instructions: Mapping[str, Any]) -> StateDict:
+        """Return blank products."""
+        n = instructions.get("products", 0)
+        return {PRODUCTS: np.zeros(n, np.float32)} if 0 < n <= pairs_of(MOST_FEATURES) else {}

@@ -1,8 +1,10 @@
 """Sums of features by class under DP: the Gaussian mechanism, once.
 
-A patient adds v = (w n_c, √(1 − w²) f_c / C) for all classes c, with its number n_c of examples and their summed
-features f_c, and ‖f‖ ≤ C for one of them. All of v is scaled to ‖v‖ ≤ 1. So one patient more or less changes the sum by
-at most 1 (and by rounding, about 1e-9 in float64), as long as nobody's features depend on who else is there
+A patient adds v = (w n_c, u f_c / C) for all classes c, with its number n_c of examples and their summed features f_c,
+and ‖f‖ ≤ C for one of them. If products are asked for, v also has u Σ f fᵀ / C², of all classes together, each pair of
+features once; those of two different ones are times √2, so that the norm is that of the matrix. w is `SHARE`, and u
+such that ‖v‖ ≤ 1 for one example. All of v is scaled to ‖v‖ ≤ 1. So one patient more or less changes the sum by at most
+1 (and by rounding, about 1e-9 in float64), as long as nobody's features depend on who else is there
 (`flwr_replay.privacy.places`). Noise of standard deviation σ then costs what `flwr_replay.privacy.gaussian` says of
 μ = 1/σ.
 
@@ -13,24 +15,30 @@ from __future__ import annotations
 
 from math import floor, log2, sqrt
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flwr_replay.privacy.local import FINE, ROUNDING
 from flwr_replay.privacy.secret import Stream
 
-__all__ = ["class_sums", "noises", "noisy"]
+__all__ = ["class_sums", "noises", "noisy", "packed", "unpacked"]
 
 SHARE = 0.15  # w; chosen on CIFAR-10's validation images, seeds 0 to 2
+ROWS = 256  # of a patient's products of examples at once
 
 
-def noises(clip: float) -> tuple[float, float]:
-    """Return the noise in numbers of examples, and in sums of features, for σ = 1."""
-    return 1 / SHARE, clip / sqrt(1 - SHARE**2)
+def noises(clip: float, products: bool) -> tuple[float, float, float]:
+    """Return the noise in numbers of examples, in sums of features, and in sums of their products, for σ = 1."""
+    share = sqrt((1 - SHARE**2) / (1 + products))
+    return 1 / SHARE, clip / share, clip**2 / share
 
 
-def class_sums(features_NF: Tensor, labels_N: Tensor, patients_N: Tensor, classes: int, clip: float) -> Tensor:
-    """Return the sums of features and of examples by class.
+def class_sums(
+    features_NF: Tensor, labels_N: Tensor, patients_N: Tensor, classes: int, clip: float, products: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the sums of features and of examples by class, and of the products of features.
 
     Parameters
     ----------
@@ -42,14 +50,16 @@ def class_sums(features_NF: Tensor, labels_N: Tensor, patients_N: Tensor, classe
         C.
     clip : float
         The largest L2 norm of one example's features.
+    products : bool
+        Whether products are asked for.
 
     Returns
     -------
-    Tensor
-        Shape (C, 1 + F), float64: numbers of examples, then sums of features, in units in which a patient adds at most
-        a vector of norm 1.
+    tuple of Tensor
+        Shape (C, 1 + F), float64: numbers of examples, then sums of features. Shape (F, F), or (0, 0): sums of
+        products. Both in units in which a patient adds at most a vector of norm 1.
     """
-    of_number, of_sums = noises(clip)
+    of_number, of_sums, of_products = noises(clip, products)
     f_NF = features_NF.double()
     norms_N1 = torch.linalg.vector_norm(f_NF, dim=1, keepdim=True)
     f_NF = torch.where(norms_N1.isfinite(), f_NF * (clip / (norms_N1 * ROUNDING)).clamp(max=1), 0.0)
@@ -59,8 +69,29 @@ def class_sums(features_NF: Tensor, labels_N: Tensor, patients_N: Tensor, classe
     v_PF = v_NF.new_zeros(len(of_both), v_NF.shape[1]).index_add_(0, pair_N, v_NF)  # P: patient and class
     class_P, patient_P = of_both // people, of_both % people
     squares = v_NF.new_zeros(people).index_add_(0, patient_P, v_PF.square().sum(1))
-    v_PF = v_PF / (squares[patient_P].sqrt() * ROUNDING).clamp(min=1)[:, None]
-    return v_NF.new_zeros(classes, v_NF.shape[1]).index_add_(0, class_P, v_PF)
+    f_NF = f_NF / sqrt(of_products)
+    for rows_B in torch.split(torch.arange(len(f_NF)), ROWS) if products else ():  # ‖Σ_i f_i f_iᵀ‖² = Σ_ij (f_i·f_j)²
+        same_BN = patients_N[rows_B, None] == patients_N
+        squares.index_add_(0, patients_N[rows_B], ((f_NF[rows_B] @ f_NF.T).square() * same_BN).sum(1))
+    norms = (squares.sqrt() * ROUNDING).clamp(min=1)
+    f_NF = f_NF / norms[patients_N].sqrt()[:, None]
+    sums = v_NF.new_zeros(classes, v_NF.shape[1]).index_add_(0, class_P, v_PF / norms[patient_P, None])
+    return sums, f_NF.T @ f_NF if products else f_NF.new_zeros(0, 0)
+
+
+def packed(products_FF: Tensor) -> Tensor:
+    """Return each pair of features once, (F (F + 1) / 2,), with the norm of the whole."""
+    row, column = torch.triu_indices(*products_FF.shape)
+    return products_FF[row, column] * torch.where(row == column, 1.0, sqrt(2)).double()
+
+
+def unpacked(pairs: NDArray[np.float64], features: int) -> NDArray[np.float64]:
+    """Return the symmetric matrix, (F, F), of pairs as `packed` returns them."""
+    half_FF = np.zeros((features, features))
+    half_FF[np.triu_indices(features)] = pairs / sqrt(2)
+    whole_FF: NDArray[np.float64] = half_FF + half_FF.T
+    np.fill_diagonal(whole_FF, whole_FF.diagonal() / sqrt(2))
+    return whole_FF
 
 
 def noisy(sums: Tensor, sigma: float, stream: Stream) -> Tensor:

@@ -19,7 +19,7 @@ from flwr_replay.wire.bounds import LARGEST, LARGEST_NUMBER, largest
 from flwr_replay.wire.fields import RECORD_OF, Field
 from flwr_replay.wire.masked import blank_masked, is_masked
 from flwr_replay.wire.payload import LedgerRow, Payload, Request, rows
-from flwr_replay.wire.records import StateDict, arrays_in, config_in, metrics_in, opened, undecoded
+from flwr_replay.wire.records import StateDict, Weights, arrays_in, config_in, metrics_in, opened, undecoded
 from flwr_replay.wire.sealed import SEALED_NAME, head_of, is_sealed
 from flwr_replay.wire.weights import check_weights
 
@@ -103,14 +103,15 @@ def check_answer(
         _check_head(arrays, declared, config_in(asked), metrics_in(answer).get("weight", 1.0), sealed_by)
     if sealed_by:
         return
+    added = request.added(config_in(asked))
     if arrays and masked:
-        blank = blank_masked(undecoded(asked) or {})
-        _check_weights({n: (a.shape, str(a.dtype)) for n, a in blank.items()}, _forms(arrays), part=False)
+        blank = blank_masked({**opened(undecoded(asked) or {}), **added})
+        _check_weights(_forms(blank), _forms(arrays), part=False)
         return
     weights, sent_weights = _weights(declared), _weights(request)
     sent = asked.get("arrays")
     if weights and sent_weights and isinstance(sent, ArrayRecord) and not (weights.optional and arrays is None):
-        forms, returned = _forms(sent), _forms(answer.get("arrays", ArrayRecord()))  # type: ignore[arg-type]
+        forms, returned = {**_forms(sent), **_forms(added)}, _forms(arrays or {})
         part = weights.part
         _check_weights(part(forms) if callable(part) else forms, returned, part is True)
     if weights:
@@ -173,8 +174,8 @@ def _weights(payload: type[Payload]) -> Field | None:
     return next((field for field in payload.declared().values() if field.shape == "state dict"), None)
 
 
-def _forms(record: ArrayRecord) -> dict[str, tuple[Any, ...]]:
-    return {name: (tuple(array.shape), array.dtype) for name, array in record.items()}
+def _forms(arrays: Weights) -> dict[str, tuple[Any, ...]]:
+    return {name: (tuple(array.shape), str(array.dtype)) for name, array in arrays.items()}
 
 
 def _check_weights(sent: dict[str, tuple[Any, ...]], returned: dict[str, tuple[Any, ...]], part: bool) -> None:

@@ -218,6 +218,11 @@ class Request(Payload):
     def __post_init__(self) -> None:
         object.__setattr__(self, "stage", self.stage_name)
 
+    @classmethod
+    def added(cls, instructions: Mapping[str, Any]) -> StateDict:
+        """Return blank arrays that the answer to these instructions has beside weights of the form that was sent."""
+        return {}
+
 
 def request_of(message: Message) -> type[Request] | None:
     """Return the class of a message's request; None if it is not a request of this package."""

@@ -13,11 +13,12 @@ from flwr_replay.errors import RunError
 from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.memory import forget
 from flwr_replay.payloads.common import RollCall, Train
-from flwr_replay.payloads.fedstats import ClassSums, Summarise
+from flwr_replay.payloads.fedstats import PRODUCTS, ClassSums, Summarise, pairs_of
 from flwr_replay.privacy.accounting import noise_for
 from flwr_replay.wire.records import opened
 
 N, WIDTH, HEAD = 40, 64, ("head.fc.weight", "head.fc.bias")
+PAIRS = pairs_of(WIDTH)
 PLAIN = [*SHARDS, "classes=3", "model=mlp", f"model.width={WIDTH}", "device=cpu", "strategy=fedstats"]
 NOISY = [*PLAIN, "dp=statistics", "privacy.target-epsilon=2", "delta=0.001"]
 SIGMA = noise_for(2, 0.001, [(1.0, 1)])
@@ -65,8 +66,12 @@ def kept_file(server, run):
 
 
 def test_what_leaves_has_the_noise_that_was_charged_and_nothing_else_depends_on_examples(server, folder):
-    plain, reply = ask(HostileServer(folder, *PLAIN), "plain"), ask(server, "noisy")
+    asked = {"products": PAIRS}
+    plain, reply = ask(HostileServer(folder, *PLAIN), "plain", **asked), ask(server, "noisy", **asked)
     (of_sums, of_numbers), told = [(n - p) * N for n, p in zip(sums(reply), sums(plain), strict=True)], metrics(reply)
+    of_products = (weights(reply)[PRODUCTS] - weights(plain)[PRODUCTS]) * N
+    assert of_products.shape == (PAIRS,)
+    assert of_products.std() == pytest.approx(SIGMA, rel=0.05)
     assert of_sums.std() == pytest.approx(SIGMA, rel=0.15)
     assert np.abs(of_numbers).max() > 0.01
     assert charged(server, "noisy") == [MADE]
@@ -74,7 +79,7 @@ def test_what_leaves_has_the_noise_that_was_charged_and_nothing_else_depends_on_
     assert (told["num-examples"], told["examples-seen"], told["num-steps"]) == (N, N, 0)
     assert 1.99 < told["epsilon"] <= 2
     assert told["delta"] == 0.001
-    others = {name: array for name, array in weights(reply).items() if name not in HEAD}
+    others = {name: array for name, array in weights(reply).items() if name not in (*HEAD, PRODUCTS)}
     assert all(array.tobytes() == server.weights[name].tobytes() for name, array in others.items())
     protection = {row["field"]: row["protection"] for row in server.ledger if row["run"] == "noisy"}
     assert protection["arrays"] == "(2, 0.001)-DP"
@@ -99,6 +104,7 @@ def test_other_sums_do_not_leave_in_the_same_run(server, folder):
     ask(server, "others")
     for name in set(server.weights) - set(HEAD):
         assert "once in a run, by one encoder" in refusal(ask(server, "others", scaled(server, name, 1.001)))
+    assert "once in a run, by one encoder" in refusal(ask(server, "others", products=PAIRS))
     reply = ask(HostileServer(folder, *PLAIN), "others")
     assert "a run keeps its options" in refusal(reply)
     assert not weights(reply)
@@ -116,6 +122,28 @@ def test_another_clip_is_refused(server, monkeypatch, clip, guarded):
     assert refusal(reply)
     assert not weights(reply)
     assert charged(server, run) == [MADE]
+
+
+@pytest.mark.parametrize("products", [1, PAIRS - 1, PAIRS + 1, 10**9, 10**15])
+def test_products_that_the_features_do_not_have_are_refused(server, products):
+    reply = ask(server, "products", products=products)
+    assert f"64 features have {PAIRS:,} products" in refusal(reply)
+    assert not weights(reply)
+    assert charged(server, "products") == []
+
+
+def test_where_the_run_says_class_means_nobody_asks_for_products(folder):
+    server = HostileServer(folder, *NOISY, "strategy.head=means")
+    assert "products is 0, it asks for 2080" in refusal(ask(server, "means", products=PAIRS))
+    assert charged(server, "means") == []
+    assert PRODUCTS not in weights(ask(server, "means"))
+
+
+def test_a_policy_counts_products_before_they_are_made(folder):
+    server = HostileServer(folder, *NOISY, policy="max-upload-mb: 0.04")  # weights have 35 kB, products 8
+    assert "what is asked for beside it" in refusal(ask(server, "upload", products=PAIRS))
+    assert charged(server, "upload") == []
+    assert not refusal(ask(server, "upload"))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e38, "shape", "none", "name", "integers"])

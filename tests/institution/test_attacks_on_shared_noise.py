@@ -20,7 +20,7 @@ from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.memory import forget
 from flwr_replay.payloads.common import RollCall
 from flwr_replay.payloads.fedsgd import Differentiate
-from flwr_replay.payloads.fedstats import Summarise
+from flwr_replay.payloads.fedstats import Summarise, pairs_of
 from flwr_replay.privacy.accounting import noise_for
 from flwr_replay.privacy.discrete import BITS
 from flwr_replay.privacy.plan import PrivacyPlan
@@ -50,7 +50,10 @@ def ask(server, run, exchange=1, scale=1.0, **other):
     theta = {name: (scale * of).astype(of.dtype) for name, of in server.weights.items()}
     asked = {"arrays": theta, "run": run, "server_round": exchange, "total": len(NAMES) * N} | other
     gradient = server.config.strategy.name == "fedsgd"
-    return server.send(Differentiate(**asked) if gradient else Summarise(clip=10.0, **asked))
+    if gradient:
+        return server.send(Differentiate(**asked))
+    products = pairs_of(server.weights["head.fc.weight"].shape[1])
+    return server.send(Summarise(clip=10.0, products=products, **asked))
 
 
 def asked_all(folder, options, run, exchange=1, **other):

@@ -18,22 +18,38 @@ from flwr_replay.learning.heads import features_of
 from flwr_replay.models.layers import as_input
 from flwr_replay.models.zoo import backbone
 from flwr_replay.payloads.fedsgd import Differentiate
-from flwr_replay.payloads.fedstats import Summarise
-from flwr_replay.privacy.sums import SHARE, class_sums
+from flwr_replay.payloads.fedstats import PRODUCTS, Summarise, pairs_of
+from flwr_replay.privacy.sums import SHARE, class_sums, packed
 
 WIDTH = 64
 PLAIN = [*SHARDS, "classes=3", "model=mlp", f"model.width={WIDTH}", "device=cpu", "strategy=fedstats"]
 
 
 def ask(server, change=None, clip=10.0):
-    reply = server.send(Summarise(arrays={**server.weights, **(change or {})}, run="sums", clip=clip))
+    arrays = {**server.weights, **(change or {})}
+    products = pairs_of(arrays["head.fc.weight"].shape[1])
+    reply = server.send(Summarise(arrays=arrays, run="sums", clip=clip, products=products))
     assert not refusal(reply)
     return weights(reply)
 
 
 def sums_in(arrays, examples):
-    """Return numbers and sums, (C, 1 + F), in units in which a patient adds at most 1."""
-    return np.hstack([arrays["head.fc.bias"][:, None], arrays["head.fc.weight"]]).astype(np.float64) * examples
+    """Return numbers, sums, and products, one after another, in units in which a patient adds at most 1."""
+    names = "head.fc.bias", "head.fc.weight", PRODUCTS
+    return np.concatenate([arrays[name].ravel() for name in names]).astype(np.float64) * examples
+
+
+def added_by(features, labels):
+    """Return what a patient with these features, of a norm of at most 1, adds before all is clipped; in loops."""
+    rest = np.sqrt((1 - SHARE**2) / 2)
+    numbers, sums_CF, products_FF = np.zeros(3), np.zeros((3, WIDTH)), np.zeros((WIDTH, WIDTH))
+    for f, label in zip(features, labels, strict=True):
+        numbers[label] += SHARE
+        sums_CF[label] += rest * f
+        products_FF += rest * np.outer(f, f)
+    assert np.linalg.norm(packed(torch.from_numpy(products_FF))) == pytest.approx(np.linalg.norm(products_FF))
+    pairs = [products_FF[i, j] * (1 if i == j else 2**0.5) for i in range(WIDTH) for j in range(i, WIDTH)]
+    return np.concatenate([numbers, sums_CF.ravel(), pairs])
 
 
 @pytest.mark.parametrize("width", [10, WIDTH])
@@ -84,11 +100,10 @@ def test_under_dp_all_images_of_a_patient_are_clipped_together(hospital, dp):
     train = load(replace(config.task, data_dir=str(hospital / "a.npz"))).train
     f_NF = features_of(backbone(config.model, config.task)(0), as_input(torch.from_numpy(train.x))).double().numpy()
     f_NF /= np.maximum(1, np.linalg.norm(f_NF, axis=1, keepdims=True) / CLIP)
-    own = defaultdict(lambda: np.zeros((3, 1 + WIDTH)))
-    for n, (f, label) in enumerate(zip(f_NF, train.y, strict=True)):
-        patient = COLUMN[n] if dp and COLUMN[n] not in ("", "NA") else n
-        own[patient][label] += np.r_[SHARE, np.sqrt(1 - SHARE**2) * f / CLIP]
-    slow = sum(of / max(1, np.linalg.norm(of)) for of in own.values())
+    of = [patient if dp and patient not in ("", "NA") else n for n, patient in enumerate(COLUMN)]
+    rows = [[n for n, other in enumerate(of) if other == patient] for patient in {*of}]
+    own = [added_by(f_NF[some] / CLIP, train.y[some]) for some in rows]
+    slow = sum(added / max(1, np.linalg.norm(added)) for added in own)
     assert len(own) == (4 if dp else 10)
     assert np.abs(sums_in(reply, 10) - slow).max() < (6 * SIGMA if dp else 1e-5)
 
