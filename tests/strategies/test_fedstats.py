@@ -10,15 +10,17 @@ from hypothesis import strategies as st
 from flwr_replay.config.compose import compose
 from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.engines.simulate import run_inline
-from flwr_replay.errors import ConfigError, FlwrReplayError
+from flwr_replay.errors import ConfigError, DivergedError, FlwrReplayError, WireError
 from flwr_replay.files.tensors import read_tensors
 from flwr_replay.learning.heads import discriminants, features_of, linear_head, nearest_means
 from flwr_replay.models.layers import as_input
 from flwr_replay.models.zoo import backbone
-from flwr_replay.payloads.fedstats import pairs_of
+from flwr_replay.payloads.fedstats import PRODUCTS, ClassSums, Summarise, pairs_of
 from flwr_replay.privacy.secret import Stream
 from flwr_replay.privacy.sums import class_sums, noises, noisy, packed, unpacked
 from flwr_replay.report.progress import Display
+from flwr_replay.server.answers import check_answer
+from flwr_replay.wire.masked import blank_masked
 
 JOB = ["task=digits", "model=gabor", "nodes=3", "device=cpu", "rounds=2", "strategy=fedstats"]
 
@@ -236,3 +238,31 @@ def test_how_large_the_noise_is_beside_the_sum_is_said_before_anything_leaves(tm
     assert ("little can be learnt" in said[at]) == much
     assert "1,315 examples add at most 1,315" in said[at]
     assert not any(line.startswith("round") for line in said[:at])
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("products", [None, 5, 7, np.nan, np.inf, 1e7, "float64", "more"])
+def test_products_that_cannot_be_are_refused_by_the_server(masked, products):
+    head = {"fc.weight": np.zeros((2, 3), np.float32), "fc.bias": np.zeros(2, np.float32)}
+    asked = Summarise(arrays=head, run="r", clip=1.0, products=6).encode()
+
+    def refused(more):
+        arrays = blank_masked({**head, **more}) if masked else {**head, **more}
+        answer = ClassSums(arrays=arrays, num_examples=1, examples_seen=1, num_steps=0).encode()
+        try:
+            check_answer(answer, ClassSums, Summarise, asked, range(1, 2), masked=masked)
+        except (WireError, DivergedError):
+            return True
+        return False
+
+    right = {PRODUCTS: np.ones(6, np.float32)}
+    assert not refused(right)
+    if isinstance(products, float):
+        wrong = {PRODUCTS: np.full(6, products, np.float32)}
+        assert refused(wrong) == (not masked)  # of masked numbers nobody reads any
+    elif products == "float64":
+        assert refused({PRODUCTS: np.ones(6)}) == (not masked)
+    elif products == "more":
+        assert refused({**right, "others": np.ones(6, np.float32)})
+    else:
+        assert refused({} if products is None else {PRODUCTS: np.ones(products, np.float32)})
