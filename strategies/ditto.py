@@ -12,9 +12,11 @@ Travels: as in FedAvg: the weights, to every institution (`TrainPersonal`, with 
 
 What is protected: Nothing. A personal model never leaves, but its institution's θ_k does.
 
-Deviations: Those of FedAvg. Both models see the same batches. v_k begins as the first θ that its institution receives,
-and each round with fresh momentum. λ = 0 is Local with optimizer-state=reset, bit for bit. Metrics are those of
-personal models, each on its institution's own test examples; the global model's have the prefix global-.
+Deviations: Those of FedAvg. λ is one for all; in the paper each device chooses its own on validation examples. Both
+models make E passes over the same batches; the paper's v_k makes a number of steps of its own, s. v_k begins as the
+first θ that its institution receives, and each round with fresh momentum. λ = 0 is Local with optimizer-state=reset, bit
+for bit. Metrics are those of personal models, each on its institution's own test examples; the global model's have the
+prefix global-. Numbers of steps and examples are those of the global model: with personal ones there are twice as many.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class DittoConfig(FedAvgConfig):
         needs_roll_call=True,
         metrics_note="ditto tests each institution's personal model on that institution's test examples only",
     )
-    lam: float = 1.0  # λ, weight of the personal models' distance from the global one; paper: 0.1 to 2
+    lam: float = 1.0  # λ, weight of the personal models' distance from the global one; paper: 0.05 to 2
 
     def __post_init__(self) -> None:
         super().__post_init__()

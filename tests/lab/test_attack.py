@@ -42,6 +42,8 @@ RUNS = {
         *("strategy=fedreplay", "encoder=random", "partition.size=60", "model.width=16"),
         *("dp=latents", "latent-clip=1", "latent-epsilon=20", "label-epsilon=1"),
     ],
+    "control": ["strategy=scaffold", "partition.size=60", "model.width=4"],
+    "shared": ["strategy=fedbn", "partition.size=60", "model.width=4", "model.norm=batch"],
     "private": ["strategy=fedavg", "dp=classifier", "model=mlp", "partition.size=60", "training.batch-size=8"],
 }
 
@@ -91,6 +93,13 @@ def test_labels_and_membership_beside_images(runs, monkeypatch, capsys):
     found = results["arrays", "loss threshold"]["membership"]
     assert found["members"] == found["non_members"] >= 20
     assert 0 <= found["auc"]["low"] <= found["auc"]["value"] <= found["auc"]["high"] <= 1
+
+
+def test_what_lies_beside_a_model_or_lacks_hides_neither_members_nor_labels(runs, monkeypatch, capsys):
+    _, results, _ = attacked(monkeypatch, capsys, runs / "control", "--aux", "undealt", "--attack", "loss threshold")
+    assert results["arrays", "loss threshold"]["membership"]["members"] >= 20
+    _, results, _ = attacked(monkeypatch, capsys, runs / "shared", "--aux", "undealt", "--attack", "label counts")
+    assert results["arrays", "label counts"]["labels"]["number"] == 32
 
 
 def test_a_prior_tells_of_members_and_drawn_labels_of_nobody(runs, monkeypatch, capsys):
