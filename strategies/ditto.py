@@ -14,9 +14,10 @@ What is protected: Nothing. A personal model never leaves, but its institution's
 
 Deviations: Those of FedAvg. λ is one for all; in the paper each device chooses its own on validation examples. Both
 models make E passes over the same batches; the paper's v_k makes a number of steps of its own, s. v_k begins as the
-first θ that its institution receives, and each round with fresh momentum. λ = 0 is Local with optimizer-state=reset, bit
-for bit. Metrics are those of personal models, each on its institution's own test examples; the global model's have the
-prefix global-. Numbers of steps and examples are those of the global model: with personal ones there are twice as many.
+first θ that its institution receives, and each round with fresh momentum. λ = 0 is Local with optimizer-state=reset,
+bit for bit. Metrics are those of personal models, each on its institution's own test examples; the global model's have
+the prefix global-. Numbers of steps and examples are those of the global model: with personal ones there are twice as
+many.
 """
 
 from __future__ import annotations

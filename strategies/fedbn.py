@@ -13,8 +13,9 @@ Travels: the weights, to every institution (`TrainShared`), and back without bat
 What is protected: Nothing. That batch norm stays protects nobody: the other weights depend on the same images.
 
 Deviations: Those of FedAvg; the paper weighs all institutions alike. The batch norm with which all begin is sent in
-every round, and used in the first. Without batch norm in the model this is FedAvg, bit for bit, and the log says so.
-There is no common model: institutions test, and keep, θ with their own ν_k.
+every round, and used in the first. Batch norm is what keeps a running mean, so instance norm that does is, too. Without
+it this is FedAvg, bit for bit, and the log says so. There is no common model: institutions test, and keep, θ with their
+own ν_k.
 """
 
 from __future__ import annotations

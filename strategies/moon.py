@@ -12,9 +12,9 @@ Travels: as in FedAvg: the weights, to every institution (`TrainContrasted`, wit
 
 Deviations: The features z are those that the model's linear head takes; the paper adds a projection head of two layers.
 At its first training an institution has no last model, and ℓ is left out; in the paper it is constant then. The last
-model is that of an institution's last training, however long ago, and even if its answer was lost. Both fixed models are
-in evaluation mode, as in the authors' code: with batch norm z differs from z_global before the first step. The rest is
-FedAvg's; μ = 0 is FedAvg, bit for bit.
+model is that of an institution's last training, however long ago, and even if its answer was lost. Both fixed models
+are in evaluation mode, as in the authors' code: with batch norm z differs from z_global before the first step. The rest
+is FedAvg's; μ = 0 is FedAvg, bit for bit.
 """
 
 from __future__ import annotations

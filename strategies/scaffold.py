@@ -14,12 +14,12 @@ Travels: the weights and a control of their size, to every institution and back 
 
 What is protected: Nothing. A control is a mean gradient of one institution, and shows about as much as its weights.
 
-Deviations: The paper weighs all institutions alike and lets all take K steps; here n_k counts, and K is that of E passes
-over n_k examples, as in our FedAvg. The global step size is 1, as in the paper's experiments. With momentum, K η is the
-sum of all steps that a gradient makes (`travelled` in the other half); weight decay is in g. With fraction= the sums for
-c leave out those that were not drawn; who joins later counts in n from then on. An answer that is lost is lost on both
-sides: its institution goes on from the control that the server knows of. Batch norm's running statistics have no
-control, and are averaged as in FedAvg. The server cuts c back to what institutions accept.
+Deviations: The paper weighs all institutions alike and lets all take K steps; here n_k counts, and K is that of E
+passes over n_k examples, as in our FedAvg. The global step size is 1, as in the paper's experiments. With momentum, K η
+is the sum of all steps that a gradient makes (`travelled` in the other half); weight decay is in g. With fraction= the
+sums for c leave out those that were not drawn; who joins later counts in n from then on. An answer that is lost is lost
+on both sides: its institution goes on from the control that the server knows of. Batch norm's running statistics have
+no control, and are averaged as in FedAvg. The server cuts c back to what institutions accept.
 """
 
 from __future__ import annotations
