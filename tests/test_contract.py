@@ -3,6 +3,7 @@
 import re
 import tempfile
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from flwr_replay.movements.one_shot import OneShot
 from flwr_replay.movements.parallel import Parallel
 from flwr_replay.movements.relay import Relay
 from flwr_replay.movements.serial import Serial
+from flwr_replay.payloads.common import Trained
 from flwr_replay.strategies.fedavg import FedAvg
 from flwr_replay.strategies.syncentral import SynCentral
 from flwr_replay.wire.records import opened
@@ -52,6 +54,16 @@ def test_a_server_that_needs_more_than_the_mean_does_not_pass_as_summed(monkeypa
     monkeypatch.setattr(FedAvg, "combine", median)
     _check_masked.cache_clear()
     with pytest.raises(AssertionError, match=r"under masks .* is another: leave summed out of traits"):
+        check_strategy("fedavg", [SMALL])
+    _check_masked.cache_clear()
+
+
+def test_under_masks_no_number_of_a_training_leaves_in_clear(monkeypatch):
+    declared = Trained.by_key()
+    changed = {**declared, "num-steps": replace(declared["num-steps"], public=False)}
+    monkeypatch.setattr(Trained, "by_key", lambda: changed)
+    _check_masked.cache_clear()
+    with pytest.raises(AssertionError, match="num-steps does: leave summed out of traits, or declare it withheld"):
         check_strategy("fedavg", [SMALL])
     _check_masked.cache_clear()
 

@@ -51,6 +51,7 @@ from flwr_replay.forecast.forecast import expected, forecast, shares_of
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone
+from flwr_replay.payloads.common import Evaluation, Present
 from flwr_replay.privacy.account import CHARGES
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import read_run_id
@@ -272,6 +273,17 @@ def _check_masked(name: str) -> None:
         job = [f"strategy={name}", *JOB, "rounds=1", "partition=ks", f"runs_dir={folder}"]
         plain, _, _ = _run([*job, "run_name=plain"])
         masked, _, _ = _run([*job, "run_name=masked", "masked=true"])
+        for line in ledger_lines(Path(folder) / "masked"):
+            answer = REQUESTS[line["stage"]].answer
+            if (
+                line["direction"] == "up"
+                and line["kind"] == "statistic"
+                and not issubclass(answer, Present | Evaluation)
+            ):
+                assert answer.by_key()[line["field"]].public, (
+                    f"under masks nothing of an institution's training leaves in clear but public counts; "
+                    f"{line['field']} does: leave summed out of traits, or declare it withheld=True"
+                )
     for key, array in plain.items():
         assert np.allclose(masked[key], array, rtol=1e-4, atol=1e-5 * max(1, np.abs(array).max(initial=0))), (
             f"summed is for methods whose server needs nothing but the weighted mean; under masks {key} is another: "
