@@ -320,7 +320,7 @@ def test_a_run_that_went_on_is_attacked_anew(runs, tmp_path, monkeypatch, capsys
         (["--field", "latent"], "did you mean latents"),
         (["--aux", "institution-7"], "--aux must be none, undealt, an institution"),
         (["--attack", "latent macthing"], "did you mean latent matching"),
-        (["--attack", "gradient matchin"], "did you mean gradient matching or latent matching?"),
+        (["--attack", "gradient matchin"], "did you mean gradient matching?"),
         (["--minutes", "0"], "--minutes must be positive"),
         (["--run", "one"], "--run is for an institution's state"),
     ],
