@@ -31,12 +31,14 @@ from flwr_replay.learning.heads import features_of, linear_head
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import at_once
 from flwr_replay.models.layers import as_input
+from flwr_replay.payloads.fedstats import PRODUCTS
 from flwr_replay.privacy.bounds import guessed, lower_bound
 from flwr_replay.privacy.dpsgd import clipped_sums
 from flwr_replay.privacy.plan import PrivacyPlan
-from flwr_replay.privacy.sums import class_sums
+from flwr_replay.privacy.sums import class_sums, packed
 from flwr_replay.rng import derived_rng
 from flwr_replay.wire.masked import add, mean_of, sums_of
+from flwr_replay.wire.payload import REQUESTS
 from flwr_replay.wire.recording import Recorded
 from flwr_replay.wire.weights import load_arrays
 
@@ -69,7 +71,7 @@ def summed(exhibits: Sequence[Exhibit], config: RunConfig) -> list[Exhibit]:
                 if answer.request is None:
                     raise RunError(NO_MODEL)
                 by_exchange.setdefault(answer.request.scalars["server-round"], {})[exhibit.institution] = answer
-        read = [made for answers in by_exchange.values() if (made := _sum([*answers.values()], config))]
+        read = [made for answers in by_exchange.values() if (made := _sum(stage, [*answers.values()], config))]
         if not read:
             raise RunError(
                 "a sum under masks needs the answers of all institutions to one exchange; no such exchange was "
@@ -79,21 +81,22 @@ def summed(exhibits: Sequence[Exhibit], config: RunConfig) -> list[Exhibit]:
     return sums
 
 
-def _sum(answers: Sequence[Answer], config: RunConfig) -> Answer | None:
+def _sum(stage: str, answers: Sequence[Answer], config: RunConfig) -> Answer | None:
     """Add up the answers of an exchange; None if their masks do not cancel. The units are those without masks."""
     asked, total = answers[0].request, dict[str, Any]()
     assert asked is not None
+    form = {**asked.arrays, **REQUESTS[stage].added(asked.scalars)}
     for answer in answers:
         add(answer.content.arrays, to=total)
     sizes = [int(answer.content.scalars["num-examples"]) for answer in answers]
     try:
         if (plan := PrivacyPlan.of(config)) and plan.institutions:
             [mechanism] = plan.mechanisms
-            step = plan.step(mechanism, sum(sizes), sum(array.size for array in asked.arrays.values()))
+            step = plan.step(mechanism, sum(sizes), sum(array.size for array in form.values()))
             scale = step * plan.config.clip_of(mechanism) / sum(sizes)
-            arrays: dict[str, Any] = {name: whole * scale for name, whole in sums_of(total, asked.arrays).items()}
+            arrays: dict[str, Any] = {name: whole * scale for name, whole in sums_of(total, form).items()}
         else:
-            arrays = mean_of(total, like=asked.arrays)
+            arrays = mean_of(total, like=form)
     except RunError:
         return None
     first = answers[0].content
@@ -108,6 +111,7 @@ class Release:
     sums_d: Tensor
     added: Callable[[Tensor, Tensor], Tensor]  # by images (n, C, H, W) and labels (n,) together, (d,), float64
     sigma: float  # of its noise
+    by_class: int  # how many of its first numbers are by class; 0: none
 
     @classmethod
     def of(cls, exhibit: Exhibit, answer: Answer, evidence: Evidence) -> Self:
@@ -131,20 +135,22 @@ class Release:
                 return torch.cat([of.flatten() for of in sums]) / clip
         else:
             head, layer = linear_head(model)
-            names, norm = [f"{head}.weight", f"{head}.bias"], float(answer.request.scalars["clip"])
+            norm, asked = float(answer.request.scalars["clip"]), PRODUCTS in answer.content.arrays
+            names = [f"{head}.weight", f"{head}.bias", *([PRODUCTS] if asked else [])]
 
             def added(x: Tensor, y: Tensor) -> Tensor:
                 blocks = torch.split(as_input(x), at_once(x, 256, model))
                 features_NF = torch.cat([features_of(model, block) for block in blocks]).float()
-                sums = class_sums(features_NF, y, torch.arange(len(y)), layer.out_features, norm)
-                return torch.cat([sums[:, 1:].flatten(), sums[:, 0]])
+                sums, products = class_sums(features_NF, y, torch.arange(len(y)), layer.out_features, norm, asked)
+                return torch.cat([sums[:, 1:].flatten(), sums[:, 0], packed(products)])
 
         flat = torch.cat(
             [torch.from_numpy(np.asarray(answer.content.arrays[name])).double().flatten() for name in names]
         )
         sizes = scalars.get("sizes", [scalars["num-examples"]])
         sigma = sqrt(sum(plan.share(mechanism, n) ** 2 for n in sizes)) if plan else 0.0
-        return cls(flat * scalars["num-examples"] / clip, added, sigma)
+        by_class = 0 if gradient else layer.out_features * (1 + layer.in_features)
+        return cls(flat * scalars["num-examples"] / clip, added, sigma, by_class)
 
 
 def sum_attacks(exhibit: Exhibit, evidence: Evidence, originals: Originals, seed: int) -> Iterator[Question]:
@@ -207,7 +213,7 @@ def _alone(exhibit: Exhibit, evidence: Evidence, originals: Originals, seed: int
     right = 0
     for i, c in enumerate(lone_C):
         labels = torch.tensor([c])
-        v_nd = torch.stack([release.added(pool[j : j + 1], labels) for j in among.tolist()])
+        v_nd = torch.stack([release.added(pool[j : j + 1], labels)[: release.by_class] for j in among.tolist()])
         places_d = v_nd.abs().sum(0) > 0  # of this class
-        right += int((v_nd - release.sums_d)[:, places_d].square().sum(1).argmin()) == i
+        right += int((v_nd - release.sums_d[: release.by_class])[:, places_d].square().sum(1).argmin()) == i
     return {"alone": asdict(share(right, len(alone))), "number": len(alone), "among": len(among)}
