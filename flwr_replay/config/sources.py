@@ -9,7 +9,7 @@ import ast
 import re
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module, util
+from importlib import util
 from pathlib import Path
 
 from flwr_replay.config.catalogue import check_choice, choices, package_of
@@ -92,12 +92,15 @@ def fields_of(module: str, name: str) -> Fields:
 
 @cache
 def _tree(module: str) -> tuple[str, ast.Module]:
-    """Return the text of a module, and its tree; nothing of it, or of the packages that it is in, is imported."""
+    """Return the text of a module, and its tree; nothing of it, or of others' packages that it is in, is imported."""
     top, *inner = module.split(".")
-    spec = util.find_spec(top)
-    places = import_module(OURS).__path__ if top == OURS else (spec and spec.submodule_search_locations) or ()
-    files = [Path(place, *inner, end) for place in places for end in ("", "__init__.py")]
-    for file in (file if file.name == "__init__.py" else file.with_suffix(".py") for file in files):
+    spec = util.find_spec(module if top == OURS else top)  # which imports the packages above; ours are empty
+    if top == OURS:
+        files = [Path(spec.origin)] if spec and spec.origin else []
+    else:
+        folders = [Path(place, *inner) for place in (spec and spec.submodule_search_locations) or ()]
+        files = [file for folder in folders for file in (folder.with_suffix(".py"), folder / "__init__.py")]
+    for file in files:
         try:
             text = file.read_text(encoding="utf-8")
             return text, ast.parse(text)

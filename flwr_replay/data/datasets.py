@@ -304,7 +304,7 @@ def _cast(labels: NDArray[Any], kind: str, classes: int, source: str) -> NDArray
         value = shortened(str(labels[(first, *pixel)]))[1:-1] + ("" if numbers is labels else f" as {labels.dtype}")
         at = f", row {pixel[0]}, column {pixel[1]}," if pixel else ""
         more = kind == "classification" and bool(((numbers >= 0) & (numbers % 1 == 0)).all())
-        hint = f"set task.classes={int(numbers.max()) + 1}, or " * more
+        hint = f"set task.classes={int(numbers.max()) + 1}, or " if more else ""
         raise DataError(
             f"labels must {rule}; got {value} (example {first}{at} of {source}): {hint}correct it, or leave the "
             "example out"
