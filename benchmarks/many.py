@@ -3,7 +3,9 @@
     python benchmarks/many.py --data ../shared/data/mnist-full [--nodes 10 100 1000] [--strategies fedavg cwt]
         [--rounds 4] [--options fraction=0.1] [--json many.json] [--plot many.png]
 
-Every institution has 20 digits for training and an equal part of the test images; the model is an MLP of width 32.
+Every institution has 20 digits for training and an equal part of the test images; the model is an MLP of width 32. A
+round of a head under shared noise: --strategies fedsgd --nodes 8 --rounds 16 --model 'model=gabor model.train=head'
+--options partition.size=1000 evaluate_every=99.
 Every run is a process of its own with an empty state directory. A cycle of CWT is a round. `first` is all up to
 the end of the first round: the roll call, and what a method does once. `round` is the median of the later rounds, `end`
 what follows the last: models, `result.json`, the page. For FedAvg and CWT `plain` is the median round of a loop in the
@@ -48,7 +50,8 @@ from flwr_replay.server.roll import Roll
 from flwr_replay.state.store import StateStore
 from flwr_replay.wire.weights import to_arrays
 
-JOB = "task=mnist partition=iid partition.size=20 model=mlp model.width=32 batch_size=10 device=cpu threads=1"
+JOB = "task=mnist partition=iid partition.size=20 batch_size=10 device=cpu threads=1"
+MODEL = "model=mlp model.width=32"
 METHODS = {
     "fedavg": "",
     "cwt": "",
@@ -208,6 +211,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--strategies", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--model", default=MODEL)
     parser.add_argument("--options", nargs="*", default=[], help="further options of every run")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -224,6 +228,7 @@ def main() -> None:
                 options += [
                     f"task.data_dir={given.data.resolve()}",
                     *JOB.split(),
+                    *given.model.split(),
                     *METHODS[method].split(),
                     *given.options,
                 ]
@@ -235,7 +240,9 @@ def main() -> None:
     print(table(rows), by_part(rows), sep="\n\n")
     versions = {name: version(name) for name in ("flwr", "torch")}
     if given.json:
-        text = json.dumps({"versions": versions, "options": [JOB, METHODS, given.options], "rows": rows}, indent=2)
+        text = json.dumps(
+            {"versions": versions, "options": [JOB, given.model, METHODS, given.options], "rows": rows}, indent=2
+        )
         given.json.write_text(text + "\n")
     if given.plot:
         plot(rows, given.plot)

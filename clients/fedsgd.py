@@ -40,6 +40,7 @@ __all__ = ["FedSGDClient"]
 
 KEPT, ASKED = "gradient", "asked"  # key of the state, and of the request's digest in it
 BLOCK = 256  # most examples in memory at once; batch norm normalises over a block
+ROWS = 4096  # the same under DP, where blocks are smaller
 
 
 class FedSGDClient(InstitutionClient):
@@ -120,7 +121,7 @@ class FedSGDClient(InstitutionClient):
             return self.task.losses(model(x_B), y_B) * real_B
 
         sums = [torch.zeros_like(parameter) for parameter in trained_parameters(model)]
-        for rows_B in torch.split(rows_N, max(1, at_once(data.x, BLOCK, model) // size) * size):
+        for rows_B in torch.split(rows_N, max(1, at_once(data.x, ROWS, model) // size) * size):
             x_B, y_B = (at_places(of, rows_B) for of in (data.x, data.y))
             block = as_input(x_B).double(), y_B, (rows_B != NOBODY).double().to(x_B.device)
             summed, _ = clipped_sums(model, losses, block, clip, size)

@@ -13,6 +13,7 @@ the sum keeps within a limit (Smith and Thakurta 2022, arXiv 2210.17520).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from math import exp, expm1
 
 __all__ = ["gaussian_delta", "gaussian_epsilon", "gaussian_noise"]
@@ -42,6 +43,7 @@ def gaussian_delta(epsilon: float, mu: float) -> float:
     return float(exp(above) * -expm1(min(0.0, epsilon + below - above)))  # without taking e^ε, which may overflow
 
 
+@lru_cache(maxsize=1024)  # a message asks several times
 def gaussian_epsilon(mu: float, delta: float) -> float:
     """Return the least epsilon of the mechanism at a delta in (0, 1), rounded up; 0 without any release, mu = 0."""
     if mu == 0 or gaussian_delta(0.0, mu) <= delta:
@@ -49,6 +51,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return _least(lambda epsilon: gaussian_delta(epsilon, mu) > delta)
 
 
+@lru_cache(maxsize=1024)
 def gaussian_noise(epsilon: float, delta: float) -> float:
     """Return the least noise multiplier σ/Δ for a positive epsilon and a delta in (0, 1), up to one part in 10^9.
 
