@@ -115,6 +115,8 @@ class FedStats(Parallel):
                 f"head=lda sums products of at most {MOST_FEATURES:,} features; this model's head takes {features:,}: "
                 "choose strategy.head=means, or a smaller model",
             )
+            if config.head == "lda" and settings.privacy and settings.privacy.institutions:
+                settings.privacy.check_room(pairs_of(features))
 
     @cached_property
     def head(self) -> tuple[str, str, int, int]:
@@ -143,6 +145,13 @@ class FedStats(Parallel):
         """Those of the head, and products."""
         _, _, classes, features = self.head
         return classes * (1 + features) + self.products
+
+    def begin_run(self) -> None:
+        """Say which head the sums are for, too."""
+        super().begin_run()
+        self.recorder.log(
+            f"head={'lda' if self.products else 'means'}: each institution sends {self.numbers:,} sums once"
+        )
 
     def trainers(self, exchange: int) -> list[Member]:
         """Ask those whose sums are not there yet; of sums under masks, all at once."""

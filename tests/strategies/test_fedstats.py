@@ -25,6 +25,9 @@ from flwr_replay.wire.masked import blank_masked
 JOB = ["task=digits", "model=gabor", "nodes=3", "device=cpu", "rounds=2", "strategy=fedstats"]
 
 
+SHARED = ["masked=true", "dp=statistics", "privacy.noise=shared", "delta=1e-5"]
+
+
 def head_after(folder, *options):
     _, folder = run_inline([*JOB, *options, f"runs_dir={folder}"], Display())
     model = read_tensors(folder / "models" / "global.safetensors")
@@ -94,10 +97,12 @@ def test_products_are_each_pair_once_with_the_norm_of_all():
         (["dp=statistics", "target-epsilon=4", "delta=1e-4", "strategy.head=lda"], True),
     ],
 )
-def test_products_are_asked_for_where_the_noise_of_a_class_mean_is_small(tmp_path, options, asked):
+def test_products_are_asked_for_where_the_noise_of_a_class_mean_is_small(tmp_path, caplog, options, asked):
     result, _ = run_inline([*JOB, *options, "rounds=1", f"runs_dir={tmp_path}"], Display())
     features, _ = union()
     assert (result["bytes"]["up"] > 3 * 4 * pairs_of(features.shape[1])) == asked
+    said = [record.getMessage() for record in caplog.records]
+    assert any(line.startswith(f"head={'lda' if asked else 'means'}: each institution sends") for line in said)
 
 
 @pytest.mark.parametrize("script", ["failing", "losing"])  # who has lost an answer has made its sums for another head
@@ -214,6 +219,7 @@ def test_a_class_that_nobody_has_is_never_named(tmp_path):
         (["task=digits", "training.augment=flip"], "training.augment=none"),
         (["task=digits", "strategy.clip=0"], "strategy.clip lies in"),
         (["task=digits", "strategy.head=ridge"], "strategy.head must be one of auto, means, lda"),
+        ([*SHARED, "strategy.head=lda", "privacy.sigma=1e5"], "leaves no room for .* numbers: choose a larger epsilon"),
         (["task=digits", "dp=classifier"], "can have dp=statistics; got classifier"),
         (["task=digits", "fraction=0.5"], "fraction is for methods"),
         (["task=digits", "dp=statistics", "privacy.target-epsilon=1e-3", "delta=0.5"], "delta may be at most"),
