@@ -266,11 +266,14 @@ def _check_mechanisms(name: str) -> None:
 
 @cache
 def _check_masked(name: str) -> None:
-    """Compare masked weights with unmasked ones, once for a strategy that says that its server needs only the mean."""
+    """Compare masked weights with unmasked ones, once for a strategy that says that its server needs only the mean.
+
+    Two rounds: what a server keeps beside the weights counts from the second on.
+    """
     if not load_strategy(name)[1].traits.summed:
         return
     with tempfile.TemporaryDirectory(prefix="flwr-replay-check-") as folder:
-        job = [f"strategy={name}", *JOB, "rounds=1", "partition=ks", f"runs_dir={folder}"]
+        job = [f"strategy={name}", *JOB, "rounds=2", "partition=ks", f"runs_dir={folder}"]
         plain, _, _ = _run([*job, "run_name=plain"])
         masked, _, _ = _run([*job, "run_name=masked", "masked=true"])
         for line in ledger_lines(Path(folder) / "masked"):
