@@ -42,7 +42,8 @@ from flwr_replay.strategies.fedprox import FedProx
 from flwr_replay.strategies.proxyfl import ProxyFL
 
 DOCS = Path(__file__).parent.parent / "docs"
-ROWS = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", (DOCS / "flower.md").read_text(), re.M))
+TABLE = re.findall(r"^\| ((?:`\w+`,? ?)+)\| ([^|]+?) \|", (DOCS / "flower.md").read_text(), re.M)
+ROWS = {name: way for names, way in TABLE for name in re.findall(r"\w+", names)}
 ANY, MOD, SERVE = "as it is", "with `serving`", "`serve`"
 NODES = 2
 TRAINING = TrainingConfig(lr=0.05, batch_size=64)
