@@ -49,7 +49,7 @@ def sentence(result: dict[str, Any]) -> str:
     if "alone" in result:
         hits, number = round(result["alone"]["value"] * result["number"]), _count(result["number"], "image")
         return (
-            f"{sent} Of {number} alone in a class, {hits} found among {result['among']:,} by the sums of "
+            f"{sent} Of {number} alone in a class, {hits} are found among {result['among']:,} by the sums of "
             f"features.{unsure}"
         )
     if "labels" in result:
