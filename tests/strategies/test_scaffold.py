@@ -1,10 +1,11 @@
 """SCAFFOLD against a plain loop; its first round is FedAvg's."""
 
+import averaging
 import numpy as np
 import pytest
 import torch
 from averaging import JOB, SIZES, B, agree, mean, run
-from harness import same, write_shards
+from harness import SHARDS, same, write_shards
 from safetensors.numpy import load_file
 from torch.nn.functional import cross_entropy
 
@@ -17,7 +18,7 @@ from flwr_replay.payloads.common import Trained
 from flwr_replay.rng import derived_seed
 from flwr_replay.strategies.scaffold import Scaffold, ScaffoldConfig
 from flwr_replay.wire.records import opened
-from flwr_replay.wire.weights import check_weights
+from flwr_replay.wire.weights import check_weights, load_arrays
 
 
 def twin(shards, momentum):
@@ -71,6 +72,28 @@ def test_it_is_the_papers_algorithm(tmp_path, shards, momentum):
 
 def test_with_controls_of_zeros_it_is_fedavg_bit_for_bit(tmp_path, shards):
     assert same(run(tmp_path, "scaffold", "rounds=1")[0], run(tmp_path, "fedavg", "rounds=1")[0])
+
+
+def test_it_ends_where_the_common_loss_is_flat_and_fedavg_drifts(tmp_path, monkeypatch, shards):
+    """Karimireddy et al. 2020, section 5, on a convex loss: institutions with two of three labels, all steps exact."""
+    monkeypatch.setattr(averaging, "JOB", [*SHARDS, "classes=3", "model=gabor", "device=cpu"])
+    for name, labels in {"a": (0, 1), "b": (1, 2), "c": (2, 0)}.items():
+        arrays = dict(np.load(tmp_path / f"{name}.npz"))
+        arrays["train_labels"] = np.resize(labels, SIZES[name])
+        np.savez(tmp_path / f"{name}.npz", **arrays)
+        shards[name] = shards[name][0], torch.from_numpy(arrays["train_labels"])
+    config, options = compose(averaging.JOB), ["batch_size=100", "lr=0.1", "momentum=0", "weight_decay=0.03"]
+
+    def slope(strategy):
+        state = run(tmp_path, strategy, *options, "rounds=60", "strategy.local_epochs=5")[0]
+        model = backbone(config.model, config.task)(0)
+        load_arrays(model, state)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        losses = [len(y) / sum(SIZES.values()) * cross_entropy(model(x), y) for x, y in shards.values()]
+        (sum(losses) + 0.03 / 2 * sum(p.square().sum() for p in trained)).backward()
+        return torch.cat([p.grad.flatten() for p in trained]).norm().item()
+
+    assert slope("scaffold") < slope("fedavg") / 10
 
 
 def test_the_servers_control_is_the_mean_of_the_institutions(tmp_path, shards):
