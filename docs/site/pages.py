@@ -128,7 +128,7 @@ def method(name: str) -> str:
     )
     links = ", ".join(f"[{one.relative_to(ROOT)}](../{coded(one)})" for one in halves(name))
     return (
-        f"# {title(name)}\n\n`flwr-replay run strategy={name}`. [Its options](../options.md#strategy{name}). "
+        f"# {title(name)}\n\n`flwr-replay run strategy={name}`. [Its options](../options.md#methods). "
         f"The code: {links}.\n\n{body}\n"
     )
 
