@@ -13,8 +13,8 @@ lite0, and of MNIST, with Gabor: one rule for all data and every epsilon. It is 
 constants for discriminants, and the bound of head=auto, were chosen on seeds 0 to 2 of MNIST and of CIFAR-10's equal
 mixes, by all images of the training files that no institution trains on; its others are those of `study encoders`.
 `local` and `own head, pooled` are what an institution has alone, without noise.
-FedReplay under local DP spends half of ε on latents and half on labels, and clips at 3: the best of six on sorted MNIST,
-seeds 0 and 1, by validation images.
+FedReplay under local DP spends half of ε on latents and half on labels, and clips at 3: the best of six on sorted
+MNIST, seeds 0 and 1, by validation images.
 """
 
 from __future__ import annotations

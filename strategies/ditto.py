@@ -22,7 +22,7 @@ many.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from flwr_replay.config.sections import NOT_NEGATIVE_FINITE, within
 from flwr_replay.payloads.ditto import EvaluatePersonal, PersonalEvaluation, TrainPersonal
@@ -63,9 +63,7 @@ class Ditto(FedAvg):
 
     def train_request(self, exchange: int, arrays: Weights) -> TrainPersonal:
         """Send θ and λ to every institution."""
-        plain = super().train_request(exchange, arrays)
-        same = {field.name: getattr(plain, field.name) for field in fields(plain) if field.name != "stage"}
-        return TrainPersonal(**same, lam=self.config.lam)
+        return TrainPersonal(**vars(super().train_request(exchange, arrays)), lam=self.config.lam)
 
     def evaluation(self, exchange: int, arrays: Weights) -> EvaluatePersonal:
         """Each institution tests its personal model, and the global one."""

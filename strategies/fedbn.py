@@ -21,7 +21,7 @@ own ν_k.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from flwr.app import ArrayRecord
 
@@ -67,8 +67,7 @@ class FedBN(FedAvg):
 
     def train_request(self, exchange: int, arrays: Weights) -> TrainShared:
         """Send θ, and the batch norm with which all begin."""
-        plain = super().train_request(exchange, arrays)
-        return TrainShared(**{f.name: getattr(plain, f.name) for f in fields(plain) if f.name != "stage"})
+        return TrainShared(**vars(super().train_request(exchange, arrays)))
 
     def combine(self, answers: Sequence[Trained]) -> StateDict:
         """Average what is shared."""

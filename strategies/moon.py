@@ -20,7 +20,7 @@ is FedAvg's; μ = 0 is FedAvg, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from flwr_replay.config.sections import NOT_NEGATIVE_FINITE, POSITIVE, require, within
 from flwr_replay.learning.heads import linear_head
@@ -70,6 +70,5 @@ class Moon(FedAvg):
 
     def train_request(self, exchange: int, arrays: Weights) -> TrainContrasted:
         """Send θ, μ and τ to every institution."""
-        plain = super().train_request(exchange, arrays)
-        same = {field.name: getattr(plain, field.name) for field in fields(plain) if field.name != "stage"}
-        return TrainContrasted(**same, mu=self.config.mu, temperature=self.config.temperature)
+        mu, temperature = self.config.mu, self.config.temperature
+        return TrainContrasted(**vars(super().train_request(exchange, arrays)), mu=mu, temperature=temperature)
