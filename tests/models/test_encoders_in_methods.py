@@ -9,7 +9,7 @@ from attacked_runs import recorded_runs
 from harness import command
 from torch import nn
 
-from flwr_replay import check
+from flwr_replay.check import strategy as check
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, TrainingError

@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,10 @@ class Open(Display):
     most = 0
 
     def exchange(self, *progress):
-        held = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        held = []
+        for file in Path("/proc/self/fd").iterdir():
+            with suppress(FileNotFoundError):  # another thread has closed it meanwhile
+                held.append(str(file.readlink()))
         self.most = max(self.most, sum(path.startswith(f"{home().resolve()}/state/") for path in held))
 
 
