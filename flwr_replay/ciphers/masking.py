@@ -4,17 +4,17 @@ Secure aggregation for institutions that know each other. Every two of them shar
 pinned. Of this secret and of one exchange both make the same mask; one adds it, the other subtracts it:
 
     s_jk = HKDF-SHA256(X25519(own private key, pinned public key), of this run, its options, the pinned keys, this
-           exchange, a digest of the request and one of all requests that were answered before)
+           exchange, a digest of the request and one of all requests that came before)
     m_k  = Σ_{j > k} ChaCha20(s_jk) - Σ_{j < k} ChaCha20(s_jk)   (mod 2^64), j and k by name
     u_k  = the same of other secrets, in 32 bits each and without the modulus, times 2^-32: `flwr_replay/wire/masked.py`
 
 This is the only place where it happens, so no method knows of it. Four rules protect a single institution:
 
 - Masks depend on the request, its statistics too, on what training it goes on from, and on all requests of the run that
-  were answered before, since an optimizer's state may come from these. A server that asked one institution anything
-  else gets a sum that it cannot read. With shared noise nothing comes from earlier requests, and who was away answers
-  the next one.
-- An institution masks one answer in an exchange. If it is asked again, as after a crash, it sends the same bytes.
+  came before, answered or not, since an optimizer's state may come from these. So a request is noted before training
+  begins. A server that asked one institution anything else gets a sum that it cannot read. With shared noise nothing
+  comes from earlier requests, and who was away answers the next one.
+- An exchange has one request and one answer. If it is asked again, as after a crash, the answer is the same bytes.
 - The institutions are those in the file of pinned keys, at least three, the same in the whole run. With shared noise
   some may be missing (privacy.dropouts): masks are then between those whom the request names.
 - Weights that are too large leave as random numbers. From then on the institution's masks cancel no more, so a run
@@ -124,7 +124,7 @@ class Masking(Cover):
         check_room(opened(record))  # of the request alone, so all institutions refuse it, or none
         self.share, body = own / total, joined_body(record)
         self.asked = sha256(json.dumps(shared, sort_keys=True).encode() + b"\n" + body).digest()
-        self.kept = kept = self.store.at(KEPT, self.run, exchange)
+        kept = self.store.at(KEPT, self.run, exchange)
         if kept and kept[ASKED].tobytes() != self.asked:
             raise RefusedError(
                 f"in a masked run an exchange has one answer; exchange {exchange} is asked again, with another "
@@ -141,11 +141,20 @@ class Masking(Cover):
                 f"masks cancel after the same exchanges only; exchange {answered} is answered, and this institution's "
                 f"state knows of {newest or 'none'}: restore the newest state directory, or begin a new run"
             )
-        if not kept:
-            # with shared noise an answer depends on its own request alone, and who was away answers the next one
-            before = None if self.shares else self.store.at(KEPT, self.run, newest)
+        if kept and MASKED in kept:
+            self.kept = kept
+        elif kept:  # asked, and not answered
+            self.history = kept[HISTORY].tobytes()
+        elif self.shares:  # an answer depends on its own request alone, and who was away answers the next one
+            self.history = sha256(self.asked).digest()
+        else:
+            before = self.store.at(KEPT, self.run, newest)
             self.history = sha256((before[HISTORY].tobytes() if before else b"") + self.asked).digest()
+            self.store.save(KEPT, self.run, exchange, self._notes(), self.durable)
         return message
+
+    def _notes(self) -> StateDict:
+        return {ASKED: np.frombuffer(self.asked, np.uint8), HISTORY: np.frombuffer(self.history, np.uint8)}
 
     def _others(self, cohort: Sequence[str]) -> list[str]:
         """Return whose masks cancel this institution's: of all others, or of those in the cohort that is summed."""
@@ -181,8 +190,7 @@ class Masking(Cover):
             if numbers[MASKED].any():
                 log(WARNING, "the weights have diverged: random numbers leave; lower training.lr and begin a new run")
                 self.history = secrets.token_bytes(32)  # from now on masks cancel no more
-            notes = {ASKED: np.frombuffer(self.asked, np.uint8), HISTORY: np.frombuffer(self.history, np.uint8)}
-            kept = {**masked, **notes}
+            kept = {**masked, **self._notes()}
             self.store.save(KEPT, self.run, exchange, kept, self.durable)
         leaves = {name: array for name, array in kept.items() if name not in (ASKED, HISTORY)}
         reply.content["arrays"] = array_record(leaves)

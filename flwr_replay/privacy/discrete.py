@@ -21,6 +21,7 @@ __all__ = ["BITS", "discrete_gaussian"]
 
 BITS = 24  # of σ
 FURTHEST = 2**32
+AT_ONCE = 2**16  # numbers drawn at a time: it takes a few MB
 U64 = np.uint64
 
 
@@ -28,7 +29,7 @@ def discrete_gaussian(n: int, stream: Stream) -> NDArray[np.int64]:
     """Return n independent whole numbers with probabilities proportional to exp(-y² / 2σ²), σ = 2^BITS."""
     drawn, have = np.empty(n, np.int64), 0
     while have < n:
-        size_K, negative_K = _laplace((n - have) * 9 // 4 + 64, stream)  # of which about 0.48 are kept
+        size_K, negative_K = _laplace(min(n - have, AT_ONCE) * 9 // 4 + 64, stream)  # of which about 0.48 are kept
         off_K = np.abs(size_K.view(np.int64) - 2**BITS).view(U64)
         kept_K = _true(off_K * off_K, 2 * BITS + 1, stream)
         signed = np.where(negative_K, -size_K.view(np.int64), size_K.view(np.int64))[kept_K][: n - have]

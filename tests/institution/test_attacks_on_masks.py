@@ -8,7 +8,9 @@ from harness import write_shards
 from hostile_server import HostileServer, metrics, refusal, weights
 from sealed_runs import SMALL, pinned, seal_of
 
+from flwr_replay.ciphers.masking import Masking
 from flwr_replay.payloads.common import Evaluate, Train
+from flwr_replay.payloads.ditto import TrainPersonal
 from flwr_replay.payloads.fedreplay import Extract
 from flwr_replay.payloads.fedsgd import Differentiate
 from flwr_replay.payloads.scaffold import CONTROL, TrainControlled
@@ -109,6 +111,39 @@ def test_masks_cancel_for_one_history_only(folder, kept):
     again = answers(2, 0.5, 0.5, 0.5)  # as after a crash
     assert not total(again).any()
     assert total(answers(4, 0.0, 0.0, 0.0)).any()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_training_that_fails_after_it_has_saved_its_state_is_in_the_history(folder, monkeypatch, again):
+    """As for lack of memory, which a server brings about by the size of a model: its momentum would be the odd one."""
+    servers, closed = [server_of(folder, name, [*JOB, "strategy.optimizer-state=keep"]) for name in ABC], Masking.closed
+
+    def answers(exchange, scale):
+        return [weights(train(s, exchange, scale, optimizer_state="keep")) for s in servers]
+
+    monkeypatch.setattr(Masking, "closed", lambda *_: 1 / 0)
+    assert not weights(train(servers[2], 1, optimizer_state="keep"))
+    assert list((servers[2].state / "runs" / "r").glob("optimizer-*"))
+    monkeypatch.setattr(Masking, "closed", closed)
+    if again:  # the same request of all
+        assert not total(answers(1, 1.0)).any()
+    else:
+        assert "one answer" in refusal(train(servers[2], 1, 2.0, optimizer_state="keep"))
+    assert total(answers(2, 0.0)).any() != again
+
+
+def test_a_personal_model_that_diverges_is_no_failure(folder):
+    """It says whose it is. And before, the global model's momentum was saved, and read from the sum of exchange 2."""
+    own = ["strategy=ditto", "strategy.lam=1e7", "batch_size=4", "masked=true", "strategy.optimizer-state=keep"]
+    servers = [server_of(folder, name, [*SMALL, *own]) for name in ABC]
+
+    def ask(server, exchange, scale, lr):
+        theta = {name: (scale * array).astype(array.dtype) for name, array in server.weights.items()}
+        asked = {"run": "r", "server_round": exchange, "lr": lr, "total": 120, "optimizer_state": "keep"}
+        return server.send(TrainPersonal(arrays=theta, lam=1e7, **asked))
+
+    assert weights(ask(servers[2], 1, 1.0, 0.1))
+    assert total([weights(ask(server, 2, 0.0, 1e-6)) for server in servers]).any()
 
 
 def test_an_exchange_has_one_answer(server):

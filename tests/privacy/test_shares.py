@@ -1,6 +1,7 @@
 """Shared noise: whole numbers with the distribution that was charged for."""
 
 import math
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -37,6 +38,14 @@ def test_large_ones_are_those_of_a_gaussian():
     assert kstest(drawn / 2**BITS, "norm").pvalue > 1e-3
     assert set((drawn % 2).tolist()) == {0, 1}  # the last bits, too, are random
     assert abs((drawn % 2**8).mean() - 127.5) < 1
+
+
+def test_many_take_little_more_memory_than_themselves():
+    tracemalloc.start()
+    drawn = discrete_gaussian(2**20, Stream(bytes(32)))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 3 * drawn.nbytes
 
 
 @given(st.integers(0, 40), st.integers(1, 50), st.floats(0.05, 50), st.integers(1, 10**6))
