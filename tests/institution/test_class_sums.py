@@ -47,7 +47,9 @@ def added_by(features, labels):
         numbers[label] += SHARE
         sums_CF[label] += rest * f
         products_FF += rest * np.outer(f, f)
-    assert np.linalg.norm(packed(torch.from_numpy(products_FF))) == pytest.approx(np.linalg.norm(products_FF))
+    assert np.linalg.norm(packed(torch.from_numpy(products_FF))) == pytest.approx(
+        np.linalg.norm(products_FF), rel=1e-12
+    )
     pairs = [products_FF[i, j] * (1 if i == j else 2**0.5) for i in range(WIDTH) for j in range(i, WIDTH)]
     return np.concatenate([numbers, sums_CF.ravel(), pairs])
 
@@ -128,6 +130,37 @@ def test_under_dp_the_gradient_of_a_patient_is_clipped_as_a_whole(hospital, clip
             slow[name] = slow[name] + g.numpy() * scale
     off = [np.abs(10 * weights(reply)[name] - of_all).max() for name, of_all in slow.items()]
     assert max(off) < 6 * SIGMA * clip
+
+
+EXTREME = {
+    "largest": lambda x_NF: x_NF.sign() * 3.4e38,
+    "subnormal": lambda x_NF: x_NF * 1e-44,
+    "no number": lambda x_NF: x_NF.where(x_NF > -1, torch.nan),
+    "infinite": lambda x_NF: x_NF / x_NF.where(x_NF > -1, 0),
+    "one": lambda x_NF: torch.ones_like(x_NF) * 1e30,
+    "of all sizes": lambda x_NF: x_NF * 10.0 ** torch.linspace(-44, 38, len(x_NF))[:, None],
+}
+
+
+@pytest.mark.parametrize("made", EXTREME.values(), ids=EXTREME)
+@pytest.mark.parametrize("images", [1, 257, 3000])
+def test_a_patient_adds_at_most_one_whatever_the_features(made, images):
+    rng = torch.Generator().manual_seed(0)
+    others, own = torch.randn(300, 9, generator=rng), made(torch.randn(images, 9, generator=rng))
+    labels_N, of_N = torch.arange(300 + images) % 3, torch.cat([torch.arange(300), torch.full((images,), 150)])
+    for clip, products in [(1e-6, True), (10.0, True), (10.0, False), (1e6, True)]:
+
+        def summed(features_NF, of, clip=clip, products=products):
+            of_N, total = np.unique(of, return_inverse=True)[1], 0.0
+            for rows in map(torch.from_numpy, blocks(of_N, 256)):
+                about = features_NF[rows], labels_N[rows], torch.from_numpy(of_N)[rows], 3, clip, products
+                sums, products_FF = class_sums(*about)
+                total += torch.cat([sums.flatten(), packed(products_FF)])
+            return total
+
+        of_N[150] = 300 + images  # who would be 150, too, is somebody else
+        added = summed(torch.cat([others * clip, own]), of_N) - summed(others * clip, of_N[:300])
+        assert added.norm() <= 1 + 1e-9
 
 
 def test_examples_in_blocks_keep_patients_together_and_memory_bounded():
