@@ -69,30 +69,38 @@ def fields_of(module: str, name: str) -> Fields:
     ConfigError
         If the module's file is missing or no Python.
     """
-    text, tree = _tree(module)
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.module:
-            for imported in node.names:
-                if (imported.asname or imported.name).lower() == name.lower():
-                    return fields_of(node.module, imported.name)
-        if not isinstance(node, ast.ClassDef) or node.name.lower() != name.lower():
-            continue
-        found: dict[str, tuple[str, str]] = {}
-        for base in reversed(node.bases):
-            found |= fields_of(module, base.id) if isinstance(base, ast.Name) else {}
-        comments = dict(COMMENTED.findall(ast.get_source_segment(text, node) or ""))
-        for line in node.body:
-            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-                option, kind = line.target.id, ast.unparse(line.annotation)
-                if not kind.startswith("ClassVar"):
-                    found[option] = (kind, comments.get(option, found.get(option, ("", ""))[1]))
-        return found
-    return {}
+    text, tree, package = _tree(module)
+    places = {
+        (imported.asname or imported.name).lower(): (f"{'.' * node.level}{node.module or ''}", imported.name)
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for imported in node.names
+    }
+    classes = {node.name.lower(): node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+    def found_as(written: str, own: Mapping[str, ast.ClassDef] = classes) -> Fields:
+        if written.lower() in own:
+            return fields_of(module, written)
+        place, imported = places.get(written.lower(), ("", ""))
+        return fields_of(util.resolve_name(place, package), imported) if place else {}
+
+    if not (node := classes.get(name.lower())):
+        return found_as(name)
+    found: dict[str, tuple[str, str]] = {}
+    for base in reversed(node.bases):
+        found |= found_as(base.id, {} if base.id == node.name else classes) if isinstance(base, ast.Name) else {}
+    comments = dict(COMMENTED.findall(ast.get_source_segment(text, node) or ""))
+    for line in node.body:
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+            option, kind = line.target.id, ast.unparse(line.annotation)
+            if not kind.startswith("ClassVar"):
+                found[option] = (kind, comments.get(option, found.get(option, ("", ""))[1]))
+    return found
 
 
 @cache
-def _tree(module: str) -> tuple[str, ast.Module]:
-    """Return the text of a module, and its tree; nothing of it, or of others' packages that it is in, is imported."""
+def _tree(module: str) -> tuple[str, ast.Module, str]:
+    """Return the text of a module, its tree, and its package; nothing of it, or of others' packages, is imported."""
     top, *inner = module.split(".")
     spec = util.find_spec(module if top == OURS else top)  # which imports the packages above; ours are empty
     if top == OURS:
@@ -103,7 +111,7 @@ def _tree(module: str) -> tuple[str, ast.Module]:
     for file in files:
         try:
             text = file.read_text(encoding="utf-8")
-            return text, ast.parse(text)
+            return text, ast.parse(text), module if file.stem == "__init__" else module.rpartition(".")[0]
         except (SyntaxError, ValueError) as error:
             raise ConfigError(f"{file} must be Python; it is not: {' '.join(str(error).split())}") from None
         except OSError:

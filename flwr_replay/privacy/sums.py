@@ -82,7 +82,7 @@ def class_sums(
 def packed(products_FF: Tensor) -> Tensor:
     """Return each pair of features once, (F (F + 1) / 2,), with the norm of the whole."""
     row, column = torch.triu_indices(*products_FF.shape)
-    return products_FF[row, column] * sqrt(2) ** (row != column).double()
+    return products_FF[row, column] * products_FF.new_full(row.shape, sqrt(2)).masked_fill(row == column, 1)
 
 
 def unpacked(pairs: NDArray[np.float64], features: int) -> NDArray[np.float64]:

@@ -15,6 +15,7 @@ from flwr_replay.config import catalogue, halves
 from flwr_replay.config import compose as composing
 from flwr_replay.config.compose import compose, compose_own
 from flwr_replay.config.parts import VARIABLE, allow
+from flwr_replay.config.sources import fields_of
 from flwr_replay.errors import ConfigError, RefusedError
 from flwr_replay.files.atomic import read_json
 from flwr_replay.forecast.described import described
@@ -263,6 +264,21 @@ def test_a_broken_package_is_one_line_and_others_work(path, tmp_path, code, conf
     assert known["strategy=fedavg"].options
     with pytest.raises(ConfigError, match="unknown option 'speedy'"):
         compose(["speedy=1"])
+
+
+def test_its_options_are_read_where_its_class_comes_from(path, tmp_path):
+    names = ("far", "near", "twin")
+    for name in names:
+        own = f"class {name}Config({name}Config):\n    more: int = 2  # of its own\n" if name == "twin" else ""
+        package(tmp_path, name, f"from {'far' if name == 'far' else ''}.base import {name}Config\n{own}")
+        (tmp_path / name / "base.py").write_text(f"class {name}Config:\n    speed: int = 1  # of it\n")
+    path(tmp_path)
+    assert [list(fields_of(f"{name}.strategy", f"{name}Config")) for name in names] == [
+        ["speed"],
+        ["speed"],
+        ["speed", "more"],
+    ]
+    assert not {*names} & {*sys.modules}
 
 
 def test_a_stage_of_another_payload_is_refused(path, tmp_path):
