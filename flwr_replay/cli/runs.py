@@ -144,6 +144,7 @@ def predict(
     institution: Institution = "",
     run: Annotated[str, typer.Option("--run", help="In a state directory, the run's id; default: the last.")] = "",
     best: Best = False,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out, and list, what cannot be read.")] = False,
 ) -> None:
     """Predict the labels of images with the model of a finished run, as CSV with probabilities.
 
@@ -159,12 +160,17 @@ def predict(
     if place == LAST:
         say(f"the model of {folder}")
     model, rows = load_model(folder, institution, run, best=best), images_in(source)
-    text = predictions(model, rows, source if source.is_dir() else source.parent)
+    left_out: list[str] = []
+    text = predictions(model, rows, source if source.is_dir() else source.parent, left_out if skip_bad else None)
+    for line in left_out:
+        say(f"left out: {line}")
+    if left_out:
+        say(f"{len(left_out):,} of {len(rows):,} images are left out")
     if not out:
         print(text, end="")
         return
     write_atomic(absolute(out), text)
-    print(f"{len(rows)} predictions{right_in(text)}: {out}")
+    print(f"{len(rows) - len(left_out)} predictions{right_in(text)}: {out}")
 
 
 def export(

@@ -8,11 +8,9 @@ from hashlib import file_digest
 from pathlib import Path
 from typing import NamedTuple
 
-from flwr_replay.data.decoded import each
-from flwr_replay.data.folder import folder_rows
+from flwr_replay.data.folder import folder_rows, readable
 from flwr_replay.data.manifest import ManifestRow
 from flwr_replay.data.picture import picture
-from flwr_replay.errors import DataError
 
 __all__ = ["checked"]
 
@@ -24,12 +22,11 @@ LEAKS = (
 
 
 class Seen(NamedTuple):
-    """One file: why it cannot be read, or its form and its digest."""
+    """One file: its form and its digest."""
 
-    fault: str
-    size: str = ""  # height x width, pixels
-    mode: str = ""
-    digest: str = ""
+    size: str  # height x width, pixels
+    mode: str
+    digest: str
 
 
 def checked(folder: Path) -> tuple[list[str], bool]:
@@ -43,14 +40,13 @@ def checked(folder: Path) -> tuple[list[str], bool]:
         If the layout or the manifest is wrong, so that it is not clear which images there are.
     """
     rows = folder_rows(folder)
-    seen = dict(zip(rows, each(_look, rows), strict=True))
+    seen, faults = readable(_look, rows)
     classes = Counter(row.label for row in rows)
     lines = [f"{len(rows):,} images: {', '.join(f'{label} {count:,}' for label, count in sorted(classes.items()))}"]
-    wrong = [f"cannot be read: {found.fault}" for found in seen.values() if found.fault]
+    wrong = [f"cannot be read: {fault}" for fault in faults]
     same: dict[str, list[ManifestRow]] = defaultdict(list)
-    for row, found in seen.items():
-        if found.digest:
-            same[found.digest].append(row)
+    for row, found in seen:
+        same[found.digest].append(row)
     equal = [group for group in same.values() if len(group) > 1]
     for group in equal:
         if len({(row.label, row.split) for row in group}) > 1:
@@ -61,11 +57,8 @@ def checked(folder: Path) -> tuple[list[str], bool]:
     wrong += [f"in several splits: patient {who}" for (_, who), among in splits.items() if who and len(among) > 1]
     if equal:
         lines.append(f"{len(equal):,} images are there twice or more: {_listed(map(_named, equal))}")
-    for what, values in (
-        ("height x width", (s.size for s in seen.values())),
-        ("mode", (s.mode for s in seen.values())),
-    ):
-        counted = Counter(filter(None, values))
+    for what, values in (("height x width", (s.size for _, s in seen)), ("mode", (s.mode for _, s in seen))):
+        counted = Counter(values)
         lines.append(f"{what}: {_listed(f'{value} ({count:,})' for value, count in counted.most_common())}")
     known = sum(bool(row.patient) for row in rows)
     patients = len({(row.site, row.patient) for row in rows if row.patient})
@@ -76,17 +69,14 @@ def checked(folder: Path) -> tuple[list[str], bool]:
 def _look(row: ManifestRow) -> Seen:
     from PIL import Image, UnidentifiedImageError
 
-    try:
-        shown = picture(row.file, "RGB", row.where)
-        with open(row.file, "rb") as file:
-            digest = file_digest(file, "sha256").hexdigest()
-            try:
-                mode = Image.open(file).mode
-            except UnidentifiedImageError:
-                mode = "DICOM"
-        return Seen("", f"{shown.height} x {shown.width}", mode, digest)
-    except DataError as error:
-        return Seen(str(error))
+    shown = picture(row.file, "RGB", row.where)
+    with open(row.file, "rb") as file:
+        digest = file_digest(file, "sha256").hexdigest()
+        try:
+            mode = Image.open(file).mode
+        except UnidentifiedImageError:
+            mode = "DICOM"
+    return Seen(f"{shown.height} x {shown.width}", mode, digest)
 
 
 def _named(group: Iterable[ManifestRow]) -> str:

@@ -11,26 +11,27 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.config.sections import WHOLE, TaskConfig, require, spelled
-from flwr_replay.data.decoded import DecodedImages
+from flwr_replay.data.decoded import DecodedImages, each
 from flwr_replay.data.manifest import SPLITS, ManifestRow, manifest_rows, raws_of, some, words_of
 from flwr_replay.data.picture import fitted, is_picture, picture
 from flwr_replay.data.readers import Raw, data_root
 from flwr_replay.data.subjects import by_subjects
-from flwr_replay.errors import DataError
+from flwr_replay.errors import DataError, one_line
 from flwr_replay.files.disk import files_below
 from flwr_replay.memory import remembered
 
-__all__ = ["folder_rows", "form_of", "images_below", "read_folder", "read_image", "tell_unread"]
+__all__ = ["folder_rows", "form_of", "images_below", "read_folder", "read_image", "readable", "tell_unread"]
 
+Read = TypeVar("Read")
 MODES = {1: "L", 3: "RGB"}
 # What a split's folder is called, as a whole or after other words.
 SPLIT = re.compile(r"(?<![a-z])(train|test|val)(?:ing|id|idation)?(?:s|[ _-]?(?:set|data|images))?(?![a-z])", re.I)
@@ -237,3 +238,19 @@ def read_image(row: ManifestRow, task: TaskConfig) -> NDArray[np.uint8]:
         )
     pixels = np.asarray(fitted(image, task.size, task.fit))
     return pixels[None] if task.channels == 1 else pixels.transpose(2, 0, 1)
+
+
+def readable(
+    read: Callable[[ManifestRow], Read], rows: Sequence[ManifestRow]
+) -> tuple[list[tuple[ManifestRow, Read]], list[str]]:
+    """Read what can be read: return those rows, each with what was read, and a line on every other one."""
+
+    def tried(row: ManifestRow) -> Read | DataError:
+        try:
+            return read(row)
+        except DataError as error:
+            return error
+
+    found = each(tried, rows)
+    good = [(row, one) for row, one in zip(rows, found, strict=True) if not isinstance(one, DataError)]
+    return good, [one_line(one) for one in found if isinstance(one, DataError)]

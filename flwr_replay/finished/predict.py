@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from flwr_replay.data.classes import Classes
 from flwr_replay.data.datasets import PREPARES
-from flwr_replay.data.folder import images_below, read_image, tell_unread
+from flwr_replay.data.folder import images_below, read_image, readable, tell_unread
 from flwr_replay.data.manifest import ManifestRow
 from flwr_replay.data.picture import SUFFIXES
 from flwr_replay.data.readers import csv_rows
@@ -52,7 +53,7 @@ def images_in(place: Path) -> list[ManifestRow]:
     return rows
 
 
-def predictions(model: TrainedModel, rows: list[ManifestRow], base: Path) -> str:
+def predictions(model: TrainedModel, rows: list[ManifestRow], base: Path, left_out: list[str] | None = None) -> str:
     """Return a CSV text with a line for each image.
 
     Parameters
@@ -60,9 +61,12 @@ def predictions(model: TrainedModel, rows: list[ManifestRow], base: Path) -> str
     model : TrainedModel
         From `load_model`.
     rows : list of Row
-        The images; one that cannot be read, or has another form than the task's, stops all.
+        The images.
     base : Path
         The folder to which the names in the column `image` are relative.
+    left_out : list of str, or None
+        Receives a line on each image that cannot be read, or has another form than the task's; the others are
+        predicted. None: such an image stops all.
 
     Returns
     -------
@@ -76,7 +80,7 @@ def predictions(model: TrainedModel, rows: list[ManifestRow], base: Path) -> str
     ConfigError
         For other kinds of task or of data, or if a reader prepares images by more than their size.
     DataError
-        For an image that cannot be used, or a label that is no class.
+        For images that cannot be used, unless they are left out and others are not; for a label that is no class.
     """
     task, classes = model.task, Classes(model.task)
     if task.kind == "segmentation" or task.channels not in (1, 3):
@@ -90,24 +94,31 @@ def predictions(model: TrainedModel, rows: list[ManifestRow], base: Path) -> str
             "so prepared: give its images to flwr_replay.load_model in Python"
         )
     labelled = any(row.label for row in rows)
-    numbers = [classes.number(row.label, row.where) if row.label else None for row in rows] if model.classes else []
+    numbers = {row: classes.number(row.label, row.where) for row in rows if row.label and model.classes}
     columns = ["label", *(["right"] if model.classes else [])] if labelled else []
     lines: list[list[object]] = [["image", "predicted", *columns, *(f"p({name})" for name in model.classes)]]
     block = at_once(torch.empty(1, task.channels, task.size, task.size), 256, model)
+    faults: list[str] = [] if left_out is None else left_out
     for start in range(0, len(rows), block):
-        part = rows[start : start + block]
-        x_BCHW = torch.from_numpy(np.stack([read_image(row, task) for row in part]))
+        part, faulty = readable(partial(read_image, task=task), rows[start : start + block])
+        faults += faulty
+        if not part or (faults and left_out is None):
+            continue
+        x_BCHW = torch.from_numpy(np.stack([image for _, image in part]))
         with torch.inference_mode():
             outputs = model(x_BCHW)
-        for n, (row, output) in enumerate(zip(part, outputs.tolist(), strict=True), start):
+        for (row, _), output in zip(part, outputs.tolist(), strict=True):
             name = row.file.relative_to(base) if row.file.is_relative_to(base) else row.file
             if model.classes:
                 best = max(range(len(output)), key=output.__getitem__)
-                number = numbers[n]
+                number = numbers.get(row)
                 cells: list[object] = ["", ""] if number is None else [classes.names[number], int(number == best)]
                 lines.append([name, model.classes[best], *cells[: len(columns)], *(f"{share:.6g}" for share in output)])
             else:
                 lines.append([name, f"{output:.6g}", *([row.label] if labelled else [])])
+    if faults and (left_out is None or len(faults) == len(rows)):
+        more = f"; {len(faults) - 1:,} more of {len(rows):,} images cannot be used" if len(faults) > 1 else ""
+        raise DataError(f"{faults[0]}{more}" + "; --skip-bad leaves such images out" * (len(faults) < len(rows)))
     return csv_text(lines)
 
 

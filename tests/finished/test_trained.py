@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from harness import Stopping
+from harness import Stopping, command
 from PIL import Image
 
 from flwr_replay import load_model
@@ -157,6 +157,33 @@ def test_files_are_refused_that_nobody_has_prepared_as_the_training_images_were(
         ConfigError, match=f"task={task} learns from .* image files are not so prepared: give its images to"
     ):
         predictions(model, [], tmp_path)
+
+
+def test_bad_images_are_left_out_and_listed_or_all_are_refused(ran, images, monkeypatch, capsys):
+    folder, labels = images
+    bad = {"000.png": b"no image", "001.png": (folder / "deep" / "001.png").read_bytes()[:60], "\x1b[2J.png": b""}
+    words = ["predict", str(ran[1]), str(folder)]
+    command(monkeypatch, *words)
+    whole = capsys.readouterr().out.splitlines()
+    for name, data in bad.items():
+        (folder / "deep" / name).write_bytes(data)
+    assert command(monkeypatch, *words) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"2 more of {len(labels) + 1} images cannot be used; --skip-bad leaves such images out" in said.err
+    assert command(monkeypatch, *words, "--skip-bad") == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [whole[0], *whole[3:]]  # the header, and all but the first two
+    listed = [line for line in said.err.splitlines() if line.startswith("left out: ")]
+    assert [name in line for name, line in zip(("\\x1b[2J", "000.png", "001.png"), listed, strict=True)] == [True] * 3
+    assert f"3 of {len(labels) + 1} images are left out" in said.err
+    (folder / "list.csv").write_text("image,label\ndeep/000.png,z\ndeep/002.png,z\ndeep/002.png,\n")
+    out = folder / "out.csv"
+    assert command(monkeypatch, *words[:2], str(folder / "list.csv"), "--skip-bad", "--out", str(out)) == 0
+    assert "2 predictions, " in capsys.readouterr().out
+    assert [row["label"] for row in csv.DictReader(out.open())] == ["z", ""]  # labels stay with their images
+    assert command(monkeypatch, *words[:2], str(folder / "deep" / "000.png"), "--skip-bad") == 2
+    assert "cannot be read" in capsys.readouterr().err
 
 
 def test_images_of_another_form_and_empty_folders_are_refused_whole(ran, images, tmp_path):
