@@ -131,7 +131,8 @@ class Parallel(AtOnce):
         """Note a valid answer; one under masks is added to the sum, and its arrays are let go."""
         answer = (self.answer.decode if member.ours else self.answer.from_foreign)(reply.content)
         if self.settings.hiding.sums_only:
-            add(opened(answer.arrays), to=self.total)
+            if member.name not in self.arrived:  # else the sum has it already
+                add(opened(answer.arrays), to=self.total)
             answer = replace(answer, arrays={})
         self.arrived[member.name] = answer, own_metrics(member, reply)
 

@@ -18,6 +18,7 @@ from flwr_replay.config.compose import compose
 from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import ConfigError, DivergedError, RunError
+from flwr_replay.movements.parallel import Parallel
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.execute import Job
 from flwr_replay.wire.masked import MASKED, add, fixed_point, is_masked, mean_of
@@ -92,6 +93,12 @@ def test_no_institutions_weights_can_be_read_alone_nor_those_of_some(folder):
     mean = mean_of(added(ran.values()), like)
     for name, array in mean.items():
         np.testing.assert_allclose(array, np.mean([one[name] for one in plain.values()], axis=0), atol=1e-7)
+
+
+def test_an_answer_that_is_taken_twice_is_in_the_sum_once(folder, monkeypatch):
+    once, take = masked(folder, "strategy=fedavg"), Parallel.take
+    monkeypatch.setattr(Parallel, "take", lambda *about: (take(*about), take(*about)))
+    assert same(model(once), model(masked(folder, "strategy=fedavg")))
 
 
 def test_numbers_of_any_size_and_sign_survive():
