@@ -6,9 +6,12 @@ directory.
 
 from __future__ import annotations
 
+from math import isfinite
+
 from torch import Tensor
 
 from flwr_replay.clients.fedprox import distance
+from flwr_replay.errors import DivergedError
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.learner import Learner
 from flwr_replay.learning.training import make_optimizer
@@ -48,4 +51,6 @@ class DittoClient(InstitutionClient):
     def evaluate_personal(self, request: EvaluatePersonal) -> PersonalEvaluation:
         """Test the personal model and the global one."""
         own = self.evaluated(self.latest("model", request), request.split, "personal")
+        if own.loss is not None and not isfinite(own.loss):
+            raise DivergedError("the personal model's loss must stay finite: lower training.lr or lam and run again")
         return PersonalEvaluation.of_pair(own, self.evaluated(request.arrays, request.split))

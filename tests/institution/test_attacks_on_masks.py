@@ -10,7 +10,7 @@ from sealed_runs import SMALL, pinned, seal_of
 
 from flwr_replay.ciphers.masking import Masking
 from flwr_replay.payloads.common import Evaluate, Train
-from flwr_replay.payloads.ditto import TrainPersonal
+from flwr_replay.payloads.ditto import EvaluatePersonal, TrainPersonal
 from flwr_replay.payloads.fedreplay import Extract
 from flwr_replay.payloads.fedsgd import Differentiate
 from flwr_replay.payloads.scaffold import CONTROL, TrainControlled
@@ -143,6 +143,8 @@ def test_a_personal_model_that_diverges_is_no_failure(folder):
         return server.send(TrainPersonal(arrays=theta, lam=1e7, **asked))
 
     assert weights(ask(servers[2], 1, 1.0, 0.1))
+    tested = servers[2].send(EvaluatePersonal(arrays=servers[2].weights, run="r", server_round=1))
+    assert "the personal model's loss must stay finite" in refusal(tested)
     assert total([weights(ask(server, 2, 0.0, 1e-6)) for server in servers]).any()
 
 
