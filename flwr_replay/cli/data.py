@@ -1,4 +1,4 @@
-"""flwr-replay data show | images | convert | check: what is done with data before a run."""
+"""flwr-replay data show | images | convert | manifest | check: what is done with data before a run."""
 
 from __future__ import annotations
 
@@ -62,6 +62,25 @@ def convert(name: str, folder: str) -> None:
     from flwr_replay.convert import convert as write_manifest
 
     print(write_manifest(name, absolute(folder)))
+
+
+@app.command("manifest")
+def manifest(
+    folder: str,
+    patients: Annotated[str, typer.Option("--patients", help="A CSV file with a row for each image.")],
+    id_column: Annotated[str, typer.Option("--id", help="Its column with the patients.")],
+    file_column: Annotated[str, typer.Option("--file", help="Its column with the images' file names.")] = "file",
+) -> None:
+    """Write FOLDER/manifest.csv for a folder of class folders, so that a patient's images are kept together.
+
+    Images without a row, rows without an image, and images with two patients are listed; nothing is written then.
+    """
+    from flwr_replay.convert import link
+
+    if lines := link(absolute(folder), absolute(patients), id_column, file_column):
+        print("\n".join(lines), file=sys.stderr)
+        sys.exit(2)
+    print(absolute(folder) / "manifest.csv")
 
 
 @app.command("check")

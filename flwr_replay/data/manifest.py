@@ -26,7 +26,7 @@ from flwr_replay.data.readers import SPLIT_SEED, Raw, csv_rows, shortened
 from flwr_replay.errors import DataError
 from flwr_replay.rng import derived_seed
 
-__all__ = ["SPLITS", "VALIDATED", "ManifestRow", "manifest_rows", "parted", "raws_of", "some", "words_of"]
+__all__ = ["MISSING", "SPLITS", "VALIDATED", "ManifestRow", "manifest_rows", "parted", "raws_of", "some", "words_of"]
 
 SPLITS = ("train", "test", "val")
 TESTED = 0.2  # share of the patients to test on, if no split is given

@@ -320,7 +320,7 @@ def data_root(task: TaskConfig) -> Path:
 
 
 def csv_rows(path: Path, columns: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
-    """Read a CSV file whose first line names the columns.
+    """Read a CSV file whose first line names the columns, between commas or, as some spreadsheets write, semicolons.
 
     Returns
     -------
@@ -336,7 +336,9 @@ def csv_rows(path: Path, columns: Sequence[str]) -> list[tuple[str, dict[str, st
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, skipinitialspace=True)
+            first = file.readline()
+            file.seek(0)
+            reader = csv.DictReader(file, skipinitialspace=True, delimiter=max(",;", key=first.count))
             reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
             rows = [(f"{path} line {reader.line_num}", row) for row in reader]
             file.seek(0)

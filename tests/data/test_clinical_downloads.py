@@ -73,7 +73,7 @@ def test_an_image_that_is_there_twice(hands):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda text: text.replace(",", ";"), "must have a column 'id', between commas"),
+        (lambda text: text.replace(",", "\t"), "must have a column 'id', between commas"),
         (lambda text: text.replace("boneage", "Boneage"), "must have a column 'boneage'"),
         (lambda text: f"{text}1003,100,True\n", "every 'id' must be listed once"),
         (lambda text: text.replace("1003,", ","), "every row must have a value for 'id'"),
