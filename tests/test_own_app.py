@@ -200,6 +200,23 @@ def test_fedprox_says_once_what_an_app_must_add(own, caplog):
     assert sum("if it ignores proximal-mu" in record.message for record in caplog.records) == 1
 
 
+def test_one_reason_of_several_nodes_is_said_once_and_all_reasons_at_the_end(own, caplog):
+    app = ClientApp()
+
+    @app.train()
+    def train(message, context):
+        number = context.node_config["partition-id"]
+        raise ValueError("no memory" if number == 1 else "no such column")
+
+    grid, first = Grid.simulated(app, {}, 4), ArrayRecord(own[0].net().state_dict())
+    with pytest.raises(RunError) as ended:
+        strategy_of("fedavg", own, nodes=4).start(grid, first, num_rounds=2)
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [line.rsplit(": ")[-1] for line in said[:2]] == ["no such column", "no memory"]
+    assert said[2:] == ["in exchange 1 the reason of node-1 is also that of node-3, node-4"]
+    assert str(ended.value).count("no such column") == str(ended.value).count("no memory") == 1
+
+
 @pytest.mark.parametrize(
     ("mistaken", "said"),
     [

@@ -164,6 +164,7 @@ class Exchanger:
                 self.longest[request.stage_name] = max(took, self.longest[request.stage_name])
             if request is not None and "continues" in request.declared():
                 trained.append(member.name)
+        self.recorder.tell_alike()
         self.trained |= dict.fromkeys(trained, exchange)  # only now: in an exchange some train several times
         self.answered, self.failed, self.diverged, self.lost = sorted(answered), failed, diverged, lost
         if max(self.faults.values(), default=0) >= SAME_FAULTS:  # a simulation continues to send to a dead worker

@@ -45,6 +45,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.failures: list[dict[str, Any]] = []
+        self.alike: dict[tuple[str, str], list[str]] = {}  # by exchange and reason: who failed since `tell_alike`
         self.characters = Counter[str]()  # by institution: characters of its reasons in these
         self.per_round = 1  # exchanges in a round
         self.earlier = 0  # how many of these are from before the run was resumed
@@ -139,7 +140,18 @@ class Recorder:
         self.characters[name] += len(kept)
         self.failures.append({"round": exchange, "institution": name, "reason": kept})
         about = f" (round {ceil(exchange / self.per_round)})" if self.per_round > 1 else ""
-        logging.getLogger("flwr").warning("%s takes no part in exchange %s%s: %s", name, exchange, about, reason)
+        names = self.alike.setdefault((f"exchange {exchange}{about}", reason), [])
+        names.append(name)
+        if len(names) == 1:  # of the others `tell_alike` makes one line
+            logging.getLogger("flwr").warning("%s takes no part in exchange %s%s: %s", name, exchange, about, reason)
+
+    def tell_alike(self) -> None:
+        """Log in one line who failed for a reason that another one's line has already."""
+        for (where, _), (first, *others) in self.alike.items():
+            if others:
+                names = ", ".join(others)
+                logging.getLogger("flwr").warning("in %s the reason of %s is also that of %s", where, first, names)
+        self.alike = {}
 
     def failures_line(self) -> str:
         """Return the failures of the last exchange that had any, in one line, each reason once."""

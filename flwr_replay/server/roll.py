@@ -167,6 +167,7 @@ class Roll:
             self.recorder.travelled(exchange, member, "up", answer, "roll-call", content=content)
             if node_id in faults:
                 self.recorder.failed(exchange, member.name, faults[node_id])
+        self.recorder.tell_alike()
         self.recorder.flush()
 
     def answer_of(self, reply: Message | None) -> list[LedgerRow]:
