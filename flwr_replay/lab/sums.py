@@ -167,7 +167,8 @@ def _by_ratio(exhibit: Exhibit, evidence: Evidence, originals: Originals, seed: 
     """Score members and others by what all releases show of each, all others being known."""
     if originals.by_patient:
         raise DataError("the data name patients, whose images are clipped together; this attack asks about single ones")
-    rows, others = (side[torch.randperm(len(side))[:MOST]] for side in originals.beside_others(seed))
+    drawn = derived_rng(seed, "asked about")
+    rows, others = (side[drawn.permutation(len(side))[:MOST]] for side in originals.beside_others(seed))
     if len(rows) < FEWEST:
         raise DataError(f"there are {len(rows)} training images with as many others of equal labels; it needs {FEWEST}")
     members = originals.x_NCHW[rows], originals.y_N[rows]

@@ -3,14 +3,16 @@
 import numpy as np
 import pytest
 
+from flwr_replay.attacks.catalogue import RATIO
 from flwr_replay.config.compose import compose
 from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import RunError
 from flwr_replay.institution import budget
 from flwr_replay.lab.attack import attack_run
 from flwr_replay.lab.evidence import ALL, Evidence
+from flwr_replay.lab.judge import originals_of
 from flwr_replay.lab.registry import Only
-from flwr_replay.lab.sums import summed
+from flwr_replay.lab.sums import sum_attacks, summed
 from flwr_replay.privacy import shares
 from flwr_replay.report.progress import Display
 
@@ -57,6 +59,18 @@ def test_no_more_is_found_than_epsilon_allows_and_too_little_noise_is(tmp_path, 
     assert found["noise"] == pytest.approx(1 / part, rel=0.05)
     assert (found["shown"] > found["stated"]["epsilon"]) == (part == 6)
     assert part == 6 or found["membership"]["auc"]["low"] < found["allowed"]["auc"]
+
+
+def test_the_same_images_are_asked_about_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("flwr_replay.lab.sums.MOST", 30)
+    noisy = [*METHODS["statistics"], "nodes=1", f"target_epsilon={EPSILON}", "delta=1e-5", "partition.size=200"]
+    _, folder = run_inline([*JOB, *noisy, f"runs_dir={tmp_path}"], Display())
+    evidence = Evidence.of(folder)
+    [exhibit] = [one for one in evidence.exhibits if one.means == "class sums"]
+    originals = originals_of(evidence.config, "institution-1")
+    once, again = (dict(sum_attacks(exhibit, evidence, originals, seed=0))[RATIO.name]() for _ in range(2))
+    assert once["membership"]["members"] == 30
+    assert once == again
 
 
 @pytest.mark.parametrize(
