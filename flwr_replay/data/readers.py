@@ -351,7 +351,9 @@ def csv_rows(path: Path, columns: Sequence[str]) -> list[tuple[str, dict[str, st
         raise DataError(f"{path} must be a CSV file in UTF-8; it cannot be read ({error})") from None
     for column in columns:
         if column not in header:
-            raise DataError(f"{path} must have a column {column!r}, between commas: {nearest(column, header)}")
+            raise DataError(
+                f"{path} must have a column {column!r}, between commas or semicolons: {nearest(column, header)}"
+            )
     if repeated := [column for column in header if header.count(column) > 1]:
         raise DataError(f"every column of {path} must have its own name; two are named {repeated[0]!r}: rename one")
     for where, row in rows:
