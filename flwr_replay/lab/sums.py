@@ -214,7 +214,8 @@ def _alone(exhibit: Exhibit, evidence: Evidence, originals: Originals, seed: int
     right = 0
     for i, c in enumerate(lone_C):
         labels = torch.tensor([c])
-        v_nd = torch.stack([release.added(pool[j : j + 1], labels)[: release.by_class] for j in among.tolist()])
+        each = (release.added(pool[j : j + 1], labels)[: release.by_class].clone() for j in among.tolist())
+        v_nd = torch.stack([*each])  # copies: a part would keep the products of all in memory
         places_d = v_nd.abs().sum(0) > 0  # of this class
         right += int((v_nd - release.sums_d[: release.by_class])[:, places_d].square().sum(1).argmin()) == i
     return {"alone": asdict(share(right, len(alone))), "number": len(alone), "among": len(among)}
