@@ -45,6 +45,7 @@ def results(tmp_path, *options):
     return {one["attack"]: one for one in attack_run(folder, Only(), "none", "", 1.0, lambda line: None)["attacks"]}
 
 
+@pytest.mark.sampled(1, "part")
 @pytest.mark.parametrize("part", [1, 6])
 @pytest.mark.parametrize("hidden", [SHARED, ["nodes=1"]])
 @pytest.mark.parametrize("method", METHODS)
@@ -73,6 +74,7 @@ def test_the_same_images_are_asked_about_again(tmp_path, monkeypatch):
     assert once == again
 
 
+@pytest.mark.sampled(1, "found")
 @pytest.mark.parametrize(
     ("options", "found"), [(["nodes=1"], LONE), (["nodes=3", "masked=true"], LONE), (METHODS["statistics"], 0)]
 )

@@ -42,7 +42,7 @@ def results(folder):
     return {path.parent.name: json.loads(path.read_text()) for path in folder.rglob("result.json")}
 
 
-@pytest.mark.sampled(1, of="clinical studies")
+@pytest.mark.sampled(1, of="whole studies")
 def test_tables_1_and_3_on_retina(study, tmp_path):
     data, parts = str(clinical.retina(tmp_path / "retina", 108)), "table-1,table-3-weights"
     code, said = study("retina", "--data", data, "--quick", "--only", parts)
@@ -65,7 +65,7 @@ def test_tables_1_and_3_on_retina(study, tmp_path):
     assert "all: 2 runs, 0 to run" in said.out
 
 
-@pytest.mark.sampled(1, of="clinical studies")
+@pytest.mark.sampled(1, of="whole studies")
 def test_table_2_on_boneage_has_the_control(study, tmp_path):
     data = str(clinical.boneage(tmp_path / "boneage", 72, 12))
     words = ["boneage", "--data", data, "--quick", "--only", "table-2-split-3"]
@@ -86,7 +86,7 @@ def test_table_2_on_boneage_has_the_control(study, tmp_path):
     assert "seeds is a number from 1" in " ".join(said.err.split())
 
 
-@pytest.mark.sampled(1, of="clinical studies")
+@pytest.mark.sampled(1, of="whole studies")
 def test_figure_6_on_brats_has_both_dice_coefficients_of_the_same_runs(study, tmp_path):
     data = str(clinical.brats(tmp_path / "brats", 5))
     code, said = study("brats", "--data", data, "--quick")

@@ -214,6 +214,7 @@ def test_the_metric_by_epsilon_has_what_was_spent_by_then(tmp_path):
     assert by_epsilon([tmp_path], "accuracy") == [[(1.5, 0.2), (2.0, 0.4)]]
 
 
+@pytest.mark.sampled(1, of="whole studies")
 def test_a_part_whose_messages_are_attacked_has_a_table_of_what_they_show(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     options = ["task=digits", "partition=iid", "partition.size=4", "nodes=2", "rounds=1", "seeds=1", "record=all"]
