@@ -337,6 +337,8 @@ def _check_left(job: list[str], folder: Path, result: dict[str, Any]) -> None:
     """Test again the models that the run has left, as `predict` finds them."""
     simulation, own = Simulation.of(compose(job)), load_strategy(result["strategy"])[0].own_models
     for k, name in enumerate(simulation.part.names):
+        if (folder / "models" / f"{name}.safetensors").exists():
+            continue  # models that travel: this one may have begun here, and been tested elsewhere
         with contextlib.suppress(RunError):  # it has left none, and `predict` says so
             model = load_model(folder, name if own else "")
             task = make_task(model.task).scaled(model.mean, model.scale)
