@@ -27,7 +27,7 @@ class MoonClient(InstitutionClient):
         """Train for E passes and return the weights; the reported loss is L, without the contrastive term."""
         data, learner = self.training_data(), self.learner(request)
         before = self.kept("last", request) if request.mu else None
-        fixed = copy.deepcopy(learner.model), copy.deepcopy(learner.model)  # of θ, and of the last θ_k
+        fixed = [copy.deepcopy(learner.model) for _ in range(2)] if before else []  # of θ, and of the last θ_k
         if before:
             load_arrays(fixed[1], before)
         taken: list[Tensor] = []  # z of the batch: what the head has just received
@@ -36,7 +36,7 @@ class MoonClient(InstitutionClient):
         with head.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[0])):
             for _ in range(request.local_epochs):
                 for x_B, y_B in learner.batches(data, shuffle):
-                    others = [features_of(model, x_B).clone() for model in fixed] if before else []
+                    others = [features_of(model, x_B).clone() for model in fixed]
 
                     def contrast(others: list[Tensor] = others) -> Tensor:
                         return request.mu * contrastive(taken[-1], *others, request.temperature)

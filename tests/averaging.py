@@ -68,3 +68,23 @@ def agree(one, other):
     assert one.keys() == other.keys()
     for name in one:
         np.testing.assert_allclose(one[name], np.asarray(other[name]), rtol=0, atol=2e-6, err_msg=name)
+
+
+def rounds(shards, local):
+    """Return the weights after three rounds of FedAvg, where `local(model, fixed, x, y, name, exchange)` trains.
+
+    Both networks begin a round with the global weights; `fixed` keeps them.
+    """
+    config = compose(JOB)
+    build = backbone(config.model, config.task)
+    state = build(derived_seed(0, "model")).state_dict()
+    for exchange in (1, 2, 3):
+        trained = []
+        for name, (x, y) in shards.items():
+            model, fixed = build(0), build(0)
+            for network in (model, fixed):
+                network.load_state_dict(state)
+            local(model, fixed, x, y, name, exchange)
+            trained.append(model.state_dict())
+        state = mean(trained, [len(y) for _, y in shards.values()])
+    return {name: value.numpy() for name, value in state.items()}

@@ -38,7 +38,7 @@ class Parallel(AtOnce):
     answer: ClassVar[type[Trained]] = Trained
     returned: Mapping[str, ArrayRecord]  # by institution: what it has trained in this exchange, if that is to be tested
     sent: StateDict  # the global weights of this exchange, as sent to all
-    form: StateDict  # arrays of the form that all answers have: of the request, and what it asks for beside them
+    request: Request  # of this exchange, without what is an institution's own
     exchange: int
     arrived: dict[str, tuple[Trained, Metrics | None]]  # by name: this exchange's answers, masked ones without arrays
     total: StateDict  # the sum of masked arrays so far
@@ -104,9 +104,13 @@ class Parallel(AtOnce):
                     f"with privacy.dropouts={plan.dropouts} a sum needs {least} institutions; exchange {server_round} "
                     f"has {len(trainers)}; {self.recorder.failures_line()}: resume the run when more are there"
                 )
-        request = self.asking(server_round, arrays, trainers)
-        self.form = answer_form(opened(request.parts()[0] or {}), request)
-        return (self.message(member, request, config) for member in trainers)
+        self.request = self.asking(server_round, arrays, trainers)
+        return (self.message(member, self.request, config) for member in trainers)
+
+    @property
+    def form(self) -> StateDict:
+        """Arrays of the form that all answers have: of the request, and what it asks for beside them."""
+        return answer_form(opened(self.request.parts()[0] or {}), self.request)
 
     def asking(self, exchange: int, arrays: Weights, members: Iterable[Member]) -> Request:
         """Return the request to train to all of these; where some may be missing, it names them."""
@@ -202,12 +206,12 @@ class Parallel(AtOnce):
                 f"with masked=true an exchange needs every institution; exchange {self.exchange} has no answer of "
                 f"{', '.join(lacking)}; {self.recorder.failures_line()}: resume the run when all are there"
             )
-        plan, n = self.settings.privacy, sum(answer.num_examples for answer in answers)
+        plan, form, n = self.settings.privacy, self.form, sum(answer.num_examples for answer in answers)
         if not (plan and plan.institutions):
-            return replace(answers[0], arrays=mean_of(self.total, like=self.form), num_examples=n)
+            return replace(answers[0], arrays=mean_of(self.total, like=form), num_examples=n)
         [mechanism] = plan.mechanisms
-        step = plan.step(mechanism, n, sum(array.size for array in self.form.values()))
-        sums, scale = sums_of(self.total, self.form), step * plan.config.clip_of(mechanism) / n
+        step = plan.step(mechanism, n, sum(array.size for array in form.values()))
+        sums, scale = sums_of(self.total, form), step * plan.config.clip_of(mechanism) / n
         check_sums(sums, n / step, len(answers))
         mean = {name: whole * scale for name, whole in sums.items()}
         return replace(answers[0], arrays=mean, num_examples=n)

@@ -20,7 +20,7 @@ from pathlib import Path
 from flwr_replay.data.decoded import FOLDER as DECODED
 from flwr_replay.errors import RunError, nearest
 from flwr_replay.files.atomic import new_folder, private_folder, read_bytes, sweep, write_atomic, write_json
-from flwr_replay.files.disk import entries, files_below, looked, looked_below
+from flwr_replay.files.disk import entries, files_below, looked, looked_below, writing
 from flwr_replay.files.disk import remove as unlink
 from flwr_replay.files.lines import parts
 from flwr_replay.state.store import REMOVED, RUNS
@@ -123,4 +123,5 @@ def retire(state: Path, receipt: Path) -> None:
         gone = {name: size for name, size in gone.items() if name not in sums}
         at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         write_json(new / RECEIPT, {"institution": state.name, "at": at, "kept": sums, "removed": gone}, indent=1)
-    shutil.rmtree(state)
+    with writing(state):
+        shutil.rmtree(state)

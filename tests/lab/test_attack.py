@@ -12,11 +12,8 @@ import torch
 from attacked_runs import DIGITS, attacked, recorded_runs, without_digests
 from harness import SHARDS, command, node_configs, run, write_shards
 
-from flwr_replay.attacks.attacker import Auxiliary
-from flwr_replay.config.compose import compose
 from flwr_replay.errors import DataError
 from flwr_replay.files.atomic import read_json
-from flwr_replay.lab.auxiliary import auxiliary_of, without
 from flwr_replay.lab.evidence import Evidence
 from flwr_replay.lab.judge import Originals, OtherOriginals, originals_of
 from flwr_replay.lab.membership import member_attacks
@@ -137,21 +134,6 @@ def test_an_institution_is_not_attacked_with_its_own_images(runs, tmp_path, monk
     assert not {"nearest auxiliary image", "learned decoder"} & {one["attack"] for one in results.values()}
     _, others, _ = attacked(monkeypatch, capsys, tmp_path / "run", "--aux", "institution-2")
     assert "60 images of institution-2 (which colludes)" in others["latents", "learned decoder"]["auxiliary"]
-
-
-def test_auxiliary_images_of_the_victim_are_removed():
-    x, y = torch.rand(5, 1, 2, 2), torch.arange(5)
-    kept = without(Auxiliary("five images", x, y), [x[1:3], x[:1]])
-    assert kept.labels_m.tolist() == [3, 4]
-    assert "without 3" in kept.source
-    assert without(Auxiliary("five images", x, y), [x]) is None
-    assert without(Auxiliary("five images", x, y), []).source == "five images"
-
-
-def test_an_attackers_folder_may_have_any_name(tmp_path):
-    write_shards(tmp_path, {"a{b}": 40})
-    task = compose([*SHARDS, "classes=3", "nodes=2", "split=validation"])  # the attacker holds none out
-    assert auxiliary_of(task, str(tmp_path / "a{b}.npz")).source == "40 images of a{b}.npz"
 
 
 def test_masks_are_members_by_no_label():

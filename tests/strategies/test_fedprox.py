@@ -1,7 +1,7 @@
 """FedProx against a plain loop; without its term it is FedAvg."""
 
 import pytest
-from averaging import JOB, SIZES, agree, local_sgd, mean, run
+from averaging import JOB, SIZES, agree, local_sgd, rounds, run
 from harness import same, write_shards
 
 from flwr_replay.config.compose import compose
@@ -11,24 +11,11 @@ from flwr_replay.rng import derived_seed
 
 
 def twin(shards, mu):
-    config = compose(JOB)
-    build = backbone(config.model, config.task)
-    state = build(derived_seed(0, "model")).state_dict()
-    for exchange in (1, 2, 3):
-        trained = []
-        for name, (x, y) in shards.items():
-            model, anchor = build(0), build(0)
-            model.load_state_dict(state)
-            anchor.load_state_dict(state)
-            fixed = [p.detach() for p in anchor.parameters()]
+    def local(model, fixed, *data):
+        pairs = [*zip(model.parameters(), fixed.parameters(), strict=True)]
+        local_sgd(model, *data, penalty=lambda _: mu / 2 * sum(((p - q.detach()) ** 2).sum() for p, q in pairs))
 
-            def penalty(model, fixed=fixed):
-                return mu / 2 * sum(((p - q) ** 2).sum() for p, q in zip(model.parameters(), fixed, strict=True))
-
-            local_sgd(model, x, y, name, exchange, penalty=penalty)
-            trained.append(model.state_dict())
-        state = mean(trained, [len(y) for _, y in shards.values()])
-    return {name: value.numpy() for name, value in state.items()}
+    return rounds(shards, local)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from averaging import JOB, SIZES, agree, local_sgd, mean, run
+from averaging import SIZES, agree, local_sgd, rounds, run
 from harness import same, write_shards
 from torch.nn.functional import normalize
 
@@ -12,7 +12,6 @@ from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError
 from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.base import Settings
-from flwr_replay.rng import derived_seed
 from flwr_replay.strategies.moon import Moon, MoonConfig
 
 
@@ -36,29 +35,21 @@ class Watched(torch.nn.Module):
 
 
 def twin(shards, mu, temperature):
-    config = compose(JOB)
-    build = backbone(config.model, config.task)
-    state, last = build(derived_seed(0, "model")).state_dict(), {}
-    for exchange in (1, 2, 3):
-        trained = []
-        for name, (x, y) in shards.items():
-            model, fixed = build(0), build(0)
-            model.load_state_dict(state)
-            fixed.load_state_dict(state)
+    last = {}
 
-            def penalty(watched, fixed=fixed, name=name):
-                if name not in last:
-                    return 0.0
-                with torch.no_grad():
-                    others = [normalize(features(one.eval(), watched.x).flatten(1)) for one in (fixed, last[name])]
-                to_g, to_p = ((normalize(watched.z.flatten(1)) * other).sum(1) / temperature for other in others)
-                return -mu * (to_g - torch.stack([to_g, to_p]).logsumexp(0)).mean()
+    def local(model, fixed, x, y, name, exchange):
+        def penalty(watched):
+            if name not in last:
+                return 0.0
+            with torch.no_grad():
+                others = [normalize(features(one.eval(), watched.x).flatten(1)) for one in (fixed, last[name])]
+            to_g, to_p = ((normalize(watched.z.flatten(1)) * other).sum(1) / temperature for other in others)
+            return -mu * (to_g - torch.stack([to_g, to_p]).logsumexp(0)).mean()
 
-            local_sgd(Watched(model), x, y, name, exchange, penalty=penalty)
-            last[name] = copy.deepcopy(model)
-            trained.append(model.state_dict())
-        state = mean(trained, [len(y) for _, y in shards.values()])
-    return {name: value.numpy() for name, value in state.items()}
+        local_sgd(Watched(model), x, y, name, exchange, penalty=penalty)
+        last[name] = copy.deepcopy(model)
+
+    return rounds(shards, local)
 
 
 @pytest.fixture
