@@ -4,7 +4,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__all__ = ["compare", "load_model", "run"]
+__all__ = ["Classification", "Institution", "Settings", "TrainingConfig", "compare", "load_model", "run"]
 __version__ = "0.1.0"
 
 # In a checkout and in the bundle that `flwr run` ships, `strategies/` and its three siblings stand beside
@@ -14,7 +14,11 @@ if not (Path(__file__).parent / "strategies").is_dir() and (_root / "strategies"
     __path__.append(str(_root))
 
 
-OFFERED = {"compare": "api", "load_model": "finished.trained", "run": "api"}  # in Python, by the module that has it
+OFFERED = {  # in Python, by the module that has it
+    **{"compare": "api", "load_model": "finished.trained", "run": "api"},
+    **{"Classification": "learning.tasks", "Institution": "institution.owner"},  # for your own Flower app
+    **{"Settings": "movements.base", "TrainingConfig": "config.sections"},
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,10 +12,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flwr_replay.errors import ConfigError
 from flwr_replay.institution.client import InstitutionClient
@@ -23,7 +25,7 @@ from flwr_replay.payloads.common import OPEN_STAGES
 from flwr_replay.wire.payload import request_of
 from flwr_replay.wire.records import NamedArrays, arrays_in, config_in, metrics_in
 
-__all__ = ["serve", "serving"]
+__all__ = ["ProximalApp", "serve", "serving"]
 
 MOST = 2**63 - 1  # of a whole number in Flower's records
 
@@ -73,6 +75,37 @@ def serving(make_client: Callable[[Context], InstitutionClient]) -> Mod:
         return _fit(make_client(context), message)
 
     return mod
+
+
+class ProximalApp(ClientApp):
+    """Flower's ClientApp, to whose own training FedProx's term is added: L(θ_k) + μ/2 ‖θ_k - θ‖² (Li et al. 2020).
+
+    Every step of a torch optimizer in a train message has μ (θ_k - θ) added to its gradients, after whatever clipped
+    them. θ is what a parameter was before its first step, μ the `proximal-mu` of the request; without it all is as it
+    was. A step that calls a closure is a ConfigError.
+    """
+
+    def __init__(self, mods: list[Mod] | None = None) -> None:
+        super().__init__(mods=[*(mods or ()), _proximal])
+
+
+def _proximal(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    mu, received = float(config_in(message.content).get("proximal-mu", 0.0)), dict[torch.Tensor, torch.Tensor]()
+
+    def pull(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if [*args[1:], *kwargs.values()] not in ([], [None]):  # the first argument is the optimizer
+            raise ConfigError("ProximalApp adds to gradients before a step; a closure computes new ones: leave it out")
+        for parameter in (one for group in optimizer.param_groups for one in group["params"] if one.grad is not None):
+            if parameter not in received:
+                received[parameter] = parameter.detach().clone()
+            parameter.grad.add_(parameter.detach() - received[parameter], alpha=mu)
+
+    hook = register_optimizer_step_pre_hook(pull) if mu else None
+    try:
+        return call_next(message, context)
+    finally:
+        if hook:
+            hook.remove()
 
 
 def _numpy_client(client: NumPyClient | Client) -> NumPyClient:

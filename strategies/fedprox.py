@@ -10,8 +10,9 @@ Travels: as in FedAvg: the weights, to every institution (`Train`, with μ) and 
 
 Deviations: Those of FedAvg. μ = 0 is FedAvg, bit for bit. With fraction= institutions are drawn uniformly and averaged
 by their numbers of examples, as in FedAvg; Li et al. draw in proportion to these numbers and average without weights.
-A user's own ClientApp finds μ as `proximal-mu` in the config record, as with Flower's FedProx, and must add the term
-to its loss. The server cannot see whether it does; if not, this is FedAvg. The log says so once.
+A user's own ClientApp finds μ as `proximal-mu` in the config record, as with Flower's FedProx. As `serve.ProximalApp`
+it has the term; else it must add it to its loss. The server cannot see whether it does; if not, this is FedAvg. The
+log says so once.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ class FedProx(FedAvg):
         super().begin_run()
         if any(not member.ours for member in self.members):
             self.recorder.log(
-                "FedProx: a ClientApp of your own must add proximal-mu / 2 times the squared distance from the weights "
-                "received to its loss; if it ignores proximal-mu in the config record, this is FedAvg"
+                "FedProx: a ClientApp of your own must be a flwr_replay.serve.ProximalApp, or add proximal-mu / 2 "
+                "times the squared distance from the weights received to its loss; if it ignores proximal-mu in the "
+                "config record, this is FedAvg"
             )
 
     def train_request(self, exchange: int, arrays: Weights) -> Train:

@@ -44,7 +44,7 @@ from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.learning.latents import LatentStore, bytes_by_cut, check_reach, rows_per_chunk
 from flwr_replay.learning.ranks import Loss, Ranks
 from flwr_replay.learning.training import make_optimizer, mean_loss, refuse_single_batches, step, torch_rng
-from flwr_replay.models import StagedModel, placed, split
+from flwr_replay.models import Part, placed, split
 from flwr_replay.models.pretrained import read_encoder
 from flwr_replay.movements.base import Exchange, Settings
 from flwr_replay.movements.one_shot import OneShot
@@ -315,7 +315,7 @@ class FedReplay(OneShot):
     # --- stage 3 ------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def parts(self) -> tuple[StagedModel, StagedModel]:
+    def parts(self) -> tuple[Part, Part]:
         """The backbone before and after the cut; θ_C, the part after it, has fresh weights."""  # Alg. 2, line 8
         if self.settings.model is None:
             raise ConfigError(
@@ -326,7 +326,7 @@ class FedReplay(OneShot):
         return encoder, primary.train()
 
     @property
-    def primary(self) -> StagedModel:
+    def primary(self) -> Part:
         """θ_C, the part after the cut, which the server trains."""
         return self.parts[1]
 

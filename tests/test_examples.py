@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -15,20 +17,24 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import Context, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.common.config import flatten_dict
 
 from flwr_replay.config.compose import from_run_config
 from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.engines.superlink import streamed, superlink
-from flwr_replay.errors import ConfigError
 from flwr_replay.institution.policy import LIMITS, Policy, read_policy
-from flwr_replay.models import split
+from flwr_replay.serve import ProximalApp
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
-OWN = ("cwt", "fedreplay", "numpy_client", "replay", "proxyfl", "dataloader")
+OWN = ("cwt", "fedreplay", "numpy_client", "replay", "proxyfl", "quickstart")
 MODULES = ("task", "client_app", "server_app")
 NODES = 4
+QUICKSTART = EXAMPLES / "quickstart"
+SWAPS = (  # strategy, the most lines that it takes, and the least accuracy; none is Flower's FedAvg
+    *(("", 0, 0.85), ("fedavg", 3, 0.85), ("fedprox", 3, 0.8), ("cwt", 3, 0.85)),
+    *(("fedreplay", 15, 0.85), ("fedstats", 20, 0.5), ("proxyfl", 20, 0.3)),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +47,14 @@ def _one_thread() -> Iterator[None]:
 
 
 @contextmanager
-def example(name: str, monkeypatch: pytest.MonkeyPatch, working_directory: Path) -> Iterator[dict[str, Any]]:
+def example(
+    name: str, monkeypatch: pytest.MonkeyPatch, working_directory: Path, within: Path = EXAMPLES
+) -> Iterator[dict[str, Any]]:
     """Import one example as `flwr run` does: its folder leads the path, files go to the working directory."""
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(working_directory / "home"))
     monkeypatch.chdir(working_directory)
     with monkeypatch.context() as path:
-        path.syspath_prepend(str(EXAMPLES / name))
+        path.syspath_prepend(str(within / name))
         try:
             yield {module: importlib.import_module(module) for module in MODULES}
         finally:
@@ -100,18 +108,65 @@ def test_proxyfl_runs_in_process_and_its_private_models_learn(
     assert len(set(re.findall(r"^(institution-\d): epsilon \d", said, re.M))) == NODES
 
 
-def test_data_loaders_run_in_process_and_private_models_learn(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("strategy", "most", "least"), SWAPS)
+def test_a_strategy_in_the_quickstart_takes_few_lines_runs_and_learns(
+    strategy: str, most: int, least: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: Any
 ) -> None:
-    with example("dataloader", monkeypatch, tmp_path) as app:
-        start("dataloader", app)
-    assert float(re.findall(r"private models (0\.\d+)", capsys.readouterr().out)[-1]) > 0.6
+    shutil.copytree(QUICKSTART, tmp_path / "quickstart", ignore=shutil.ignore_patterns("__pycache__"))
+    if strategy:
+        swap = QUICKSTART / "swaps" / f"{strategy}.diff"
+        subprocess.run(["git", "apply", str(swap)], cwd=tmp_path / "quickstart", check=True)
+        assert len(re.findall(r"(?m)^\+(?!\+\+ ).*\S", swap.read_text())) <= most
+    torch.manual_seed(0)
+    with example("quickstart", monkeypatch, tmp_path, tmp_path) as app:
+        start("quickstart", app)
+    said = capfd.readouterr().out
+    assert float(re.findall(r"(?<!-)accuracy['\":]*:? (\d\.\d+)", said)[-1]) > least
+
+
+def test_every_swap_is_tried() -> None:
+    assert {file.stem for file in (QUICKSTART / "swaps").iterdir()} == {
+        strategy for strategy, _, _ in SWAPS if strategy
+    }
 
 
 def test_the_page_shows_the_example_with_data_loaders() -> None:
-    shown = re.search(r"(?s)def institution\(number, count\):\n(.*?)```", (EXAMPLES.parent / "flower.md").read_text())
+    shown = re.search(r"(?s)```python\n(def institution.*?)```", (EXAMPLES.parent / "flower.md").read_text())
     assert shown
-    assert shown[1] in (EXAMPLES / "dataloader" / "client_app.py").read_text()
+    added = re.findall(r"(?m)^[+ ](.*)", (QUICKSTART / "swaps" / "proxyfl.diff").read_text())
+    assert shown[1] in "\n".join(added)
+
+
+def test_a_proximal_app_takes_the_steps_of_the_loss_with_the_term() -> None:
+    mu, lr, start = 0.5, 0.1, torch.tensor([3.0, -2.0])
+    app, ends = ProximalApp(), list[torch.Tensor]()
+
+    def descend(penalty: float, closure: bool = False) -> None:
+        theta = torch.nn.Parameter(start.clone())
+        optimizer = torch.optim.SGD([theta], lr=lr, momentum=0.9, weight_decay=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = theta.pow(4).sum() + penalty / 2 * (theta - start).square().sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step(float if closure else None)
+        ends.append(theta.detach())
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        descend(0.0, "closure" in message.content["config"])
+        return Message(RecordDict(), reply_to=message)
+
+    def ask(**config: float) -> Message:
+        return InlineGrid(app, {}, [{}]).answer(Message(RecordDict({"config": ConfigRecord(config)}), 2, "train"))
+
+    ask(**{"proximal-mu": mu})
+    descend(mu)
+    assert torch.allclose(ends[0], ends[1], rtol=1e-5)
+    ask()
+    descend(0.0)
+    assert torch.equal(ends[2], ends[3])  # nothing is left of the first message
+    assert not torch.allclose(ends[0], ends[2], rtol=1e-2)
+    assert "leave it out" in ask(**{"proximal-mu": mu, "closure": 1}).error.reason
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -137,14 +192,9 @@ def test_runs_on_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "Traceback" not in said
 
 
-def test_a_model_that_is_no_sequence_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"only a torch.nn.Sequential .* got Linear"):
-        split(torch.nn.Linear(2, 2), "conv1")
-
-
 def test_all_examples_have_the_same_task() -> None:
     """The user's part is one text, so that only the marked lines differ."""
-    assert len({(EXAMPLES / name / "task.py").read_text() for name in OWN if name != "dataloader"}) == 1
+    assert len({(EXAMPLES / name / "task.py").read_text() for name in OWN if name != "quickstart"}) == 1
     assert (EXAMPLES / "cwt" / "server_app.py").read_text() == (EXAMPLES / "numpy_client" / "server_app.py").read_text()
 
 

@@ -228,9 +228,9 @@ def test_one_reason_of_several_nodes_is_said_once_and_all_reasons_at_the_end(own
         (lambda: Settings(nodes="2"), r"nodes=…\) must be of type int; got '2' of type str"),
         (lambda: Settings(training={"lr": 1}), "must be of type TrainingConfig; got"),
         (lambda: Settings(node=2), r"Settings has no node=: did you mean nodes\?"),
-        (lambda: Settings(model=nn.Sequential(nn.Flatten())), "function of a seed .*got Sequential: write"),
-        (lambda: Settings(model=Net), "function of a seed .*got Net: write"),
-        (lambda: ProxyFLClient(None, Net, TASK), r"function of a seed .*got Net: write .*return Net\(\)"),
+        (lambda: Settings(model=nn.Sequential(nn.Flatten())), "what builds it: .*got a Sequential that is built"),
+        (lambda: Settings(model=Net), "what builds it: .*got Net: write"),
+        (lambda: ProxyFLClient(None, Net, TASK), r"what builds it: .*got Net: write .*return Net\("),
     ],
 )
 def test_a_mistaken_argument_is_refused_at_once(mistaken, said):
@@ -239,9 +239,9 @@ def test_a_mistaken_argument_is_refused_at_once(mistaken, said):
 
 
 class Net(nn.Module):
-    """As in every quickstart: built without arguments."""
+    """Of two sizes, which only its user knows."""
 
-    def __init__(self):
+    def __init__(self, width, classes):
         super().__init__()
 
 

@@ -34,7 +34,7 @@ from flwr_replay.learning.tasks import Task
 from flwr_replay.learning.training import make_optimizer, refuse_single_batches, torch_rng
 from flwr_replay.memory import remembered
 from flwr_replay.models import placed
-from flwr_replay.models.seeding import require_builder
+from flwr_replay.models.seeding import builder_of
 from flwr_replay.payloads.common import (
     DPRequest,
     Evaluate,
@@ -71,30 +71,29 @@ __all__ = ["InstitutionClient"]
 class InstitutionClient(NumPyClient):
     """Base of the clients of all methods.
 
-    `model` builds the backbone with fresh weights from a seed. `private_model` builds the private model φ, which never
-    leaves, for methods that have one; None: `model` does. Shuffles derive from the run's seed and the institution's
-    name. Without `replay_plan` there is no replay, without `privacy` no DP, and without `synthesis` no synthetic image.
+    `model` builds the backbone with fresh weights, without arguments or from a seed. `private_model` builds the private
+    model φ, which never leaves, for methods that have one; None: `model` does. Shuffles derive from the run's seed and
+    the institution's name. Without `replay_plan` there is no replay, without `privacy` no DP, and without `synthesis`
+    no synthetic image.
     `bound` is what a run is bound to, from `flwr_replay.config.binding.binding`.
     """
 
     def __init__(
         self,
         institution: Institution,
-        model: Callable[[int], nn.Module],
+        model: Callable[..., nn.Module],
         task: Task,
         training: TrainingConfig | None = None,
         seed: int = 0,
         replay_plan: ReplayPlan | None = None,
         privacy: PrivacyPlan | None = None,
-        private_model: Callable[[int], nn.Module] | None = None,
+        private_model: Callable[..., nn.Module] | None = None,
         bound: str = "",
         synthesis: SynthesisPlan | None = None,
     ) -> None:
-        for builder in (model, private_model or model):
-            require_builder(builder)
         self.institution = institution
-        self.fresh = model
-        self.fresh_private = private_model or model
+        self.fresh = builder_of(model)
+        self.fresh_private = builder_of(private_model or model)
         self.task = task
         self.training = training or TrainingConfig()
         self.seed = seed

@@ -10,7 +10,17 @@
 """
 
 from flwr_replay.models.layers import Prepared
-from flwr_replay.models.staged import StagedModel, has_batch_norm, placed, split, split_before_head, staged
+from flwr_replay.models.staged import Part, StagedModel, has_batch_norm, placed, split, split_before_head, staged
 from flwr_replay.models.zoo import build
 
-__all__ = ["Prepared", "StagedModel", "build", "has_batch_norm", "placed", "split", "split_before_head", "staged"]
+__all__ = [
+    "Part",
+    "Prepared",
+    "StagedModel",
+    "build",
+    "has_batch_norm",
+    "placed",
+    "split",
+    "split_before_head",
+    "staged",
+]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import nn
 
 from flwr_replay.errors import ConfigError
 
-__all__ = ["require_builder", "seeded"]
+__all__ = ["builder_of", "seeded"]
 
 CPU = torch.device("cpu")
 
@@ -32,16 +32,34 @@ def seeded(seed: int, device: torch.device = CPU) -> Iterator[None]:
         yield
 
 
-@lru_cache(maxsize=16)  # the same builder comes with every message
-def require_builder(model: Callable[[int], nn.Module]) -> None:
-    """Raise `ConfigError` for what cannot be called with a seed alone, such as a network's class without arguments."""
-    name = getattr(model, "__name__", type(model).__name__)
-    try:
-        inspect.signature(model).bind(0)
-        if isinstance(model, nn.Module):
-            raise TypeError("its forward takes no seed")
-    except TypeError:
-        raise ConfigError(
-            f"a model must be a function of a seed that returns an nn.Module; got {name}: write "
-            f"def net(seed): torch.manual_seed(seed); return {name}(), and give net"
-        ) from None
+@lru_cache(maxsize=16)  # the same builder comes with every message, and what is kept for a model goes by its builder
+def builder_of(model: Callable[..., nn.Module]) -> Callable[[int], nn.Module]:
+    """Return a function of a seed that builds a model; one that is built without arguments is built under that seed.
+
+    Raises
+    ------
+    ConfigError
+        For what needs other arguments, or is a model itself.
+    """
+    if isinstance(model, nn.Module):
+        raise ConfigError(_no_builder(f"a {type(model).__name__} that is built already"))
+    of_seed = not (inspect.isclass(model) and issubclass(model, nn.Module))  # a network's first argument is no seed
+    for arguments in ((0,), ())[not of_seed :]:
+        try:
+            inspect.signature(model).bind(*arguments)
+        except TypeError:
+            continue
+        return model if arguments else partial(_built, model)
+    raise ConfigError(_no_builder(getattr(model, "__name__", type(model).__name__)))
+
+
+def _built(model: Callable[[], nn.Module], seed: int) -> nn.Module:
+    with seeded(seed):
+        return model()
+
+
+def _no_builder(got: str) -> str:
+    return (
+        f"model must be what builds it: a class or function without arguments, or a function of a seed; got {got}: "
+        "write def net(): return Net(…), and give net"
+    )

@@ -15,7 +15,7 @@ from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.learning.tasks import Task
-from flwr_replay.models.seeding import require_builder
+from flwr_replay.models.seeding import builder_of
 from flwr_replay.privacy.plan import PrivacyPlan
 
 __all__ = ["Settings", "checked_arguments"]
@@ -37,7 +37,7 @@ class Settings(Named):
     Raises
     ------
     ConfigError
-        If an argument is of another type, or `model` is no function of a seed.
+        If an argument is of another type, or `model` builds none.
     """
 
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -58,7 +58,9 @@ class Settings(Named):
     masked: bool = False  # institutions add masks that cancel: the server can read the mean of their weights only
     record: str = ""  # which messages the server keeps, as the roll call announces it: up, all, or empty for none
     task: Task | None = None  # loss and pooled metrics; None: metrics are means weighted by numbers of examples
-    model: Callable[[int], nn.Module] | None = None  # builds the backbone from a seed, for training at the server
+    model: Callable[..., nn.Module] | None = (
+        None  # builds the backbone, perhaps from a seed, for training at the server
+    )
     frozen: str = ""  # SHA-256 of what does not train in it, which institutions compare; empty: all of it trains
     private_models: tuple[Callable[[int], nn.Module], ...] = ()  # build the private models that the options name
     input_shape: tuple[int, ...] | None = None  # of one example
@@ -78,7 +80,7 @@ class Settings(Named):
         require(self.nodes >= 0, f"Settings(nodes=…) must be at least 0; got {self.nodes}")
         within("Settings: ", self, fraction=SHARE)
         if self.model is not None:
-            require_builder(self.model)
+            object.__setattr__(self, "model", builder_of(self.model))
 
     @property
     def hiding(self) -> Hiding:

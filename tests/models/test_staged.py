@@ -117,3 +117,75 @@ def test_stages_are_named_in_order() -> None:
     model = StagedModel(OrderedDict(first=nn.ReLU(), second=nn.Linear(1, 1)))
     assert model.stages == ("first", "second")
     assert isinstance(model[:1], StagedModel)
+
+
+class Traced(nn.Module):
+    """As in a quickstart: a forward of its own, a pooling that it calls twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.pool = nn.Conv2d(3, 4, 3), nn.MaxPool2d(2)
+        self.block = nn.Sequential(nn.Conv2d(4, 5, 2), nn.BatchNorm2d(5), nn.Dropout(0.5))
+        self.fc1, self.fc2 = nn.Linear(20, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.pool(torch.relu(self.conv1(x)))
+        x = self.pool(self.block(x)).view(-1, 20)
+        return self.fc2(torch.relu(self.fc1(x)))
+
+
+class Skips(Traced):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv1(x)
+        return self.fc1((y + self.pool(y).mean()).flatten(1)[:, :20])
+
+
+class Branches(Traced):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc1(x) if x.sum() > 0 else self.fc2(x)
+
+
+class Drops(Traced):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(nn.functional.dropout(self.fc1(x), training=self.training))
+
+
+class OneLayer(Traced):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.fc1(x)
+        return y
+
+
+@pytest.mark.parametrize("cut", ["conv1", "block", "fc1", ""])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_model_with_a_forward_of_its_own_is_cut_by_tracing(cut: str, training: bool) -> None:
+    torch.manual_seed(0)
+    model = Traced()
+    encoder, primary = split(model, cut)
+    assert same(encoder.state_dict() | primary.state_dict(), model.state_dict())
+    assert encoder.stages == (
+        ("conv1", "block", "fc1")[: 1 + ("conv1", "block", "fc1").index(cut)] if cut else ("conv1",)
+    )
+    assert not encoder.state_dict().keys() & primary.state_dict().keys()
+    for module in (model, encoder, primary):
+        module.train(training)
+    torch.manual_seed(1)
+    parts = primary(encoder(images()))
+    torch.manual_seed(1)
+    assert torch.equal(parts, model(images()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "cut", "said"),
+    [
+        (Traced, "pool", "conv1, block, fc1"),
+        (Traced, "fc2", "conv1, block, fc1"),
+        (Skips, "pool", r"cut='pool' of Skips 2 do: cut elsewhere"),
+        (Branches, "", r"Branches cannot be traced \(.*build it as a torch.nn.Sequential"),
+        (Drops, "", "Drops does otherwise in training.*use nn.Dropout"),
+        (OneLayer, "", "has two stages or more; got OneLayer"),
+    ],
+)
+def test_where_a_traced_model_cannot_be_cut_is_said(kind: type[nn.Module], cut: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        split(kind(), cut)
