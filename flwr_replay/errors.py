@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 __all__ = [
     "BudgetError",
     "ConfigError",
+    "ConfigErrors",
     "DamagedError",
     "DataError",
     "DivergedError",
@@ -20,6 +21,7 @@ __all__ = [
     "near_matches",
     "nearest",
     "one_line",
+    "refuse_all",
 ]
 
 LONGEST = 1000  # characters of an error's line
@@ -32,6 +34,13 @@ class FlwrReplayError(Exception):
 
 class ConfigError(FlwrReplayError):
     """An unknown option or name, a wrong value, or options that do not go together."""
+
+
+class ConfigErrors(ConfigError):
+    """Several at once, each a line of its own on the command line; `args` has them."""
+
+    def __str__(self) -> str:
+        return "; also: ".join(map(str, self.args))
 
 
 class DataError(FlwrReplayError):
@@ -71,6 +80,12 @@ class RunError(FlwrReplayError):
 
 class DamagedError(RunError):
     """A file that is missing or, read whole, is not as it was written; one that could not be read may be sound."""
+
+
+def refuse_all(faults: Sequence[str]) -> None:
+    """Raise a `ConfigError` for one fault, and `ConfigErrors` for several."""
+    if faults:
+        raise (ConfigError if len(faults) == 1 else ConfigErrors)(*faults)
 
 
 def nearest(value: str, known: Iterable[str]) -> str:

@@ -118,6 +118,7 @@ class FedReplay(OneShot):
 
     config_type = FedReplayConfig
     config: FedReplayConfig
+    needs = ("model", "task")
     stages = ("extract", "evaluate")
 
     encoder: StateDict | None = None
@@ -317,10 +318,7 @@ class FedReplay(OneShot):
     @cached_property
     def parts(self) -> tuple[Part, Part]:
         """The backbone before and after the cut; θ_C, the part after it, has fresh weights."""  # Alg. 2, line 8
-        if self.settings.model is None:
-            raise ConfigError(
-                "FedReplay trains at the server and needs the backbone: give Settings(model=..., task=...)"
-            )
+        assert self.settings.model is not None
         backbone = placed(self.settings.model(derived_seed(self.settings.seed, "primary")), self.settings.device)
         encoder, primary = split(backbone, self.config.cut)
         return encoder, primary.train()

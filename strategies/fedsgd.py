@@ -34,7 +34,6 @@ from torch import nn
 
 from flwr_replay.config.sections import NOT_NEGATIVE_FINITE, require, within
 from flwr_replay.config.strategy import StrategyConfig, Traits
-from flwr_replay.errors import ConfigError
 from flwr_replay.learning.training import make_optimizer
 from flwr_replay.movements.base import Settings
 from flwr_replay.movements.parallel import Parallel, weighted_mean
@@ -69,6 +68,7 @@ class FedSGD(Parallel):
 
     config_type = FedSGDConfig
     config: FedSGDConfig
+    needs = ("model",)
     stages = ("differentiate", "evaluate")
     answer = Gradient
 
@@ -114,8 +114,7 @@ class FedSGD(Parallel):
     @cached_property
     def stepper(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The backbone, which holds θ during a step, and the server's optimizer."""
-        if self.settings.model is None:
-            raise ConfigError("FedSGD steps at the server and needs the backbone: give Settings(model=...)")
+        assert self.settings.model is not None
         model = self.settings.model(0)
         optimizer = make_optimizer(model, self.settings.training, self.settings.training.lr)
         if self.kept:

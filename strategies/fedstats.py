@@ -39,7 +39,7 @@ import numpy as np
 
 from flwr_replay.config.sections import Range, TaskConfig, one_of, require, within
 from flwr_replay.config.strategy import StrategyConfig, Traits
-from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.errors import RunError
 from flwr_replay.learning.heads import discriminants, linear_head, nearest_means
 from flwr_replay.movements.base import Settings
 from flwr_replay.movements.parallel import Parallel
@@ -93,6 +93,7 @@ class FedStats(Parallel):
 
     config_type = FedStatsConfig
     config: FedStatsConfig
+    needs = ("model",)
     stages = ("summarise", "evaluate")
     answer = ClassSums
 
@@ -121,8 +122,7 @@ class FedStats(Parallel):
     @cached_property
     def head(self) -> tuple[str, str, int, int]:
         """Names of the head's weights, (C, F), and biases, (C,); C, and F."""
-        if self.settings.model is None:
-            raise ConfigError("FedStats makes the head at the server and needs the model: give Settings(model=...)")
+        assert self.settings.model is not None
         name, head = linear_head(self.settings.model(0))
         return f"{name}.weight", f"{name}.bias", head.out_features, head.in_features
 

@@ -57,7 +57,7 @@ from torch import Tensor
 
 from flwr_replay.config.sections import BATCH, one_of, within
 from flwr_replay.config.strategy import StrategyConfig, Traits
-from flwr_replay.errors import ConfigError, DivergedError, WireError
+from flwr_replay.errors import DivergedError, WireError
 from flwr_replay.learning.latents import bytes_by_cut
 from flwr_replay.learning.training import iterations, late_steps, make_optimizer, mean_loss, step
 from flwr_replay.models import StagedModel, placed, split, split_before_head
@@ -104,6 +104,7 @@ class SplitNNConfig(StrategyConfig):
 class SplitNN(Serial):
     """One model, cut in two, visits the institutions in turn."""
 
+    needs = ("model", "task", "input_shape")
     config_type = SplitNNConfig
     config: SplitNNConfig
 
@@ -122,10 +123,7 @@ class SplitNN(Serial):
     @cached_property
     def parts(self) -> tuple[StagedModel, ...]:
         """The parts of the model: the institution's, the server's and, with share-labels=false, the head."""
-        if self.settings.model is None or self.settings.input_shape is None:
-            raise ConfigError(
-                "SplitNN trains at the server and needs the model: give Settings(model=..., task=..., input_shape=...)"
-            )
+        assert self.settings.model is not None
         model = placed(self.settings.model(0), self.settings.device).train()
         return (split if self.config.share_labels else split_before_head)(model, self.config.cut)
 

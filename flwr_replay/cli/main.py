@@ -31,7 +31,7 @@ from flwr_replay.cli.runs import export, predict, watch
 from flwr_replay.cli.weights import app as weights
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.parts import users_code
-from flwr_replay.errors import ConfigError, FlwrReplayError, one_line
+from flwr_replay.errors import ConfigError, ConfigErrors, FlwrReplayError, one_line
 
 __all__ = ["app", "main"]
 
@@ -317,7 +317,8 @@ def main() -> None:
         text = error.format_message() if isinstance(error, ClickException) else str(error)
         if isinstance(error, NoSuchOption) and error.ctx and any(p.name == "options" for p in error.ctx.command.params):
             text = f"{text.rstrip('.')}; options of a run have no hyphens in front: {error.option_name.lstrip('-')}=…"
-        print(f"error: {TWICE.sub('', one_line(text))}", file=sys.stderr)
+        for fault in error.args if isinstance(error, ConfigErrors) else (text,):
+            print(f"error: {TWICE.sub('', one_line(fault))}", file=sys.stderr)
         sys.exit(2)
     except (MemoryError, RuntimeError) as error:
         if str(error) == NO_HOME:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from functools import cache, lru_cache
@@ -39,7 +39,7 @@ from flwr_replay.config.parts import OWN, allow, is_part
 from flwr_replay.config.quoting import key_of, quoted, short, value_of
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.strict_yaml import LOADER, read_yaml
-from flwr_replay.errors import ConfigError, nearest
+from flwr_replay.errors import ConfigError, ConfigErrors, nearest, refuse_all
 
 __all__ = [
     "GROUPS",
@@ -80,9 +80,13 @@ def _chosen(pairs: Sequence[tuple[str, str]]) -> list[str]:
     A model that the user chose wins over the preset's. What is known to stand without a choice is left out, so that
     many ways to write the same choices are one to `_unset`.
     """
-    chosen = {key: value for key, value in pairs if key in GROUPS}
+    chosen, unknown = {key: value for key, value in pairs if key in GROUPS}, list[str]()
     for group, choice in chosen.items():
-        check_choice(group, choice)
+        try:
+            check_choice(group, choice)
+        except ConfigError as error:
+            unknown.append(str(error))
+    refuse_all(unknown)
     preset, task = chosen.pop("preset", "quick"), chosen.get("task", "digits")
     known = [path.stem for path in conf_path("preset", preset).glob("*.yaml")]
     if not {task, DEFAULT} & set(known):
@@ -124,10 +128,17 @@ def compose_own(overrides: Sequence[str], typed: Sequence[str] = ()) -> RunConfi
     Raises
     ------
     ConfigError
-        As `compose` does; and if one option stands twice, with two values, among those that are `typed`.
+        As `compose` does, for all wrong options at once; and if one option stands twice, with two values, among those
+        that are `typed`.
     """
     allow(named_parts(overrides))
-    config = compose(overrides)
+    try:
+        config = compose(overrides)
+    except ConfigErrors:
+        raise
+    except ConfigError as error:
+        refuse_all([str(error), *_further(overrides, str(error))])
+        raise
     _refuse_repeated(typed, overrides)
     allow(config.own_parts)
     return config
@@ -142,6 +153,35 @@ def compose(overrides: Sequence[str]) -> RunConfig:
         For an unknown option, choice or value, with the nearest valid names.
     """
     return _compose(tuple(overrides))
+
+
+def _further(overrides: Sequence[str], fault: str) -> Iterator[str]:
+    """Find what else is wrong: leave out one option after another that a fault is about, and compose the rest.
+
+    Such an option is named in the fault's text, and without it another rule breaks, or none. A wrong choice of a group
+    ends the search: what it would have allowed is not known.
+    """
+    left = list(overrides)
+    while True:
+        for option in sorted(left, key=lambda option: key_of(option) in GROUPS):
+            name = re.escape(key_of(option).rpartition(".")[2].replace("_", "-"))
+            then = _fault(without := [other for other in left if other is not option])
+            if re.search(rf"(?<![\w-]){name}(?![\w-])", fault) and then.split("; got")[0] != fault.split("; got")[0]:
+                break
+        else:
+            return
+        if not then or key_of(option) in GROUPS:
+            return
+        yield then
+        left, fault = without, then
+
+
+def _fault(overrides: Sequence[str]) -> str:
+    try:
+        compose(overrides)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 @lru_cache(maxsize=256)

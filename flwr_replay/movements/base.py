@@ -65,6 +65,7 @@ class Movement(Strategy):
     config_type: ClassVar[type[StrategyConfig]]
     config: StrategyConfig
     stages: tuple[str, ...] = ("train", "evaluate")  # all stages that a run requests
+    needs: ClassVar[tuple[str, ...]] = ()  # names of settings, which have no default
     evaluated: ClassVar[type[Evaluation]] = Evaluation  # the answer to an evaluation
     one_form: ClassVar[bool] = False  # whether all institutions' models must have the same names, shapes and dtypes
     own_models: ClassVar[bool] = False  # whether institutions test models of their own, which only training makes

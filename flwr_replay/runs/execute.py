@@ -18,6 +18,7 @@ from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.hiding import Hiding
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import require
+from flwr_replay.errors import refuse_all
 from flwr_replay.files.atomic import alone, sweep
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.synthesis import SynthesisPlan
@@ -36,7 +37,7 @@ from flwr_replay.rng import derived_seed
 from flwr_replay.runs.directory import RunDirectory
 from flwr_replay.runs.opening import open_run, resumable, write_resume
 from flwr_replay.runs.tracking import check_tracker
-from flwr_replay.server.asking import refuse_unsaid_nodes
+from flwr_replay.server.asking import unsaid_nodes
 from flwr_replay.server.recorder import Recorder
 from flwr_replay.wire.payload import REQUESTS
 from flwr_replay.wire.records import array_record, opened
@@ -214,7 +215,7 @@ def run_job(
     run_config : Mapping
         In a deployment, Flower's run config: the run directory keeps it, so that one command resumes the run.
     """
-    refuse_unsaid_nodes(grid, job.settings.nodes)
+    refuse_all(unsaid_nodes(grid, job.settings.nodes))
     torch.set_num_threads(job.config.threads)
     config, run_id = open_run(job.config)
     stored = Path(config.runs_dir) / config.run_name / "result.json"

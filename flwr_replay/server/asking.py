@@ -12,7 +12,7 @@ from math import inf
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from flwr_replay.errors import ConfigError, DivergedError, FlwrReplayError, RunError
+from flwr_replay.errors import DivergedError, FlwrReplayError, RunError
 from flwr_replay.payloads.common import OPEN_STAGES, Failure
 from flwr_replay.wire.payload import request_of
 from flwr_replay.wire.records import config_in
@@ -24,9 +24,9 @@ __all__ = [
     "deployed",
     "failure_of",
     "reason_of",
-    "refuse_unsaid_nodes",
     "split_of",
     "stopped",
+    "unsaid_nodes",
     "wait_for_nodes",
     "with_advice",
     "worker_failed",
@@ -60,13 +60,13 @@ def worker_failed(grid: Grid, reply: Message) -> bool:
     return type(grid).__name__ in SIMULATED and reply.has_error() and reply.error.code == WORKER_FAILED
 
 
-def refuse_unsaid_nodes(grid: Grid, nodes: int) -> None:
-    """Refuse a deployment that does not say how many institutions take part: it would begin with the first."""
-    if not nodes and deployed(grid):
-        raise ConfigError(
-            "a deployment must say how many institutions it waits for; got nodes=0: set nodes to their number, in an "
-            "app of your own by Settings(nodes=…)"
-        )
+def unsaid_nodes(grid: Grid, nodes: int) -> list[str]:
+    """Return what is wrong with a deployment that does not say its size: it would begin with the first institution."""
+    fault = (
+        "a deployment must say how many institutions it waits for; got nodes=0: set nodes to their number, in an app "
+        "of your own by Settings(nodes=…)"
+    )
+    return [fault] if not nodes and deployed(grid) else []
 
 
 def wait_for_nodes(grid: Grid, number: int, seconds: float, say: Callable[[str], None], missing: int = 0) -> bool:

@@ -12,12 +12,11 @@ from flwr.serverapp import Grid
 
 from flwr_replay.config.binding import digest_of
 from flwr_replay.config.hiding import Hiding
-from flwr_replay.config.sections import require
-from flwr_replay.errors import WireError
+from flwr_replay.errors import WireError, refuse_all
 from flwr_replay.files.atomic import NAME
 from flwr_replay.payloads.common import Failure, Present, RollCall
 from flwr_replay.server.answers import legible
-from flwr_replay.server.asking import GONE, ask, deployed, failure_of, reason_of, refuse_unsaid_nodes, wait_for_nodes
+from flwr_replay.server.asking import GONE, ask, deployed, failure_of, reason_of, unsaid_nodes, wait_for_nodes
 from flwr_replay.server.exchange import Exchanger
 from flwr_replay.server.members import Member, present
 from flwr_replay.wire.payload import CLIENT_APP_RAISED, LedgerRow, rows
@@ -73,9 +72,16 @@ class Roll:
         )
 
     def refuse(self, grid: Grid, ours: bool) -> None:
-        """Refuse a deployment of unsaid size, and a user's own app where this run, or `ours`, needs this client."""
-        refuse_unsaid_nodes(grid, self.settings.nodes)
-        require(self.settings.roll_call or not (self.ours_only or ours), self.needs)
+        """Refuse, with all that is wrong: a deployment of unsaid size, settings that a method needs and has not.
+
+        And a user's own app where this run, or `ours`, needs this package's client.
+        """
+        served = self.settings.roll_call or not (self.ours_only or ours)
+        needed = dict.fromkeys((*self.method.needs, *(() if served else ("task",))))
+        lacking = [f"{name}=…" for name in needed if getattr(self.settings, name) is None]
+        faults = unsaid_nodes(grid, self.settings.nodes)
+        faults += [f"{self.method.__name__} lacks settings: give Settings({', '.join(lacking)})"] if lacking else []
+        refuse_all(faults if served else [*faults, self.needs])
 
     def assemble(self, grid: Grid) -> None:
         """Wait until enough nodes have joined, and call the roll at the beginning of a run, or where it goes on.

@@ -12,6 +12,7 @@ from torch import nn
 from flwr_replay.config.hiding import Hiding
 from flwr_replay.config.sections import SHARE, Named, TrainingConfig, one_of, require, within
 from flwr_replay.config.strategy import StrategyConfig
+from flwr_replay.errors import refuse_all
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.learning.tasks import Task
@@ -70,12 +71,13 @@ class Settings(Named):
     privacy: PrivacyPlan | None = None  # None: nothing is trained by DP-SGD
 
     def __post_init__(self) -> None:
+        faults = []
         for name, kind in KINDS.items():
             value = getattr(self, name)
-            require(
-                isinstance(value, kind) or (value is None and name not in ("nodes", "training")),
-                f"Settings({name}=…) must be of type {kind.__name__}; got {value!r} of type {type(value).__name__}",
-            )
+            if not (isinstance(value, kind) or (value is None and name not in ("nodes", "training"))):
+                got = f"{value!r} of type {type(value).__name__}"
+                faults.append(f"Settings({name}=…) must be of type {kind.__name__}; got {got}")
+        refuse_all(faults)
         one_of("Settings(split=…)", self.split, ("test", "validation"))
         require(self.nodes >= 0, f"Settings(nodes=…) must be at least 0; got {self.nodes}")
         within("Settings: ", self, fraction=SHARE)

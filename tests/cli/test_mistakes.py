@@ -6,6 +6,31 @@ import torch
 SMALL = ["model.width=4", "rounds=1", "encoder-epochs=1"]
 
 
+SEVERAL = {
+    ("lr=-1", "rounds=abc", "sseed=3"): ("lr must be positive", "rounds must be a whole number", "option 'sseed'"),
+    ("strategy=cwtt", "task=digit", "lr=-1"): ("unknown strategy 'cwtt'", "unknown task 'digit'"),
+    ("strategy=fedavg", "mu=3", "fraction=2", "client-gpus=-1"): (
+        "fraction is a share",
+        "client-gpus",
+        "mu is an option",
+    ),
+    ("encoder=file", "lr=0"): ("encoder-file=PATH go together", "lr must be positive"),
+}
+
+
+@pytest.mark.parametrize("words", SEVERAL)
+def test_several_mistakes_are_a_line_each(flwr_replay, words):
+    code, out, err = flwr_replay("run", *words)
+    said = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert (code, out, len(said)) == (2, "", len(SEVERAL[words]))
+    assert all(any(part in line for line in said) for part in SEVERAL[words])
+
+
+@pytest.mark.parametrize("words", [["encoder=file", "encoder-file="], ["masked=true", "nodes=2"]])
+def test_options_that_do_not_go_together_are_one_mistake(flwr_replay, words):
+    assert flwr_replay("run", "strategy=fedavg" if "nodes=2" in words else "seed=1", *words)[2].count("error: ") == 1
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
