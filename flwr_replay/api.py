@@ -231,8 +231,8 @@ def plot(runs: Sequence[Run], metric: str = "") -> Figure:
     ConfigError
         If a run has no such metric.
     """
+    from flwr_replay.report.charts import curves
     from flwr_replay.report.metrics import judged
-    from flwr_replay.report.plots import by_round
 
     asked, lines = metric or runs[0].result["metric"], {}
     named = [judged(asked, {*run.metrics["metric"]}) for run in runs]  # of validation or of test examples
@@ -248,7 +248,10 @@ def plot(runs: Sequence[Run], metric: str = "") -> Figure:
             elif not institution:
                 label = _label(run, runs) + f" ({name})" * (not alike)
                 lines[label] = list(zip(line["round"], line["value"], strict=True))
-    return by_round(lines, named[0] if alike else asked)
+    if (chart := curves(lines, "round")) is None:
+        raise ConfigError(f"a metric is drawn where it is a finite number; {asked} never is: choose another metric")
+    chart.figure.axes[0].set_ylabel(named[0] if alike else asked)
+    return chart.figure
 
 
 def compare(

@@ -60,4 +60,11 @@ def drawn(text):
             outlines.append([(x + a, y + b) for a, b in zip(numbers[::2], numbers[1::2], strict=True)])
         else:
             marks.append((x, y))
-    return marks, outlines, [(text.text, float(text.get("x"))) for text in tree.iter(f"{SVG}text")]
+    return marks, outlines, [(text, x) for text, (x, _) in written(tree)]
+
+
+def written(tree):
+    """Return a picture's texts with their x and y."""
+    for text in tree.iter(f"{SVG}text"):
+        x, y = re.findall(r"-?[\d.]+", text.get("transform"))[-2:]
+        yield text.text, (float(x), float(y))

@@ -233,14 +233,21 @@ def study(
 
 
 @app.command()
-def report(place: Annotated[str, typer.Argument(metavar="RUN|COMPARISON|STUDY")]) -> None:
+def report(
+    place: Annotated[str, typer.Argument(metavar="RUN|COMPARISON|STUDY")],
+    figures: Annotated[
+        str, typer.Option("--figures", help="A folder for every figure as SVG and PDF, its numbers as CSV.")
+    ] = "",
+) -> None:
     """Write the page of a RUN, of a COMPARISON (their directories) or of a STUDY (its study-….md) again.
 
     Runs, comparisons and studies write it at their end.
     """
+    from flwr_replay.files.atomic import make_folder
     from flwr_replay.report.pages import write_page
 
-    print(write_page(finished_place(place, comparisons=True)))
+    found = finished_place(place, comparisons=True)
+    print(write_page(found, make_folder(absolute(figures), "--figures") if figures else None))
 
 
 @app.command()

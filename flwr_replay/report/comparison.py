@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.report.metrics import largest, shown_epsilon
 from flwr_replay.report.progress import shown_bytes
+from flwr_replay.report.templates import numbers
 
 __all__ = [
     "cells_of",
@@ -171,8 +172,10 @@ def overview(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table."""
-    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    """Return the lines of a Markdown table, columns of numbers aligned on the right."""
+    right = numbers(rows)
+    rule = "".join("---:|" if at in right else "---|" for at in range(len(columns)))
+    lines = [f"| {' | '.join(columns)} |", f"|{rule}"]
     return [*lines, *(f"| {' | '.join(row)} |" for row in rows)]
 
 

@@ -58,7 +58,7 @@ class ForgettingMatrix:
         """Draw the heat map of a summary, if there is one."""
         with spared(file := self.path.with_suffix(".png")):
             if summary:
-                write_atomic(file, heat_map(summary))
+                write_atomic(file, heat_map(summary).file("png"))
 
 
 def drops(rows: Sequence[dict[str, Any]], higher_is_better: bool = True) -> list[tuple[int, str, float]]:

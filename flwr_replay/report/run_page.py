@@ -10,7 +10,7 @@ from typing import Any
 from flwr_replay.files.atomic import read_bytes, read_text, write_atomic
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.noise import shown_noise
-from flwr_replay.report.charts import Curves, bars, curves
+from flwr_replay.report.charts import Chart, Row, curves, dots, write_figures
 from flwr_replay.report.metrics import (
     VALIDATION,
     beside,
@@ -21,6 +21,7 @@ from flwr_replay.report.metrics import (
     pooled_counts,
     spread,
 )
+from flwr_replay.report.plots import heat_map
 from flwr_replay.report.progress import shown_bytes, shown_time
 from flwr_replay.report.run_files import CONFIG, ledger_of, options_of, read_result
 from flwr_replay.report.summary import (
@@ -63,10 +64,11 @@ UNKNOWN_SKEW = "How labels differ is counted where all data lie in one place, as
 OWN = {"folder": "to classify their own images", "own": "a task of their own"}  # by task, where its name says little
 
 
-def write_run_page(folder: Path) -> Path:
+def write_run_page(folder: Path, figures: Path | None = None) -> Path:
     """Write a run's page into its directory; return its path.
 
-    If the run has not finished, or a file of its directory is damaged, it is a RunError.
+    With `figures`, a folder, every chart is there, too, as SVG and PDF, with the numbers behind it. If the run has not
+    finished, or a file of its directory is damaged, it is a RunError.
     """
     result = read_result(folder)
     confusion, classes, final = confusion_of(folder), classes_of(folder), result["final"]["global"]
@@ -78,6 +80,24 @@ def write_run_page(folder: Path) -> Path:
     own = {name: metrics[metric] for name, metrics in result["final"]["institutions"].items() if metric in metrics}
     guesses = {name: guessed(counts) for name, counts in confusion.items()} if metric == "accuracy" else {}
     dashed = "; dashed: what always naming the institution's most frequent label would have" if guesses else ""
+    less = "" if result["higher-is-better"] else "; less is better"
+    by_round = _curves(rows, result, [*beside(final, confusion), *({"dice-mean"} & final.keys())])
+    by_institution = (
+        {
+            "by-institution": (
+                dots(
+                    {name: Row({name: value}, value, mark=guesses.get(name)) for name, value in own.items()},
+                    "institution",
+                ),
+                f"{metric} of each institution's test examples{dashed}{less}",
+            )
+        }
+        if own
+        else {}
+    )
+    if figures:
+        charts = {name: chart for name, (chart, _) in (by_round | by_institution).items()}
+        write_figures(figures, charts | ({"forgetting": heat_map(matrix)} if (matrix := result["forgetting"]) else {}))
     fraction = options_of(folder).get("fraction", 1)  # runs of older versions have none
     drawn = f"No institution failed. Each round drew some of them only: fraction={fraction:g}."
     text = render(
@@ -90,9 +110,8 @@ def write_run_page(folder: Path) -> Path:
             *map(_sentence, untrained_lines(result)),
             *warnings(result, confusion, classes, tested),
         ],
-        curves=_curves(rows, result, [*beside(final, confusion), *({"dice-mean"} & final.keys())]),
-        bars=bars({name: (value, guesses.get(name)) for name, value in own.items()}) if own else None,
-        bars_caption=f"{metric} of each institution{dashed}{'' if result['higher-is-better'] else '; less is better'}",
+        curves=by_round,
+        institutions=by_institution,
         metrics=_metrics(result, folder, tested),
         notes=[
             *filter(None, [result.get("metrics-note", "")]),
@@ -180,10 +199,10 @@ def _answer(
 
 def _curves(
     rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any], more: Sequence[str]
-) -> list[tuple[Curves, str]]:
+) -> dict[str, tuple[Chart, str]]:
     """Return charts of the main metric, of more, and of the loss: pooled, and of each of few institutions."""
     exchanges = max(result["rounds"], *(row["round"] for row in rows), 1)  # older versions counted exchanges there
-    drawn = []
+    drawn = {}
     names = {row["metric"] for row in rows}
     for metric in dict.fromkeys(judged(name, names) for name in (result["metric"], *more, "loss")):
         lines: dict[str, list[tuple[float, float]]] = {}
@@ -195,7 +214,8 @@ def _curves(
             lines = {name: line for name, line in lines.items() if name == "all institutions"}
         if chart := curves(lines, "round"):
             examples = f"the institutions' {judged_by(result)} examples"
-            drawn.append((chart, f"{metric.removeprefix(VALIDATION)} on {examples}, by round"))
+            plain = metric.removeprefix(VALIDATION)
+            drawn[f"{plain}-by-round"] = chart, f"{plain} on {examples}, by round"
     return drawn
 
 

@@ -6,7 +6,8 @@ They are Python since a bundle of `flwr run` holds no other kind of file for the
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = ["render", "spared"]
+__all__ = ["numbers", "render", "spared"]
+
+NUMBER = re.compile(r"([+-]?[\d.,]+( ± [\d.]+| \[.*\])?( [kMGT]?B| s| %)?|–|nan|inf|)$")
 
 TEMPLATES = {
     # The frame of every page: one file, no network, light and dark, prints.
@@ -32,25 +35,25 @@ TEMPLATES = {
   --c0: #0072b2; --c1: #b34700; --c2: #007a5a; --c3: #8f4a9e; --c4: #6b6b00; --c5: #a3003d; --c6: #4d4d4d; --c7: #00708a; }
 @media (prefers-color-scheme: dark) { :root { --ink: #ececec; --paper: #161616; --faint: #b0b0b0; --line: #444; --shade: 90, 170, 240;
   --c0: #6cb8f0; --c1: #ffa366; --c2: #5cd6a8; --c3: #d69be0; --c4: #d6d65c; --c5: #ff80a8; --c6: #bbb; --c7: #66d1e6; } }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 60rem; margin: 2rem auto; padding: 0 1rem; overflow-wrap: break-word; }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 76rem; margin: 2rem auto; padding: 0 1rem; overflow-wrap: break-word; }
 h1 { font-size: 1.5rem; line-height: 1.3; } h2 { font-size: 1.2rem; margin-top: 2.5rem; border-bottom: 1px solid var(--line); }
-.faint, figcaption, caption { color: var(--faint); } caption { text-align: left; padding-bottom: .3rem; }
+p, main > ul, main > ol { max-width: 46rem; } .faint, figcaption, caption { color: var(--faint); } caption { text-align: left; padding-bottom: .3rem; }
 caption span { display: inline-block; max-width: min(58rem, calc(100vw - 2rem)); }
+.beside { display: flex; flex-wrap: wrap; gap: 0 3rem; } .beside > * { flex: 1 1 26rem; min-width: 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .5rem 0; }
-th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top; font-weight: normal; }
-thead th { font-weight: 600; } .warning { border-left: 4px solid var(--c1); padding-left: .8rem; }
-.scroll { overflow-x: auto; } figure { margin: 1rem 0; } figure svg { max-width: 44rem; width: 100%; }
+th, td { text-align: left; padding: .25rem 1.4rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top; font-weight: normal; }
+thead th { font-weight: 600; vertical-align: bottom; } .number { text-align: right; } td.number, td[style] { white-space: nowrap; } .warning { border-left: 4px solid var(--c1); padding-left: .8rem; }
+.scroll { overflow-x: auto; background: linear-gradient(90deg, var(--paper) 40%, transparent) local, linear-gradient(-90deg, var(--paper) 40%, transparent) 100% 0 local,
+  linear-gradient(90deg, rgba(128, 128, 128, .6), transparent), linear-gradient(-90deg, rgba(128, 128, 128, .6), transparent) 100% 0; background-size: 3rem 100%, 3rem 100%, 1rem 100%, 1rem 100%; background-repeat: no-repeat; }
+figure { margin: 1rem 0; } figure svg { width: 100%; max-width: 44rem; display: block; }
 figure img { max-width: 100%; image-rendering: pixelated; } svg text { font: 12px system-ui, sans-serif; fill: var(--ink); }
-.legend line { stroke-width: 2; }
-{% for n in range(8) %}.look{{ n }} { stroke: var(--c{{ n }}); stroke-dasharray: {{ ['none', '6 3', '2 3', '8 3 2 3', '12 4', '4 4', '1 4', '10 2 2 2'][n] }}; } {% endfor %}
-.legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; } .legend li { min-width: 0; overflow-wrap: anywhere; } tbody th { min-width: 8.5rem; max-width: 16rem; overflow-wrap: anywhere; }
-.legend svg { width: 30px; height: 10px; margin-right: .4rem; }
+tbody th { min-width: 8.5rem; max-width: 16rem; overflow-wrap: anywhere; }
 .confusion td, .confusion th { text-align: right; padding: .2rem .5rem; } .confusion tbody th { min-width: 6rem; }
 {% for n in range(11) %}.shade{{ n }} { background: rgba(var(--shade), {{ n * 0.05 }}); } {% endfor %}
 details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space: pre-wrap; } pre.one { columns: auto; } a { color: var(--c0); }
-@media (max-width: 36rem) { svg text { font-size: 17px; } }
-@media print { body { max-width: none; margin: 0; } figure, tr, li { break-inside: avoid; } details { display: block; } details::details-content { content-visibility: visible; block-size: auto; } h2, caption { break-after: avoid; }
-  .scroll { overflow: visible; } table { font-size: .75em; } th, td { padding-right: .5em; } .confusion td, .confusion th { padding: .2rem .3em; } }
+@media (max-width: 36rem) { svg text { font-size: 15px; } tbody th { position: sticky; left: 0; background: var(--paper); min-width: 7.5rem; } th, td { padding-right: .8rem; } }
+@media print { :root { color-scheme: light; --ink: #000; --paper: #fff; --faint: #444; } body { max-width: none; margin: 0; font-size: 10pt; } figure, tr, li { break-inside: avoid; } details { display: block; } details::details-content { content-visibility: visible; block-size: auto; } h2, caption { break-after: avoid; }
+  .beside > * { flex-basis: 18rem; } .scroll { overflow: visible; } table { font-size: .85em; } th, td { padding-right: .8em; } .confusion td, .confusion th { padding: .2rem .3em; } }
 </style>
 </head>
 <body>
@@ -64,21 +67,18 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 """,
     # Pictures, which `flwr_replay.report.charts` draws, and tables.
     "draw": """\
-{% macro chart(svg, title, legend=(), alt='') %}
+{% macro chart(found, title) %}
 <figure>
-<div class="scroll" role="img" aria-label="{{ alt or title }}">{{ svg | safe }}</div>
-<figcaption>{{ title }}</figcaption>{% if legend %}
-<ul class="legend">{% for name, look, told in legend %}
-<li><svg viewBox="0 0 30 10" aria-hidden="true"><line class="look{{ look }}" x1="0" x2="30" y1="5" y2="5"/></svg>{{ name }}: {{ told }}</li>{% endfor %}
-</ul>{% endif %}
+<div role="img" aria-label="{{ title }}. {{ found.told }}.">{{ found.svg | safe }}</div>
+<figcaption>{{ title }}</figcaption>
 </figure>
 {% endmacro %}
 {% macro table(found) %}
 <div class="scroll" tabindex="0" role="region" aria-label="{{ found.caption }}"><table{% if found.shaded is defined %} class="confusion"{% endif %}>
 <caption><span>{{ found.caption }}</span></caption>
-<thead><tr>{% for head in found.heads %}<th scope="col">{{ head }}</th>{% endfor %}</tr></thead>
+{% set right = found.rows | numbers %}<thead><tr>{% for head in found.heads %}<th scope="col"{% if loop.index0 in right %} class="number"{% endif %}>{{ head }}</th>{% endfor %}</tr></thead>
 <tbody>{% for row in found.rows %}
-<tr><th scope="row">{{ row[0] }}</th>{% for cell in row[1:] %}{% if found.shaded is defined %}<td class="shade{{ cell[1] }}">{{ "{:,}".format(cell[0]) }}</td>{% else %}<td>{{ cell }}</td>{% endif %}{% endfor %}</tr>{% endfor %}
+<tr><th scope="row">{{ row[0] }}</th>{% for cell in row[1:] %}{% if found.shaded is defined %}<td class="shade{{ cell[1] }}">{{ "{:,}".format(cell[0]) }}</td>{% else %}<td{% if loop.index in right %} class="number"{% endif %}>{{ cell }}</td>{% endif %}{% endfor %}</tr>{% endfor %}
 </tbody></table></div>
 {% endmacro %}
 """,
@@ -91,24 +91,30 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 {% for line in warnings %}<p class="warning"><strong>Warning.</strong> {{ line }}</p>{% endfor %}
 
 <h2>By round</h2>
-{% for chart, caption in curves %}{{ draw.chart(chart.svg, caption, chart.legend) }}{% endfor %}
+<div class="beside">{% for chart, caption in curves.values() %}{{ draw.chart(chart, caption) }}{% endfor %}</div>
 
 <h2>By institution</h2>
-{% if bars %}{{ draw.chart(bars, bars_caption) }}{% endif %}
 {{ draw.table(metrics) }}
-{% for line in notes %}<p>{{ line }}</p>{% endfor %}
+<div class="beside">
+{% for chart, caption in institutions.values() %}{{ draw.chart(chart, caption) }}{% endfor %}
 {% if confusion %}{{ draw.table(confusion) }}{% endif %}
+</div>
+{% for line in notes %}<p>{{ line }}</p>{% endfor %}
 
 <h2>How the labels differ</h2>
-{% for line in skew %}<p>{{ line }}</p>{% endfor %}
+<div class="beside">
+<div>{% for line in skew %}<p>{{ line }}</p>{% endfor %}</div>
 {% if labels %}{{ draw.table(labels) }}{% endif %}
+</div>
 
 <h2>What left the institutions</h2>
-{% for line in claim %}<p>{{ line }}</p>
-{% endfor %}{% if privacy %}{{ draw.table(privacy) }}{% endif %}
+{% if privacy %}{{ draw.table(privacy) }}{% endif %}
+<div class="beside">
+<div>{% for line in claim %}<p>{{ line }}</p>
+{% endfor %}<ul>{% for line in kinds %}<li>{{ line }}</li>{% endfor %}</ul>
+{% for line in recorded %}<p>{{ line }}</p>{% endfor %}</div>
 {{ draw.table(left) }}
-<ul>{% for line in kinds %}<li>{{ line }}</li>{% endfor %}</ul>
-{% for line in recorded %}<p>{{ line }}</p>{% endfor %}
+</div>
 
 <h2>Who did not take part</h2>
 {% if failures %}<ul>{% for line in failures %}<li>{{ line }}</li>{% endfor %}</ul>{% else %}<p>{{ all_there }}</p>{% endif %}
@@ -131,14 +137,19 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 <p>{{ question }}</p>
 {% for line in verdicts %}<p><strong>{{ line }}</strong></p>{% endfor %}
 {{ draw.table(table) }}
-{% if bars %}{{ draw.chart(bars, bars_caption) }}{% endif %}
-{% for swept, caption, alt in sweeps %}{{ draw.chart(swept.svg, caption, swept.legend, alt) }}{% endfor %}
-{% if chart %}<h2>By round</h2>
-{{ draw.chart(chart.svg, chart_caption, chart.legend) }}{% endif %}
-<h2>How to read this</h2>
-<ul>{% for line in notes %}<li>{{ line }}</li>{% endfor %}</ul>
+<div class="beside">{% for chart, caption in by_method.values() %}{{ draw.chart(chart, caption) }}{% endfor %}
+<div><h2>How to read this</h2>
+<ul>{% for line in notes %}<li>{{ line }}</li>{% endfor %}</ul></div></div>
+{% if charts %}<div class="beside">{% for chart, caption in charts.values() %}{{ draw.chart(chart, caption) }}{% endfor %}
+{% if judged %}<div><p>{{ judged }}</p></div>{% endif %}</div>{% endif %}
 <h2>The runs</h2>
-<ul>{% for name, place in pages %}<li><a href="{{ place }}">{{ name }}</a></li>{% endfor %}</ul>
+<details><summary>{{ count }} runs, each with a page</summary>
+<div class="scroll" tabindex="0" role="region" aria-label="The runs"><table>
+<caption><span>By seed, with the run's page</span></caption>
+<thead><tr><th scope="col">method</th>{% for seed in seeds %}<th scope="col" class="number">{{ seed }}</th>{% endfor %}</tr></thead>
+<tbody>{% for label, cells in runs %}
+<tr><th scope="row">{{ label }}</th>{% for value, place in cells %}<td class="number">{% if place %}<a href="{{ place }}">{{ value }}</a>{% else %}{{ value }}{% endif %}</td>{% endfor %}</tr>{% endfor %}
+</tbody></table></div></details>
 {% if options %}<h2>Options</h2>
 <ul>{% for option in options %}<li>{{ option }}</li>{% endfor %}</ul>{% endif %}
 {% endblock %}
@@ -236,6 +247,16 @@ def spared(file: Path) -> Iterator[None]:
         logging.getLogger("flwr").warning("%s is not written, all results are: %s %s", file, type(error).__name__, why)
 
 
+def numbers(rows: Sequence[Sequence[object]]) -> set[int]:
+    """Return which columns of a table hold numbers, with or without a unit, and nothing else.
+
+    >>> numbers([["a", "0.88 ± 0.04", "model", "1.89 MB", ""], ["b", "–", "per-sample", "3,900 B", "-0.1 [-0.2, 0]"]])
+    {1, 3, 4}
+    """
+    columns = enumerate(zip(*rows, strict=True))
+    return {at for at, cells in columns if at and all(map(NUMBER.match, map(str, cells))) and any(map(str, cells))}
+
+
 def render(template: str, **values: object) -> str:
     """Return the text of a page, by the name of its template."""
     return _environment().get_template(template).render(**values)
@@ -246,4 +267,6 @@ def _environment() -> Environment:
     """Return what compiles each template once."""
     from jinja2 import DictLoader, Environment, StrictUndefined
 
-    return Environment(loader=DictLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
+    environment = Environment(loader=DictLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
+    environment.filters["numbers"] = numbers
+    return environment

@@ -23,7 +23,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.run import RunConfig
 from flwr_replay.engines.simulate import Simulation
 from flwr_replay.errors import ConfigError, RunError, nearest
-from flwr_replay.files.atomic import alone, make_folder, sweep, write_atomic, write_json
+from flwr_replay.files.atomic import alone, make_folder, sweep, write_json
 from flwr_replay.files.disk import there
 from flwr_replay.learning.tasks import ERRORS, make_task
 from flwr_replay.privacy.noise import noise_of
@@ -289,9 +288,7 @@ def _guesses(cell: Cell, outcome: Mapping[str, Any]) -> str:
 def _written(comparison: PlannedComparison, outcomes: Mapping[Path, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
     """Collect the cells with their statistics; write table, data and pictures."""
     from flwr_replay.report.comparison import summarise
-    from flwr_replay.report.metrics import by_epsilon, by_round
-    from flwr_replay.report.pages import write_compare_page
-    from flwr_replay.report.plots import curves, points
+    from flwr_replay.report.pages import PICTURES, write_compare_page
     from flwr_replay.report.run_page import PAGE
     from flwr_replay.report.templates import spared
     from flwr_replay.report.texts import table
@@ -311,20 +308,9 @@ def _written(comparison: PlannedComparison, outcomes: Mapping[Path, dict[str, An
     ]
     metric = report["metric"]
     report["strategies"] = summarise(report["cells"], labels, report["against"], metric, report["higher-is-better"])
-    runs = {
-        label: [folder / cell["folder"] for cell in report["cells"] if cell["label"] == label and "result" in cell]
-        for label in labels
-    }
-    spending = {label: by_epsilon(cells, metric) for label, cells in runs.items()}
-    histories = {label: [by_round(run, metric) for run in cells] for label, cells in runs.items()}
-    pictures = {"compare.png": partial(points, report), "curves.png": partial(curves, report, histories)}
-    if any(map(any, spending.values())):
-        pictures["epsilon.png"] = partial(curves, report, spending, "largest epsilon so far")
     write_json(folder / "compare.json", json.loads(json.dumps(report, default=asdict)), indent=2)
-    for name, picture in pictures.items():
-        with spared(folder / name):
-            write_atomic(folder / name, picture())
     with spared(page := folder / PAGE):
         write_compare_page(folder, report)
-    written = f"{folder}: compare.json, {', '.join(pictures)}\n{page}"
+    pictures = [picture.name for name in PICTURES if (picture := folder / f"{name}.png").exists()]
+    written = f"{folder}: {', '.join(['compare.json', *pictures])}\n{page}"
     return f"{table(report)}\n{written}", report

@@ -21,6 +21,7 @@ from flwr_replay.attacks.scores import image_metrics
 from flwr_replay.errors import ConfigError, DataError, nearest
 from flwr_replay.files.atomic import make_folder, write_atomic
 from flwr_replay.files.table import csv_text
+from flwr_replay.report.charts import FORMS, write_figures
 from flwr_replay.report.comparison import gaps, markdown, overview
 from flwr_replay.report.forgetting import last_visits
 from flwr_replay.report.pages import write_study_page
@@ -166,7 +167,8 @@ def run_study(
     write_atomic(file.with_suffix(".csv"), _numbers(reports))
     for group, members in _groups(chosen, reports).items():
         with spared(picture := folder / _picture(stem, group)):
-            write_atomic(picture, lines(members, group))
+            if chart := lines(members):
+                write_figures(folder, {picture.stem: chart}, ("png", *FORMS), group)
     with spared(file.with_suffix(".html")):
         write_study_page(file)
     failed = [cell for report in reports.values() for cell in report["cells"] if "error" in cell]

@@ -129,7 +129,7 @@ def test_runs_are_drawn_in_one_picture(runs, capsys, tmp_path):
     assert drawn == {n: read_result(runs / n)["final"]["global"]["validation-accuracy"] for n in ("cwt", "fedavg")}
     assert said(capsys, "runs", "plot", runs / "cwt", "--out", tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
-    assert out.read_bytes().count(b"<!-- fedavg -->") == 1
+    assert out.read_bytes().count(b"<!-- fedavg: ") == 1
     for options, fault in ((["--metric", "acuracy"], "metric must be one of"), (["--out", "a.doc"], "--out must end")):
         with pytest.raises(ConfigError, match=fault):
             said(capsys, "runs", "plot", runs / "cwt", *options)

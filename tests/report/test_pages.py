@@ -236,7 +236,12 @@ def test_a_comparison_and_a_study_have_pages(tmp_path, monkeypatch, capsys):
     assert "& sigma " in text
     assert "nan" not in text.lower()
     before = (folder / "report.html").read_bytes()
-    assert write_page(folder).read_bytes() == before
+    app(["report", str(folder), "--figures", str(figures := tmp_path / "figures")], standalone_mode=False)
+    assert capsys.readouterr().out.splitlines()[-1] == str(folder / "report.html")
+    assert (folder / "report.html").read_bytes() == before
+    drawn = {f"{name}.{form}" for name in ("compare", "curves", "epsilon") for form in ("svg", "pdf", "csv")}
+    assert {file.name for file in figures.iterdir()} == drawn
+    assert re.search(r'<td class="number"><a href="\.\./cwt-seed1/report.html">0\.\d{4}</a>', before.decode())
     assert write_page(folder.parent) == folder / "report.html"  # the only comparison of these runs
     for link in re.findall(r'<a href="([^"]+)"', before.decode()):
         assert (folder / link).is_file()

@@ -20,14 +20,14 @@ def test_a_sweep_has_a_picture_of_the_metric_by_the_option(tmp_path, monkeypatch
     assert page.faults == []
     caption = "accuracy by training.lr, mean over seeds; band: lowest to highest seed"
     assert caption in page.text
-    assert "validation-accuracy by round, mean over seeds; band: lowest to highest seed" in page.text
+    assert "accuracy of validation examples by round, mean over seeds; band: lowest to highest seed" in page.text
     means = [rows[f"fedavg:lr={lr}"]["mean"] for lr in ("0.01", "0.1", "1")]
     shown = ", ".join(f"{mean:.3f} at {lr:g}" for mean, lr in zip(means, (0.01, 0.1, 1), strict=True))
     local = rows["local"]["mean"]
     alt = f"{caption}. fedavg: {shown}; local: {local:.3f} at 0.01, {local:.3f} at 1."
     assert f'aria-label="{alt}"' in text
-    ((chart, _, _),) = sweeps(report)
-    assert [name for name, *_ in chart.legend] == ["fedavg", "local"]  # cwt has one value, and no other
+    ((chart, _),) = sweeps(report).values()
+    assert {row[0] for row in chart.rows} == {"fedavg", "local"}  # cwt has one value, and no other
     assert [len({x for x, _ in outline}) for outline in drawn(chart.svg)[1]] == [3, 2]
     assert "training.lr, logarithmic" in page.text
     judged = {}
@@ -44,8 +44,8 @@ def test_a_metric_of_test_examples_alone_is_not_said_to_be_of_validation_example
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     options = ["task=digits", "nodes=2", "rounds=1", "model=mlp", "model.width=4", "external=true", "fedavg.lr=0.01|1"]
     _, report = compare_strategies(["fedavg"], options, "", 1, tmp_path, "external-accuracy")
-    ((chart, _, _),) = sweeps(report)
-    assert "validation" not in chart.legend[0][2]
+    ((_, told),) = [drawn(chart.svg)[1:] for chart, _ in sweeps(report).values()]
+    assert not [text for text, _ in told if "validation" in text]
     text = Page(Path(report["folder"]) / "report.html").text
     assert "external-accuracy by round" in text
 
@@ -59,17 +59,19 @@ def test_no_picture_of_a_sweep_without_one_and_one_for_each_option():
         rows = {label: {"mean": 0.1 * at, "values": {0: 0.1 * at}} for at, label in enumerate(labels, 1)}
         return {"metric": "loss", "higher-is-better": False, "seeds": [0], "cells": cells, "strategies": rows}
 
-    assert sweeps(report("cwt", "fedavg")) == []
-    assert sweeps(report("cwt:model=mlp", "cwt:model=resnet18")) == []
-    assert sweeps(report("cwt:lr=1", "fedavg:lr=2")) == []  # neither is swept
+    assert sweeps(report("cwt", "fedavg")) == {}
+    assert sweeps(report("cwt:model=mlp", "cwt:model=resnet18")) == {}
+    assert sweeps(report("cwt:lr=1", "fedavg:lr=2")) == {}  # neither is swept
     both = sweeps(report("cwt:lr=1:width=8", "cwt:lr=2:width=8", "cwt:lr=1:width=16", "cwt:lr=2:width=16"))
-    assert [caption for _, caption, _ in both] == ["loss by lr", "loss by width"]
-    assert [(name, told) for name, _, told in both[0][0].legend] == [
-        ("cwt:width=8", "best 0.100 at 1"),
-        ("cwt:width=16", "best 0.300 at 1"),
-    ]
+    assert {name: caption for name, (_, caption) in both.items()} == {
+        "by-lr": "loss by lr",
+        "by-width": "loss by width",
+    }
+    beside = " ".join(text for text, _ in drawn(both["by-lr"][0].svg)[2])
+    assert "cwt:width=8: best 0.100 at 1" in beside
+    assert "cwt:width=16: best 0.300 at 1" in beside
     failed = report("cwt:lr=1", "cwt:lr=2", "cwt:lr=3")
     failed["strategies"]["cwt:lr=2"] = {"mean": None, "values": {}}
-    ((chart, _, alt),) = sweeps(failed)
-    assert alt == "loss by lr. cwt: 0.100 at 1, 0.300 at 3."
+    ((chart, caption),) = sweeps(failed).values()
+    assert (caption, chart.told) == ("loss by lr", "cwt: 0.100 at 1, 0.300 at 3")
     assert drawn(chart.svg)[1] == []

@@ -19,7 +19,7 @@ from scipy.special import gamma
 from flwr_replay.errors import ConfigError, DivergedError, RunError
 from flwr_replay.files.atomic import alone
 from flwr_replay.report.comparison import interval, paired_difference, summarise
-from flwr_replay.report.plots import curves, points
+from flwr_replay.report.pages import write_compare_page
 from flwr_replay.report.run_files import read_result, write_result
 from flwr_replay.report.texts import table
 from flwr_replay.studies import cells as cells_module
@@ -263,13 +263,14 @@ def test_differences_are_taken_seed_by_seed() -> None:
     assert interval([0.5, 0.6, 0.5, 0.6]) is None
 
 
-def test_a_summary_and_its_pictures_stand_one_seed_and_no_result() -> None:
+def test_a_summary_and_its_pictures_stand_one_seed_and_no_result(tmp_path: Path) -> None:
     result = {
         "final": {"global": {"accuracy": 0.8}, "institutions": {"a": {"accuracy": 0.9}, "b": {"accuracy": 0.7}}},
         "bytes": {"up": 1000, "down": 2000},
         "examples-seen": 10,
         "wall-seconds": 1.0,
-        "versions": {"torch": "1"},
+        "versions": {"torch": "1", "flwr-replay": "0.1.0"},
+        "rounds": 2,
         "failures": [{"round": 1, "institution": "b", "reason": "asleep"}],
     }
     cells = [
@@ -284,8 +285,14 @@ def test_a_summary_and_its_pictures_stand_one_seed_and_no_result() -> None:
     assert "y seed 3 failed: no data" in text
     assert "asleep" in text
     assert "no intervals" in text
-    assert points(report).startswith(b"\x89PNG")
-    assert curves(report, {"x": [[(1, 0.5), (2, 0.8)]], "y": []}).startswith(b"\x89PNG")
+    report |= {"options": [], "higher-is-better": True}
+    report["cells"] = [cell | {"options": [], "folder": "x-seed3"} for cell in cells]
+    rows = [{"round": at, "institution": "", "metric": "accuracy", "value": at / 3} for at in (1, 2)]
+    (tmp_path / "x-seed3").mkdir()
+    (tmp_path / "x-seed3" / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert "y (1 of 1 failed)" in write_compare_page(tmp_path, report).read_text()
+    for name in ("compare.png", "curves.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 # --- wrong lines ------------------------------------------------------------------------------------------------------
