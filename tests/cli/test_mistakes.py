@@ -9,9 +9,9 @@ SMALL = ["model.width=4", "rounds=1", "encoder-epochs=1"]
 SEVERAL = {
     ("lr=-1", "rounds=abc", "sseed=3"): ("lr must be positive", "rounds must be a whole number", "option 'sseed'"),
     ("strategy=cwtt", "task=digit", "lr=-1"): ("unknown strategy 'cwtt'", "unknown task 'digit'"),
-    ("strategy=fedavg", "mu=3", "fraction=2", "client-gpus=-1"): (
+    ("strategy=fedavg", "mu=3", "fraction=2", "record-mb=-1"): (
         "fraction is a share",
-        "client-gpus",
+        "record-mb",
         "mu is an option",
     ),
     ("encoder=file", "lr=0"): ("encoder-file=PATH go together", "lr must be positive"),
