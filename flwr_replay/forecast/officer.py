@@ -29,6 +29,7 @@ from flwr_replay.engines.simulate import Simulation
 from flwr_replay.errors import ConfigError, FlwrReplayError
 from flwr_replay.files.atomic import NAME, read_text
 from flwr_replay.forecast.forecast import Expected, expected
+from flwr_replay.institution.floor import check_examples
 from flwr_replay.institution.guard import check_answer, check_pinned, check_release, check_request, run_rules
 from flwr_replay.institution.policy import Policy, read_policy
 from flwr_replay.payloads.common import Evaluation
@@ -132,6 +133,8 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
     agreed = replace(config, privacy=replace(config.privacy, delta=delta))
     stages = [*strategy.all_stages(), *(sent.request.stage_name for sent in own)]
     rules = refusals(policy, agreed, stages)
+    if policy.min_count:
+        rules += [_verdict("min-count", partial(check_examples, policy, own, config)) for own in train.values()]
     takes_part = not any(rule["verdict"] == REFUSED for rule in rules)
     for answered, too_many in _counted(own, policy):
         for row, verdict, reason in _judged(answered, policy, config, too_many if takes_part else NO_PART):
@@ -180,6 +183,7 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
         "sealed": config.sealed,
         "masked": config.masked,
         "pinned": [stage for stage, _ in policy.weights if stage in strategy.all_stages()],
+        "min-count": policy.min_count,
         "claim": claim(strategy),
         "private": plan is not None and plan.config.secret,
         "options": to_yaml(config),
@@ -261,7 +265,9 @@ def _judged(sent: Expected, policy: Policy, config: RunConfig, given: str) -> It
         elif row.field in left:
             yield row, ALLOWED, ""
         else:
-            yield row, KEPT, f"the policy lets only counts of a test leave (metrics: {policy.allowed_metrics})"
+            floor = f"that are not small leave (min-count: {policy.min_count})" if policy.min_count else ""
+            rest = floor or f"of a test leave (metrics: {policy.allowed_metrics})"
+            yield row, KEPT, f"the policy lets only counts {rest}"
 
 
 def _meaning(declared: Field) -> str:

@@ -40,6 +40,15 @@ from flwr_replay.errors import (
 )
 from flwr_replay.generators.sizes import bytes_of as generator_bytes
 from flwr_replay.institution.budget import PrivacyBudget
+from flwr_replay.institution.floor import (
+    TESTED,
+    check_counts,
+    check_declared,
+    check_known,
+    check_options,
+    floored,
+    released,
+)
 from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.policy import Policy
@@ -107,16 +116,32 @@ def _answered(
     plan, policy, answer, store = _plan(config), institution.policy, request and request.answer, StateStore(institution)
     with cover.alone() if cover and request and request is not RollCall else nullcontext():
         opened = cover.opened(message, request) if cover else message
-        if answer and issubclass(answer, Evaluation):
+        tests = bool(answer and issubclass(answer, Evaluation))
+        if tests and not policy.min_count:
             policy.check_evaluations(store.count_test(run))
         dp_fields = plan.dp_fields(answer) if plan and answer else {}
         budget = PrivacyBudget(plan, institution, store, config.seed) if plan else None
         charged_before = budget.charged(run) if budget and dp_fields else ()
-        with users_code(FlwrReplayError):
-            reply = call_next(opened, context)
+
+        def called() -> Message:
+            try:
+                with users_code(FlwrReplayError):
+                    return call_next(opened, context)
+            except FlwrReplayError:
+                if policy.min_count:
+                    check_known(institution, config)  # its line may have the number of examples
+                raise
+
+        if tests and policy.min_count:
+            counts = released(institution).tested(opened.content, lambda: floored(policy, called()))
+            reply = Message(RecordDict({"metrics": MetricRecord(counts)}), reply_to=message)
+        else:
+            reply = called()
         if institution.digested and "data" in vars(institution):  # they were read
             store.note_data(run)
         leaving = check_answer(reply, answer, policy, config)
+        if policy.min_count and not tests:
+            check_counts(institution, config, answer, metrics_in(reply.content))
         names = {row.field for row in leaving}
         if budget and (sent := {field: mechanism for field, mechanism in dp_fields.items() if field in names}):
             _check_account(budget, run, sent, charged_before, metrics_in(reply.content))
@@ -136,7 +161,9 @@ def check_answer(reply: Message, answer: type[Payload] | None, policy: Policy, c
     plan = _plan(config)
     counts_only = policy.allowed_metrics != "exact"
     if answer and (counts_only or (config.hiding.sums_only and not issubclass(answer, Evaluation))):
-        _keep_counts(reply, answer)  # masks are no use if a loss at weights of the server's choice gives the gradient
+        _keep_counts(
+            reply, answer, policy
+        )  # masks are no use if a loss at weights of the server's choice gives the gradient
     leaving = list(rows(reply.content, answer))
     if plan:
         plan.check_withheld(answer, {row.field for row in leaving})
@@ -161,6 +188,7 @@ def run_rules(policy: Policy, config: RunConfig) -> dict[str, Callable[[], None]
     """Return what a policy asks of a run as a whole: by the policy's key, a check that refuses."""
     plan = _plan(config)
     rules: dict[str, Callable[[], None]] = {
+        **({"min-count": partial(check_options, policy, config)} if policy.min_count else {}),
         "strategies": lambda: policy.check_strategy(config.strategy.name),
         "recording": lambda: policy.check_recording(config.record),
         "limits": lambda: _check_options(policy, config),
@@ -210,6 +238,8 @@ def check_release(answer: type[Payload], policy: Policy, config: RunConfig) -> N
     """Refuse a declaration of an answer with a field that may not leave in a run with these options."""
     plan = _plan(config)
     policy.check_release(answer, plan.promise if plan else None)
+    if policy.min_count:
+        check_declared(policy, answer, plan.promise if plan else None, config)
     if plan:
         plan.check_covered(answer)
 
@@ -305,7 +335,7 @@ def _sizes(config: RunConfig, private_model: str) -> dict[str, int]:
     return {first: sizes.pop(first), **sizes, f"all of {first}": whole, "generator and prior": generator_bytes(config)}
 
 
-def _keep_counts(reply: Message, answer: type[Payload]) -> None:
+def _keep_counts(reply: Message, answer: type[Payload], policy: Policy) -> None:
     """Remove from the answer to a test all that is no count, and from any other its losses.
 
     A training loss, too, tests the weights that the server sent.
@@ -315,7 +345,9 @@ def _keep_counts(reply: Message, answer: type[Payload]) -> None:
     kept = {
         name: value
         for name, value in metrics.items()
-        if name in fields and (fields[name].counted if tested else answer is Present or not fields[name].withheld)
+        if name in fields
+        and (name in TESTED or not policy.min_count or not tested)
+        and (fields[name].counted if tested else answer is Present or not fields[name].withheld)
     }
     if tested and not kept.keys() - {"num-examples"}:
         raise RefusedError(

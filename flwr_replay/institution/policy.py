@@ -31,6 +31,12 @@ The policy is a YAML file in the institution's hands:
                                               # and scores too, from which crafted weights read single pixels. Training
                                               # losses leave with exact only. Default: exact, with max-epsilon counted
     max-evaluations: 1000                     # tests in one run; default: 10,000
+    min-count: 10                             # no number of fewer examples leaves; default: 0, any leaves. Of a test
+                                              # leave right and wrong answers, and no loss. What cannot be floored is
+                                              # refused: rows, class sums, counts by class; not under an epsilon that
+                                              # this file limits, whose noise hides them. Tests can be subtracted: so
+                                              # max-evaluations is of all runs together, by default 1. Weights can tell
+                                              # counts, too; only max-epsilon bounds that
     recording: false                          # no run whose server says that it keeps messages for attacks on them.
                                               # This binds honest servers only: any other can keep what it gets
     sealed: true                              # no run in which a server could read weights: sealed=true only. What
@@ -117,6 +123,7 @@ class Policy:
     max_local_epsilon: float | None = None
     metrics: str | None = None
     max_evaluations: int = EVALUATIONS
+    min_count: int = 0  # examples; see `flwr_replay.institution.floor`
     recording: bool = True
     sealed: bool = False
     masked: bool = False
@@ -253,7 +260,7 @@ class Policy:
     @property
     def allowed_metrics(self) -> str:
         """Which results of a test may leave: none, counted or exact."""
-        return self.metrics or ("exact" if self.max_epsilon is None else "counted")
+        return self.metrics or ("exact" if self.max_epsilon is None and not self.min_count else "counted")
 
 
 def read_policy(path: Path | None) -> Policy:
@@ -279,6 +286,10 @@ def read_policy(path: Path | None) -> Policy:
         values[known[key]] = read(value, what)
     if values.keys() & {"max_epsilon", "max_local_epsilon"}:
         values.setdefault("max_delta", DELTA)
+    if values.get("min_count"):
+        values.setdefault("max_evaluations", 1)
+        if values.get("metrics") == "exact":
+            raise ConfigError(f"min-count goes with metrics: none or counted; exact losses tell counts: see {path}")
     return Policy(**values)
 
 
@@ -354,6 +365,7 @@ READ: Mapping[str, Callable[[object, str], Any]] = {
     "kinds": partial(_chosen, partial(get_args, Kind)),
     "max-delta": _delta,
     "max-evaluations": _whole,
+    "min-count": _whole,
     "min-colluders": _whole,
     "weights": _weights,
     "metrics": _metrics,

@@ -127,17 +127,24 @@ class SynthesisStages:
             return data
         enough, classes = self.with_enough(data), self.classes(data)
         if not len(enough):
-            raise DataError(f"a generator needs a class of at least {FEWEST} images; every class has fewer: add images")
+            raise DataError(
+                f"a generator needs a class of at least {self.fewest} images; every class has fewer: add images"
+            )
         if lacking := sorted({*classes.tolist()} - {*enough.tolist()}):
             raise DataError(
-                f"a generator needs at least {FEWEST} images of each class that is declared; it has fewer of "
+                f"a generator needs at least {self.fewest} images of each class that is declared; it has fewer of "
                 f"{lacking[0]}: declare others"
             )
         return data
 
+    @property
+    def fewest(self) -> int:
+        """Images that make a class enough; labels that are drawn tell which have so many."""
+        return max(FEWEST, self.institution.policy.min_count)
+
     def with_enough(self, data: Shard) -> Tensor:
         """Return the classes of which the institution has enough images."""
-        return torch.nonzero(torch.bincount(data.y.cpu()) >= FEWEST)[:, 0]
+        return torch.nonzero(torch.bincount(data.y.cpu()) >= self.fewest)[:, 0]
 
     def classes(self, data: Shard) -> Tensor:
         """Return the classes for which images are drawn: those that are declared, or those with enough images."""

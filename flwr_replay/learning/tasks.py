@@ -184,6 +184,9 @@ class Classification(Task):
         {'accuracy': 0.8, 'balanced-accuracy': 0.75, 'macro-f1': 0.762, 'loss': 0.6}
         """
         C = self.classes
+        if any(evaluation.hits is not None for evaluation in evaluations):  # a policy's min-count keeps the cells
+            right = sum(_right(evaluation, C) for evaluation in evaluations)
+            return {"accuracy": right / sum(evaluation.num_examples for evaluation in evaluations)}
         confusion_CC = _summed(evaluations, "confusion", C * C).reshape(C, C)
         hits_C, labels_C, guesses_C = confusion_CC.diagonal(), confusion_CC.sum(1), confusion_CC.sum(0)
         held, met = labels_C > 0, labels_C + guesses_C > 0
@@ -205,6 +208,14 @@ class Classification(Task):
     def blank_labels(self, n: int, input_shape: tuple[int, ...]) -> NDArray[Any]:
         """Return n class numbers."""
         return np.zeros(n, np.int64)
+
+
+def _right(part: Evaluation, classes: int) -> int:
+    if part.hits is None:
+        return int(_summed([part], "confusion", classes**2)[:: classes + 1].sum()) if part.num_examples else 0
+    if len(part.confusion) or not 0 <= part.hits <= part.num_examples:
+        raise WireError(f"hits must count examples of the shard, without a confusion; got {part.hits}")
+    return part.hits
 
 
 def _hits_in_group(evaluations: Sequence[Evaluation]) -> int:

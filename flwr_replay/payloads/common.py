@@ -243,6 +243,9 @@ class Evaluation(Payload):
     confusion: Sequence[int] = statistic(
         "examples, or pixels of masks; C x C, row = label, column = prediction, row by row", default=(), counted=True
     )
+    hits: int | None = statistic(
+        "examples; right answers, where a policy's min-count lets no cell leave", default=None, counted=True
+    )
     hits_in_group: int | None = statistic(
         "examples; with task.class-groups only: correct among the classes of the label's group",
         default=None,

@@ -47,11 +47,13 @@ class TwoEvaluations(Evaluation):
 
     @classmethod
     def pool(cls, task: Any, evaluations: Sequence[Any]) -> dict[str, float]:
-        """Compute the own models' metrics, and those of the others."""
+        """Compute the own models' metrics, and those of the others if they left."""
         parts = cls.of_other()
         others = [
             Evaluation(num_examples=both.num_examples, **{part: getattr(both, f"{cls.other}_{part}") for part in parts})
             for both in evaluations
         ]
+        if any(not len(other.confusion) and other.absolute_error is None for other in others):
+            return task.pool(evaluations)  # type: ignore[no-any-return]  # a policy's min-count keeps one of them
         further = {f"{cls.other}-{name}": value for name, value in task.pool(others).items()}
         return {**task.pool(evaluations), **further}

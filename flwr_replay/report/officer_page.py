@@ -25,6 +25,7 @@ RULES = {
     "sealed": "weights are sealed, where the policy asks for it (sealed)",
     "masked": "weights are under masks, where the policy asks for it (masked)",
     "weights": "the frozen encoder is one that the policy accepts (weights)",
+    "min-count": "no number of few examples, nor one from which it follows (min-count)",
     "max-delta": "δ is small enough (max-delta)",
     "min-colluders": "shared noise holds against enough institutions that help the server (min-colluders)",
     "max-evaluations": "the number of tests (max-evaluations)",
@@ -138,7 +139,7 @@ def write_officer_page(folder: Path, forecast: Mapping[str, Any]) -> tuple[Path,
         protected=_protected(lines),
         unprotected=_unprotected(lines),
         pinned=_joined(forecast["pinned"]),
-        enforced=[*ENFORCED[: len(ENFORCED) if forecast["private"] else -1], *hidden.enforced],
+        enforced=[*ENFORCED[: len(ENFORCED) if forecast["private"] else -1], *hidden.enforced, _floor(forecast)],
         asked=[ASKED[0], HANDS_ON, *ASKED[2:]] if forecast["sealed"] else ASKED,
         hides=hidden.hides,
         not_hidden=hidden.not_hidden,
@@ -182,6 +183,18 @@ def _about(forecast: Mapping[str, Any]) -> list[str]:
         *([ALONE] if forecast["others-unknown"] else []),
         *([UNDRAWN] if forecast["others-unknown"] and forecast["fraction"] < 1 else []),
     ]
+
+
+def _floor(forecast: Mapping[str, Any]) -> str:
+    """Say what is done about numbers of few examples."""
+    if not (least := forecast["min-count"]):
+        return "There is no floor for small cells (min-count is off): a number that leaves may be of one patient."
+    return (
+        f"No number of fewer than {least} examples leaves. Of a test all cells of the confusion leave if none is "
+        f"smaller, else how many answers were right; if fewer than {least} were right, or wrong, only a line that says "
+        "so. Numbers with noise leave whatever they are: the noise hides them, as far as ε says. Weights without "
+        "differential privacy can tell counts, and no floor holds there."
+    )
 
 
 def _by_kind(name: str, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

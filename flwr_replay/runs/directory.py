@@ -167,7 +167,10 @@ class RunDirectory(Recorder):
         if spent := largest(self.released.values()):
             named = f"epsilon (dp={spent.dp}{'' if spent.proven else ', no proof'})"
             self.spent_then = {named: inf if spent.epsilon is None else spent.epsilon}
-        counts = {name: list(test.confusion) for name, test in self.tested.items() if test.confusion}
+        whole = all(
+            test.hits is None for test in self.tested.values()
+        )  # of some alone it would be of others than the metrics
+        counts = {name: list(test.confusion) for name, test in self.tested.items() if test.confusion and whole}
         if examples := {name: test.num_examples for name, test in self.tested.items()}:
             write_of(self.path, CONFUSION, {"round": exchange, "institutions": counts, "examples": examples})
             self.confusion = counts
