@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import Annotated
 
 import typer
 
-from flwr_replay.cli.places import AsJson, finished_place, say
+from flwr_replay.cli.places import AsJson, answer, finished_place, say
 
 __all__ = ["attack"]
 
@@ -56,5 +55,5 @@ def attack(
     report = attack_run(folder, Only(institution, field, only), aux, data, minutes, tell, run)
     page = write_page(folder / FOLDER, report)
     if as_json:
-        print(json.dumps(report, indent=2))
+        answer(report, "", as_json)
     tell(f"{page}: shows patients; a failed attack proves nothing")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from flwr_replay.cli.places import AsJson, Options, RunsDir, say
+from flwr_replay.cli.places import AsJson, Options, RunsDir, answer, say
 
 __all__ = ["show_audit"]
 
@@ -46,7 +45,7 @@ def show_audit(
     from flwr_replay.report.progress import TerminalDisplay
 
     report, folder = audit(Simulation.of(config), overrides, institution, canaries, kind, TerminalDisplay())
-    print(json.dumps(report, indent=2) if as_json else _text(report, folder))
+    answer(report, _text(report, folder), as_json)
     if report["refuted"]:
         sys.exit(1)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flwr_replay.cli.places import Options, absolute
+from flwr_replay.cli.places import AsJson, Options, absolute, answer
 
 __all__ = ["app"]
 
@@ -84,7 +84,7 @@ def manifest(
 
 
 @app.command("check")
-def check(folder: str) -> None:
+def check(folder: str, as_json: AsJson = False) -> None:
     """Look at every image in FOLDER: which cannot be read, which are the same, sizes, modes, classes, patients.
 
     FOLDER is as for task=folder. Exit code 1: something should be mended before training.
@@ -92,5 +92,5 @@ def check(folder: str) -> None:
     from flwr_replay.data.checked import checked
 
     lines, sound = checked(absolute(folder))
-    print("\n".join(lines))
+    answer({"sound": sound, "lines": lines}, "\n".join(lines), as_json)
     sys.exit(0 if sound else 1)

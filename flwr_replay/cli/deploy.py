@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from flwr_replay.cli.places import Options, absolute, say
+from flwr_replay.cli.places import AsJson, Options, absolute, answer, say
 from flwr_replay.errors import ConfigError
 
 __all__ = ["app", "rehearse"]
@@ -27,6 +27,7 @@ def init(
         str, typer.Option("--address", help="HOST:PORT at which the clinics reach the coordinator.")
     ] = "127.0.0.1:8000",
     out: Annotated[str, typer.Option("--out", help="A new folder.")] = "deployment",
+    as_json: AsJson = False,
 ) -> None:
     """Write a folder for the coordinator and one for each clinic: certificates, study, policy, scripts and README.
 
@@ -37,9 +38,10 @@ def init(
 
     place, names = absolute(out), clinics.split(",")
     init(names, address, options or [], place)
-    print(f"for the coordinator: {place / COORDINATOR_FOLDER}")
-    print("\n".join(f"send to {name}: {place / name}" for name in names))
-    print("README.md in each folder says what to do, in order")
+    coordinator, folders = place / COORDINATOR_FOLDER, {name: place / name for name in names}
+    lines = [f"for the coordinator: {coordinator}", *(f"send to {name}: {folder}" for name, folder in folders.items())]
+    text = "\n".join([*lines, "README.md in each folder says what to do, in order"])
+    answer({"coordinator": coordinator, "clinics": folders}, text, as_json)
 
 
 @app.command("seal-key")
@@ -70,6 +72,7 @@ def state(
         list[str] | None, typer.Option("--remove", metavar="RUN", help="A run that is over, or decoded.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List what an institution keeps in its state directory STATE, with bytes; --remove what a run has left.
 
@@ -89,12 +92,16 @@ def state(
             typer.confirm(f"Remove {shown_bytes(bytes_of(going))}? These runs cannot go on then", abort=True)
         remove(folder, runs)
         runs_kept = kept(folder)
+    lines = []
     for entry in runs_kept:
         fate = "removed" if entry.removed and not entry.spare else f"{shown_bytes(bytes_of(entry.spare))} can go"
-        print(f"{entry.run}\n  {shown_bytes(entry.bytes)}, {fate}; last written {shown_time(entry.seconds)} ago")
-    print(f"decoded images and features, made again when they are missing: {shown_bytes(bytes_of([*made.glob('*')]))}")
+        lines.append(f"{entry.run}\n  {shown_bytes(entry.bytes)}, {fate}; last written {shown_time(entry.seconds)} ago")
+    decoded = bytes_of([*made.glob("*")])
+    lines.append(f"decoded images and features, made again when they are missing: {shown_bytes(decoded)}")
     number, size, recorded = ledger_bytes(folder)
-    print(f"ledger: {shown_bytes(size)}, parts: {number}; recorded messages: {shown_bytes(recorded)}")
+    lines.append(f"ledger: {shown_bytes(size)}, parts: {number}; recorded messages: {shown_bytes(recorded)}")
+    ledger = {"bytes": size, "parts": number, "recorded": recorded}
+    answer({"runs": runs_kept, "decoded": decoded, "ledger": ledger}, "\n".join(lines), as_json)
 
 
 @app.command()

@@ -5,12 +5,10 @@ Heavy modules are imported only by the commands that need them, so that `--help`
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +22,7 @@ from flwr_replay.cli.deploy import app as deploy
 from flwr_replay.cli.deploy import rehearse
 from flwr_replay.cli.new import app as new
 from flwr_replay.cli.options import options
-from flwr_replay.cli.places import LAST, AsJson, Options, RunsDir, absolute, finished_place, say
+from flwr_replay.cli.places import LAST, AsJson, Options, RunsDir, absolute, answer, finished_place, say
 from flwr_replay.cli.privacy import app as privacy
 from flwr_replay.cli.runs import app as runs
 from flwr_replay.cli.runs import export, predict, watch
@@ -117,7 +115,7 @@ def run(
 
         sys.exit(page(options or [], study or "", policy or "", clinics or "", out, as_json))
     if dry_run:
-        print(_forecast(options or [], runs_dir, resume or "", as_json))
+        _forecast(options or [], runs_dir, resume or "", as_json)
         return
     from flwr_replay.report.progress import TerminalDisplay
     from flwr_replay.terminal import wrapped
@@ -125,10 +123,10 @@ def run(
     result, folder = start(options or [], where, runs_dir, resume or "", TerminalDisplay())
     from flwr_replay.report.summary import summary  # late, as PyTorch is: a wrong option is said before
 
-    print(json.dumps(result, indent=2) if as_json else wrapped(summary(result, folder)))
+    answer(result, wrapped(summary(result, folder)), as_json)
 
 
-def _forecast(options: list[str], runs_dir: str, resume: str, as_json: bool) -> str:
+def _forecast(options: list[str], runs_dir: str, resume: str, as_json: bool) -> None:
     from flwr_replay.runs.options import resolve
 
     _, config = resolve(options, runs_dir, resume)
@@ -137,9 +135,8 @@ def _forecast(options: list[str], runs_dir: str, resume: str, as_json: bool) -> 
     from flwr_replay.terminal import wrapped
 
     simulation = Simulation.of(config)
-    if as_json:
-        return json.dumps([asdict(line) for line in forecast(simulation)], indent=2)
-    return wrapped(forecast_page(simulation))
+    value, text = (forecast(simulation), "") if as_json else (None, wrapped(forecast_page(simulation)))
+    answer(value, text, as_json)
 
 
 @app.command()
@@ -204,10 +201,13 @@ def study(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check all parts on the data, count runs and hours, run nothing.")
     ] = False,
-    listed: Annotated[bool, typer.Option("--list", help="List the study's parts, and run nothing.")] = False,
+    listed: Annotated[
+        bool, typer.Option("--list", help="List the study's parts, also as --json, and run nothing.")
+    ] = False,
     jobs: Annotated[int, typer.Option("--jobs", help="Runs at the same time.")] = 1,
     minutes: Annotated[float, typer.Option("--minutes", help="For the attacks on each run, about (leakage).")] = 0.2,
     runs_dir: RunsDir = "runs",
+    as_json: AsJson = False,
 ) -> None:
     """Run one of the studies in simulations/: a paper's table as several comparisons.
 
@@ -220,7 +220,8 @@ def study(
     from flwr_replay.studies.study import forecast, parts_of, plan_study, run_study
 
     if listed:
-        print("\n".join(f"{part.name}: {part.about}" for part in parts_of(name)))
+        about = {part.name: part.about for part in parts_of(name)}
+        answer(about, "\n".join(f"{part}: {text}" for part, text in about.items()), as_json)
         return
     parts = [part for part in (only or "").split(",") if part]
     if dry_run:
@@ -238,6 +239,7 @@ def report(
     figures: Annotated[
         str, typer.Option("--figures", help="A folder for every figure as SVG and PDF, its numbers as CSV.")
     ] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Write the page of a RUN, of a COMPARISON (their directories) or of a STUDY (its study-….md) again.
 
@@ -247,7 +249,8 @@ def report(
     from flwr_replay.report.pages import write_page
 
     found = finished_place(place, comparisons=True)
-    print(write_page(found, make_folder(absolute(figures), "--figures") if figures else None))
+    page = write_page(found, make_folder(absolute(figures), "--figures") if figures else None)
+    answer({"files": [page]}, str(page), as_json)
 
 
 @app.command()
@@ -260,14 +263,11 @@ def strategies(
     from flwr_replay.terminal import wrapped
 
     if name:
-        print(json.dumps({name: document_of(name)}, indent=2) if as_json else wrapped(document_of(name)))
+        answer({name: document_of(name)}, wrapped(document_of(name)), as_json)
         return
     described = describe_strategies()
-    if as_json:
-        print(json.dumps(described, indent=2))
-        return
-    for name, (idea, travels) in described.items():
-        print(wrapped(f"{name}\n  {idea}\n  Travels: {travels}\n"))
+    texts = (wrapped(f"{name}\n  {idea}\n  Travels: {travels}\n") for name, (idea, travels) in described.items())
+    answer(described, "\n".join(texts), as_json)
 
 
 @app.command()
@@ -278,6 +278,7 @@ def doctor(
     deployment: Annotated[
         str | None, typer.Option("--deployment", help="The coordinator's folder of `deploy init`: what is wrong?")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check this machine: versions, ports, write access, Ray, GPU. With --clinic: a clinic's data, policy, key, server.
 
@@ -297,7 +298,7 @@ def doctor(
         from flwr_replay.cli.doctor import examine
 
         healthy, text = examine()
-    print(text)
+    answer({"healthy": healthy, "lines": text.splitlines()}, text, as_json)
     sys.exit(0 if healthy else 1)
 
 

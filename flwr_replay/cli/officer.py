@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
-from flwr_replay.cli.places import absolute
+from flwr_replay.cli.places import absolute, answer
 from flwr_replay.config.compose import named_parts
 from flwr_replay.config.parts import allow
 from flwr_replay.files.atomic import private_folder
@@ -24,14 +23,8 @@ def page(options: Sequence[str], study: str, policy: str, clinics: str, out: str
     folder = private_folder(absolute(out))
     earlier = " (the earlier one is replaced)" * any(folder.glob("officer.*"))
     html, data = write_officer_page(folder, report)
-    if as_json:
-        print(json.dumps(report, indent=2, ensure_ascii=False))
-    else:
-        judged = [*report["rules"], *report["fields"]]
-        reasons = dict.fromkeys(f"{entry['verdict']}: {entry['reason']}" for entry in judged if entry["reason"])
-        print(
-            "\n".join(
-                [verdict(report), *reasons, *sums(report), f"the page: {html}{earlier}", f"the same as JSON: {data}"]
-            )
-        )
+    judged = [*report["rules"], *report["fields"]]
+    reasons = dict.fromkeys(f"{entry['verdict']}: {entry['reason']}" for entry in judged if entry["reason"])
+    lines = [verdict(report), *reasons, *sums(report), f"the page: {html}{earlier}", f"the same as JSON: {data}"]
+    answer(report, "\n".join(lines), as_json)
     return 0 if report["allowed"] else 1

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flwr_replay.cli.places import AsJson, answer
 from flwr_replay.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ __all__ = ["options"]
 
 def options(
     group: Annotated[str, typer.Argument(metavar="[GROUP]")] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Explain the options of a run: their values, defaults and meaning. Without GROUP: what groups there are.
 
@@ -27,14 +29,15 @@ def options(
     known = described()
     if group and group not in known:
         if matches := _named(known, group):
-            print("\n".join(line for place, option in matches for line in _option(option, place)))
+            lines = [line for place, option in matches for line in _option(option, place)]
+            answer([option for _, option in matches], "\n".join(lines), as_json)
             return
         names = [name for each in known.values() for o in each.options for name in (o.name, o.name.rpartition(".")[2])]
         raise ConfigError(f"no group and no option is called {group!r}: {nearest(group, [*known, *names])}")
     lines = list(_explained(group, known[group]) if group else _overview(known))
     if any("docs/" in line for line in lines):
         lines += ["", "docs/… is a page in flwr-replay's repository."]
-    print("\n".join(lines))
+    answer(known[group] if group else known, "\n".join(lines), as_json)
 
 
 def _overview(known: Mapping[str, Described]) -> Iterator[str]:

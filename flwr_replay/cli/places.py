@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -10,19 +12,28 @@ import typer
 
 from flwr_replay.errors import RunError
 
-__all__ = ["LAST", "AsJson", "Options", "RunsDir", "absolute", "finished_place", "runs_folder", "say"]
+__all__ = ["LAST", "AsJson", "Options", "RunsDir", "absolute", "answer", "finished_place", "runs_folder", "say"]
 
 LAST = "last"  # the run in runs/ that began last
 ROOT = "runs"  # where commands put their runs unless told otherwise
 
 Options = Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]…")]
 RunsDir = Annotated[str, typer.Option("--runs-dir", help="The folder for run directories.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON; its keys stay.")]
 
 
 def say(text: str = "loading …") -> None:
     """Tell the user what is done, beside the result."""
     print(text, file=sys.stderr, flush=True)
+
+
+def answer(value: object, text: str, as_json: bool) -> None:
+    """Print what a command has found: with --json its value, dataclasses and paths too, else its text."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=_plain) if as_json else text)
+
+
+def _plain(value: object) -> object:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
 def absolute(place: str) -> Path:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import typer
 
 from flwr_replay.cli.attack import attack
 from flwr_replay.cli.audit import show_audit
-from flwr_replay.cli.places import AsJson, say
+from flwr_replay.cli.places import AsJson, answer, say
 from flwr_replay.cli.synthetic import show_synthetic
 from flwr_replay.config.quoting import digits
 from flwr_replay.errors import ConfigError
@@ -162,14 +161,13 @@ def _print(cost: SampledGaussian, examples: int, batch: int, epochs: int, delta:
         "epochs": epochs,
         "steps": cost.steps,
     }
-    if as_json:
-        print(json.dumps(report, indent=2))
-        return
     by = "RDP" if cost.rate < 1 else "exact"
     prv = "" if by == "exact" or bounds["prv"] is None else f", {rounded_up(bounds['prv'], 4)} (PRV)"
-    print(
+    answer(
+        report,
         f"epsilon {rounded_up(bound, 4)} ({by}){prv} at delta {rounded_up(delta, 2)}, noise {cost.sigma:g}\n"
         f"{epochs} epochs of {examples // batch:,} steps make {cost.steps:,}; sampling rate {batch}/{examples:,} = "
         f"{cost.rate:.4g}\n"
-        "for neighbours that differ by one example, with Poisson sampling; shuffled epochs are not covered"
+        "for neighbours that differ by one example, with Poisson sampling; shuffled epochs are not covered",
+        as_json,
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flwr_replay.cli.places import LAST, RunsDir, absolute, finished_place, runs_folder, say
+from flwr_replay.cli.places import LAST, AsJson, RunsDir, absolute, answer, finished_place, runs_folder, say
 
 if TYPE_CHECKING:
     from flwr_replay.api import Run
@@ -31,37 +31,42 @@ Best = Annotated[
 
 
 @app.command("list")
-def list_runs(root: RunsDir = "runs") -> None:
+def list_runs(root: RunsDir = "runs", as_json: AsJson = False) -> None:
     """List all runs, also those of comparisons: state, metric, bytes on the disk."""
     from flwr_replay.errors import DamagedError, RunError
     from flwr_replay.report.progress import shown_bytes
     from flwr_replay.runs.listing import listed, runs_in
     from flwr_replay.terminal import wrapped
 
-    place = runs_folder(root)
+    place, found, lines = runs_folder(root), list[dict[str, object]](), list[str]()
     for folder in runs_in(place):
         try:
             run = listed(folder)
             state = f"{run.metric or run.state}  {shown_bytes(run.bytes)}"
+            about: dict[str, object] = {"state": run.state, "metric": run.metric, "bytes": run.bytes}
         except RunError as error:  # a damaged result hides no other run
             state = f"{'damaged: ' * isinstance(error, DamagedError)}{error}"
-        print(folder.relative_to(place))
-        print(indent(wrapped(state), "  "))
+            about = {"state": state, "metric": "", "bytes": None}
+        found.append({"run": folder, **about})
+        lines += [str(folder.relative_to(place)), indent(wrapped(state), "  ")]
+    answer(found, "\n".join(lines), as_json)
 
 
 @app.command()
-def show(places: Places) -> None:
+def show(places: Places, as_json: AsJson = False) -> None:
     """Print the summaries of finished runs again."""
     from flwr_replay.report.summary import summary
     from flwr_replay.runs.listing import listed
     from flwr_replay.terminal import wrapped
 
-    for run in [listed(finished_place(place)) for place in places]:
-        print(wrapped(summary(run.result, run.folder)) if run.result else f"{run.folder}: {run.state}")
+    found = [listed(finished_place(place)) for place in places]
+    texts = [wrapped(summary(r.result, r.folder)) if r.result else f"{r.folder}: {r.state}" for r in found]
+    values = [{"run": run.folder, "state": run.state, "result": run.result} for run in found]
+    answer(values, "\n".join(texts), as_json)
 
 
 @app.command("compare")
-def compare_runs(places: Places) -> None:
+def compare_runs(places: Places, as_json: AsJson = False) -> None:
     """Print the metrics of finished runs side by side. For differences with intervals, use flwr-replay compare."""
     from flwr_replay.report.metrics import VALIDATION
     from flwr_replay.runs.listing import same_bits
@@ -75,12 +80,15 @@ def compare_runs(places: Places) -> None:
         final = result["final"]["global"]
         values = [f"{final[name]:.4f}" if name in final else "" for name in names]
         rows.append([folder, result["strategy"], result["task"], str(result["seed"]), *values])
-    print(fitted("", ["run", "method", "task", "seed", *names], rows))
+    lines = [fitted("", ["run", "method", "task", "seed", *names], rows)]
     tasks = dict.fromkeys(result["task"] for _, result in results)
     if len(tasks) > 1:
-        print(f"different tasks ({', '.join(tasks)}): these metrics cannot be compared")
+        lines.append(f"different tasks ({', '.join(tasks)}): these metrics cannot be compared")
     elif len(places) > 1:
-        print(same_bits([finished_place(place) for place in places]))
+        lines.append(same_bits([finished_place(place) for place in places]))
+    kept = ("strategy", "task", "seed", "final")
+    found = [{"run": run, **{key: result[key] for key in kept}} for run, result in results]
+    answer(found, "\n".join(lines), as_json)
 
 
 @app.command()
@@ -145,6 +153,7 @@ def predict(
     run: Annotated[str, typer.Option("--run", help="In a state directory, the run's id; default: the last.")] = "",
     best: Best = False,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out, and list, what cannot be read.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predict the labels of images with the model of a finished run, as CSV with probabilities.
 
@@ -152,7 +161,7 @@ def predict(
     images, a CSV file with a column image, or one image. With a column label the answer says which are right.
     """
     from flwr_replay.files.atomic import write_atomic
-    from flwr_replay.finished.predict import images_in, predictions, right_in
+    from flwr_replay.finished.predict import images_in, predictions, right_in, rows_of
     from flwr_replay.finished.trained import load_model
 
     source = absolute(images)
@@ -166,11 +175,10 @@ def predict(
         say(f"left out: {line}")
     if left_out:
         say(f"{len(left_out):,} of {len(rows):,} images are left out")
-    if not out:
-        print(text, end="")
-        return
-    write_atomic(absolute(out), text)
-    print(f"{len(rows) - len(left_out)} predictions{right_in(text)}: {out}")
+    if out:
+        write_atomic(absolute(out), text)
+    shown = f"{len(rows) - len(left_out)} predictions{right_in(text)}: {out}" if out else text.removesuffix("\n")
+    answer({"predictions": rows_of(text), "left-out": left_out, "out": out}, shown, as_json)
 
 
 def export(
@@ -179,6 +187,7 @@ def export(
     out: Annotated[str, typer.Option("--out", help="The file to write.")] = "model",
     institution: Institution = "",
     best: Best = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write the model of a finished run as one file for other programs, and a model card beside it.
 
@@ -191,8 +200,8 @@ def export(
     folder = finished_place(place)
     model = load_model(folder, institution, best=best)
     text = card(folder, model, institution, best)
-    for file in write(model, form, absolute(out), text):
-        print(file)
+    files = write(model, form, absolute(out), text)
+    answer({"files": files}, "\n".join(map(str, files)), as_json)
 
 
 def _finished(places: list[str], what: str) -> list[Run]:

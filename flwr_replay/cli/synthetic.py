@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flwr_replay.cli.places import AsJson, say
+from flwr_replay.cli.places import AsJson, answer, say
 from flwr_replay.errors import ConfigError
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import
@@ -71,7 +70,7 @@ def show_synthetic(
             print(_text(result, folder))
     if not results:
         raise ConfigError(f"--institution must be one of the run's; got {institution!r}: leave it out to see all")
-    print(json.dumps(results, indent=2) if as_json else TRIED + CLAIMS[under_dp])
+    answer(results, TRIED + CLAIMS[under_dp], as_json)
 
 
 def _stages(run: Path, node_config: str) -> list[SynthesisStages]:

@@ -177,8 +177,10 @@ def _further(overrides: Sequence[str], fault: str) -> Iterator[str]:
 
 
 def _fault(overrides: Sequence[str]) -> str:
+    """Return what is wrong; empty for choices alone, which were read before, so that nobody waits for PyTorch."""
     try:
-        compose(overrides)
+        if {*map(key_of, overrides)} - {*GROUPS, *COMMAND_LINE}:
+            compose(overrides)
     except ConfigError as error:
         return str(error)
     return ""

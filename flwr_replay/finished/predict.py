@@ -22,7 +22,7 @@ from flwr_replay.files.table import csv_text
 from flwr_replay.finished.trained import TrainedModel
 from flwr_replay.learning.training import at_once
 
-__all__ = ["images_in", "predictions", "right_in"]
+__all__ = ["images_in", "predictions", "right_in", "rows_of"]
 
 
 def images_in(place: Path) -> list[ManifestRow]:
@@ -122,9 +122,14 @@ def predictions(model: TrainedModel, rows: list[ManifestRow], base: Path, left_o
     return csv_text(lines)
 
 
+def rows_of(text: str) -> list[dict[str, str]]:
+    """Return the rows that `predictions` wrote."""
+    return list(csv.DictReader(io.StringIO(text)))
+
+
 def right_in(text: str) -> str:
     """Say how many predictions are right, if `predictions` knew the labels: `, 7 of 9 right`."""
-    rows = list(csv.DictReader(io.StringIO(text)))
+    rows = rows_of(text)
     rights = [int(row["right"]) for row in rows if row.get("right")]
     without = f", {len(rows) - len(rights):,} without a label" if len(rights) < len(rows) else ""
     return f", {sum(rights):,} of {len(rights):,} right{without}" if rights else ""

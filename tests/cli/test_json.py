@@ -1,0 +1,71 @@
+"""--json: what a script reads from each command; the keys are a promise."""
+
+import json
+import re
+from pathlib import Path
+
+from typer.main import get_command
+
+from flwr_replay.cli.main import app
+
+SMALL = ["strategy=fedavg", "model=mlp", "model.width=4", "rounds=1", "nodes=2"]
+TEXT_ONLY = {  # they print one line or a table for people, write what they are asked to, or ask
+    *("watch", "rehearse", "new strategy", "new app", "new study", "new partition", "weights get"),
+    *("data show", "data images", "data convert", "data manifest", "deploy seal-key", "deploy remove"),
+    *("privacy plot", "privacy digest", "runs plot", "runs clean"),
+}
+KEYS = {
+    "runs list": {"run", "state", "metric", "bytes"},
+    "runs show runs/one": {"run", "state", "result"},
+    "runs compare runs/one": {"run", "strategy", "task", "seed", "final"},
+    "predict runs/one shown": {"predictions", "left-out", "out"},
+    "predict runs/one shown --out answers.csv": {"predictions", "left-out", "out"},
+    "export runs/one": {"files"},
+    "report runs/one": {"files"},
+    "data check shown": {"sound", "lines"},
+    "doctor": {"healthy", "lines"},
+    "options partition": {"title", "options", "choices", "chosen"},
+    "options ks": {"name", "type", "default", "text", "only"},
+    "options": {"run", "task", "training", "strategy", "strategy=fedreplay"},
+    "strategies": {"fedreplay", "cwt", "fedavg"},
+    "strategies cwt": {"cwt"},
+    "study skew --list": {"mnist-sorted"},
+    "run --dry-run rounds=1": {"stage", "institution", "direction", "field", "kind", "bytes"},
+    "run --resume runs/one": {"strategy", "final", "bytes", "privacy"},
+    "compare fedavg seeds=1 rounds=1 model=mlp model.width=4 nodes=2": {"cells", "folder"},
+    "deploy init --clinics a,b --out dep rounds=1 task.size=8": {"coordinator", "clinics"},
+    "deploy state home/state/simulation/institution-1": {"runs", "decoded", "ledger"},
+    "privacy epsilon --examples 100 --batch 10 --noise 1 --epochs 1": {"epsilon", "delta", "noise", "steps"},
+}
+
+
+def commands(group, path=()):
+    for name, command in group.commands.items():
+        yield from (
+            commands(command, (*path, name)) if hasattr(command, "commands") else [(" ".join((*path, name)), command)]
+        )
+
+
+def test_every_command_that_a_script_would_read_takes_json():
+    without = {
+        name for name, command in commands(get_command(app)) if not any("--json" in p.opts for p in command.params)
+    }
+    assert without == TEXT_ONLY
+
+
+def test_the_keys_of_each_answer(flwr_replay):
+    assert flwr_replay("run", *SMALL, "run-name=one", "task=digits")[0] == 0
+    assert flwr_replay("data", "images", "shown", "--count", "4")[0] == 0
+    for words, keys in KEYS.items():
+        code, out, err = flwr_replay(*words.split(), "--json")
+        answer = json.loads(out)
+        if isinstance(answer, list):
+            (answer, *_) = answer
+        assert keys <= answer.keys(), (words, answer.keys(), code, err)
+    assert Path("answers.csv").exists()
+
+
+def test_a_mistake_leaves_the_answer_empty(flwr_replay):
+    code, out, err = flwr_replay("runs", "list", "--json")
+    assert (code, out) == (2, "")
+    assert re.match("error: there is no folder", err)
