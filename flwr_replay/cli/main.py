@@ -162,9 +162,10 @@ def compare(
 
     STRATEGIES are separated by commas. A method's own options follow a colon: fedavg,cwt,fedreplay:cut=layer2.
 
-    All other options hold for every method. seeds=3 means the seeds 0, 1 and 2, and seeds=3, with a comma the seed 3.
-    fedreplay.cut=layer2 holds for FedReplay only. lr=0.1|0.3 makes two methods of each; so do partition=iid|ks and
-    partition.alpha=0.1|0.5. Of one method this compares the values, seed by seed, with the first.
+    All other options hold for every method. seeds=3 means the seeds 0, 1 and 2, seeds=5-7 means 5, 6 and 7, and
+    seeds=3, with a comma the seed 3. fedreplay.cut=layer2 holds for FedReplay only. lr=0.1|0.3 makes two methods of
+    each; so do partition=iid|ks and partition.alpha=0.1|0.5. Of one method this compares the values, seed by seed,
+    with the first.
 
     Exit code 1: some runs failed. The table says why.
     """
@@ -196,7 +197,7 @@ def study(
         bool, typer.Option("--quick", help="One seed and two rounds of each part: does all of it run?")
     ] = False,
     seeds: Annotated[
-        str | None, typer.Option("--seeds", help="A number, or several with commas; default: each part's own.")
+        str | None, typer.Option("--seeds", help="As of compare: 3, 0-4, or 0,5,7; default: each part's own.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check all parts on the data, count runs and hours, run nothing.")

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import chain
 
 from flwr_replay.config.catalogue import check_choice, choices, parts_of
 from flwr_replay.config.compose import SECTIONS
@@ -37,7 +38,7 @@ OF_ALL = {  # options in which they may not, with the reason
 }
 OURS = {  # options that a comparison sets itself, with what to write instead
     "strategy": "name the strategies before the options",
-    "seed": "write seeds=3, or seeds=0,5,7",
+    "seed": "write seeds=3, seeds=0-4, or seeds=0,5,7",
     "runs_dir": "write --runs-dir DIR",
     "run_name": "cells are named by method and seed",
     "resume": "repeat the same command to continue",
@@ -133,26 +134,28 @@ def _refuse_ours(key: str, option: str) -> None:
 
 
 def seeds_of(text: str) -> tuple[int, ...]:
-    """Read `seeds=`: how many, or a list; raise `ConfigError` if it is neither."""
+    """Read `seeds=`: how many, or a list with ranges; raise `ConfigError` if it is neither.
+
+    >>> seeds_of("3"), seeds_of("31,"), seeds_of("0-2, 7")
+    ((0, 1, 2), (31,), (0, 1, 2, 7))
+    """
     rule = (
         f"seeds is a number from 1 to {MOST_SEEDS} (seeds=3: seeds 0, 1, 2) or a list without repetition "
-        f"(seeds=0,5,7; seeds=31, is seed 31 alone); got {text[:80]!r}"
+        f"(seeds=0-4; seeds=0,5,7; seeds=31, is seed 31 alone); got {text[:80]!r}"
     )
     try:
-        numbers = [int(digits(part)) for part in text.split(",") if part.strip()]
+        ranges = [[int(digits(end)) for end in part.split("-", 1)] for part in text.split(",") if part.strip()]
     except ValueError:
         raise ConfigError(rule) from None
-    if "," not in text and numbers and 1 <= numbers[0] <= MOST_SEEDS:
-        return tuple(range(numbers[0]))
-    if (
-        "," not in text
-        or not numbers
-        or min(numbers) < 0
-        or len({*numbers}) < len(numbers)
-        or len(numbers) > MOST_SEEDS
-    ):
+    spans = [range(ends[0], ends[-1] + 1) for ends in ranges]
+    if text.strip().isdecimal():
+        spans = [range(ranges[0][0])]
+    if not all(spans) or not 0 < sum(span.stop - span.start for span in spans) <= MOST_SEEDS:
         raise ConfigError(rule)
-    return tuple(numbers)
+    numbers = tuple(chain.from_iterable(spans))
+    if len({*numbers}) < len(numbers):
+        raise ConfigError(rule)
+    return numbers
 
 
 def _refuse_of_some(key: str, value: str, names: Sequence[str]) -> None:

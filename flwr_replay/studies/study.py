@@ -210,7 +210,7 @@ def forecast(comparisons: Sequence[PlannedComparison]) -> str:
 def _shortened(part: Part) -> Part:
     """Return a part with its first seed, two rounds and its own quick options."""
     seeds = next((option.removeprefix("seeds=") for option in part.options if option.startswith("seeds=")), "")
-    first = seeds.split(",")[0] if "," in seeds else "0"
+    first = seeds_of(seeds)[0] if seeds else 0
     methods = [re.sub(r":rounds=\d+", "", method) for method in part.methods]
     fixed = [*part.quick, "rounds=2", "evaluate_every=1", f"seeds={first},"]
     return _with(replace(part, methods=methods), fixed)
