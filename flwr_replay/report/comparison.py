@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.report.metrics import largest, shown_epsilon
 from flwr_replay.report.progress import shown_bytes
+from flwr_replay.report.ranks import FEWEST, Ranks
 from flwr_replay.report.templates import numbers
 
 __all__ = [
@@ -28,12 +29,13 @@ __all__ = [
     "of_data",
     "overview",
     "paired_difference",
+    "ranks",
+    "ranks_of_parts",
     "summarise",
 ]
 
 COSTS = ("leaves", "up", "down", "examples", "s")  # the last columns of a table
 TOLD = ("per-sample-raw", "per-sample", "synthetic", "model")  # kinds of field; statistics every method sends
-FEWEST = 5  # seeds; of three, the true standard deviation may be six times the measured one
 
 
 def interval(values: ArrayLike, confidence: float = 0.95) -> tuple[float, float] | None:
@@ -147,6 +149,31 @@ def references(cells: Sequence[Mapping[str, Any]], labels: Sequence[str], agains
         (*filter(of_data, options),): label for label, (_, options) in own.items() if apart[label] == apart[against]
     }
     return {label: reference.get((*filter(of_data, own[label][1]),), against) for label in labels}
+
+
+def ranks(report: Mapping[str, Any]) -> Ranks | None:
+    """Rank a comparison's methods seed by seed; None where seeds or methods are few, or where their data differ."""
+    rows = {label: row for label, row in report["strategies"].items() if row["mean"] is not None}
+    if len({row.get("against", report["against"]) for row in rows.values()}) > 1 or any(
+        of_data(option) for cell in report["cells"] for option in cell.get("options", [])
+    ):
+        return None
+    values = {label: {str(seed): value for seed, value in row["values"].items()} for label, row in rows.items()}
+    return Ranks.of(values, report["higher-is-better"])
+
+
+def ranks_of_parts(reports: Mapping[str, Mapping[str, Any]]) -> Ranks | None:
+    """Rank methods comparison by comparison, by their means over seeds; None where these or methods are few."""
+    labels = dict.fromkeys(label for report in reports.values() for label in report["strategies"])
+    means = {
+        label: {
+            name: row["mean"]
+            for name, report in reports.items()
+            if (row := report["strategies"].get(label)) and row["mean"] is not None
+        }
+        for label in labels
+    }
+    return Ranks.of(means, all(report["higher-is-better"] for report in reports.values()))
 
 
 def markdown(report: Mapping[str, Any], costs: bool = True) -> list[str]:

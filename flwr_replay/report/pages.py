@@ -22,7 +22,7 @@ from flwr_replay.files.atomic import fits, read_bytes, read_json, read_text, wri
 from flwr_replay.files.disk import there
 from flwr_replay.report.charts import FORMS as FIGURES
 from flwr_replay.report.charts import Chart, Row, curves, dots, write_figures
-from flwr_replay.report.comparison import cells_of, summarise
+from flwr_replay.report.comparison import cells_of, ranks, summarise
 from flwr_replay.report.metrics import (
     VALIDATION,
     by_epsilon,
@@ -205,6 +205,9 @@ def _charts(folder: Path, report: Mapping[str, Any]) -> dict[str, tuple[Chart, s
             if line
         }
         found[name] = curves(lines, axis, bands, told=told), f"{what} by {axis}{band}"
+    if ranked := ranks(report):
+        overlap = "lines that do not overlap: a difference by Nemenyi's test"
+        found["ranks"] = ranked.chart, f"rank by {metric}, 1 is best: a dot for each seed; bar: mean; {overlap}"
     return {name: (chart, caption) for name, (chart, caption) in found.items() if chart} | sweeps(report)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from flwr_replay.data.class_counts import starving, summary, warnings
 from flwr_replay.files.table import csv_text
 from flwr_replay.privacy.noise import shown_noise
-from flwr_replay.report.comparison import FEWEST, cells_of, mean_of, of_data
+from flwr_replay.report.comparison import cells_of, mean_of, of_data, ranks
+from flwr_replay.report.ranks import FEWEST
 from flwr_replay.report.summary import untrained_lines
 from flwr_replay.terminal import fitted
 
@@ -47,6 +48,8 @@ def notes(report: Mapping[str, Any]) -> list[str]:
 def findings(report: Mapping[str, Any]) -> list[str]:
     """Say how the methods differ, which differences are shown, and what failed."""
     lines = [*_guessing(report), *verdicts(report)]
+    lines += [f"{found.told} (seeds of the same data)" for found in [ranks(report)] if found]
+    lines += [untuned] if (untuned := report.get("untuned")) else []  # older versions did not say so
     lines += [f"methods differ in {line}" for line in report.get("differ", [])]  # older versions did not say so
     lines += _skews(report)
     lines += _metrics_notes(report)

@@ -54,6 +54,7 @@ MAY_DIFFER = (  # what a preset sets for a method
     ("training", "batch_size"),
     ("replay", "name"),
 )
+TUNED = ("lr", "momentum", "weight_decay", "batch_size")  # of training; and what of a strategy is no whole number
 NOT_THE_RESULT = ("strategy", "seed", "runs_dir", "run_name", "resume", "timeout", "wait")
 
 
@@ -187,7 +188,12 @@ def _plan(
             noise.setdefault(method.label, _noise(simulation))
             cells.append(Cell(method, seed, place, (*overrides, f"seed={seed}", f"run_name='{place.name}'")))
     alone = {method.label: config for method, (_, config) in zip(methods, resolved, strict=True)}
-    return folder, alone, cells, {"noise": noise, "differ": _differing(methods, alone)}
+    return (
+        folder,
+        alone,
+        cells,
+        {"noise": noise, "differ": _differing(methods, alone), "untuned": _untuned(methods, alone)},
+    )
 
 
 def _refuse_equal(methods: Sequence[Method], configs: Sequence[RunConfig]) -> None:
@@ -218,6 +224,26 @@ def _differing(methods: Sequence[Method], configs: Mapping[str, RunConfig]) -> l
             shown = "; ".join(f"{value} ({', '.join(labels)})" for value, labels in labels_of.items())
             lines.append(f"{section}.{option}: {shown}")
     return lines
+
+
+def _untuned(methods: Sequence[Method], configs: Mapping[str, RunConfig]) -> str:
+    """Name the hyperparameters of which each method has one value here; empty for one method alone."""
+    values: dict[tuple[str, str], set[float]] = {}  # by option and strategy
+    for method in methods:
+        config = configs[method.label]
+        own = {name: value for name, value in asdict(config.strategy).items() if isinstance(value, float)}
+        found = {name: getattr(config.training, name) for name in TUNED} | own
+        for name in (name for name, value in found.items() if value and name != "chunk_mb"):
+            values.setdefault((name, method.strategy), set()).add(found[name])
+    strategies: dict[str, list[str]] = {}
+    for (name, strategy), several in values.items():
+        if len(several) == 1:
+            strategies.setdefault(f"{name.replace('_', '-')} {min(several):g}", []).append(strategy)
+    every = len({method.strategy for method in methods})
+    shown = ", ".join(
+        option + ("" if len(names) == every else f" ({', '.join(names)})") for option, names in strategies.items()
+    )
+    return f"not tuned, one value only: {shown}; another may change the order" if len(methods) > 1 and shown else ""
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from flwr_replay.errors import ConfigError, DataError, nearest
 from flwr_replay.files.atomic import make_folder, write_atomic
 from flwr_replay.files.table import csv_text
 from flwr_replay.report.charts import FORMS, write_figures
-from flwr_replay.report.comparison import gaps, markdown, overview
+from flwr_replay.report.comparison import gaps, markdown, overview, ranks_of_parts
 from flwr_replay.report.forgetting import last_visits
 from flwr_replay.report.pages import write_study_page
 from flwr_replay.report.plots import lines
@@ -256,6 +256,7 @@ def _report(
     text += [COLUMNS.format(stem=stem), *(f"- {note}" for note in alike), ""]
     for group, members in _groups(parts, reports).items():
         text += [f"## {group}", "", *overview(members), "", f"![{group}]({_picture(stem, group)})", ""]
+        text += [f"Over {len(members)} parts {found.told}.", ""] if (found := ranks_of_parts(members)) else []
     for part in parts:
         report = reports[part.name]
         text += [f"### {part.name}", "", f"{part.about} {report['title']}, {_seeds(report['seeds'])}.", ""]

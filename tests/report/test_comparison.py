@@ -12,7 +12,7 @@ def test_the_agreement_of_models_is_shown_by_seed():
         {"label": "standard", "seed": seed, "result": {**base, "agreement": one}} for seed, one in enumerate(agreement)
     ]
     cells.append({"label": "cwt", "seed": 0, "result": base})
-    lines = notes({"seeds": [0, 1, 2], "strategies": {}, "cells": cells})
+    lines = notes({"seeds": [0, 1, 2], "strategies": {}, "higher-is-better": True, "cells": cells})
     (line,) = [line for line in lines if "standard deviation of balanced" in line]
     assert line.startswith("standard: ")
     assert line.endswith("by seed: 0.150, –, 0.005")
@@ -40,6 +40,6 @@ def test_what_holds_for_all_methods_is_said_once():
         {"label": f"{at}", "seed": 0, "result": {"versions": {}, "privacy": {}, "metrics-note": note}}
         for at, note in enumerate(said)
     ]
-    lines = notes({"seeds": [0], "strategies": {}, "cells": cells})
+    lines = notes({"seeds": [0], "strategies": {}, "higher-is-better": True, "cells": cells})
     found = [line for line in lines if "judged" in line or "own models" in line or "older" in line]
     assert found == [judged, "local is own models.", "an older run's note"]

@@ -281,11 +281,11 @@ def test_a_summary_and_its_pictures_stand_one_seed_and_no_result(tmp_path: Path)
     assert summary["x"]["worst-institution"] == 0.7
     assert summary["x"]["difference"] is None
     report = {"title": "t", "metric": "accuracy", "against": "y", "seeds": [3], "cells": cells, "strategies": summary}
+    report |= {"options": [], "higher-is-better": True}
     text = table(report)
     assert "y seed 3 failed: no data" in text
     assert "asleep" in text
     assert "no intervals" in text
-    report |= {"options": [], "higher-is-better": True}
     report["cells"] = [cell | {"options": [], "folder": "x-seed3"} for cell in cells]
     rows = [{"round": at, "institution": "", "metric": "accuracy", "value": at / 3} for at in (1, 2)]
     (tmp_path / "x-seed3").mkdir()
