@@ -1,4 +1,4 @@
-"""flwr-replay deploy init | seal-key | state | remove: a real deployment; rehearse: one on this machine before it."""
+"""flwr-replay deploy init | seal-key | evidence | state | remove, for a real deployment; rehearse, before it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from flwr_replay.cli.places import AsJson, Options, absolute, answer, say
+from flwr_replay.cli.places import AsJson, Options, absolute, answer, finished_place, say
 from flwr_replay.errors import ConfigError
 
 __all__ = ["app", "rehearse"]
@@ -63,6 +63,27 @@ def seal_key(
         pins = read_pins(Path(peers).expanduser())
         digest = Seal(name, private, pins).digest
         print(f"{peers} pins {', '.join(sorted(pins))}; its digest, to compare with the others: {digest}")
+
+
+@app.command()
+def evidence(
+    place: Annotated[str, typer.Argument(metavar="RUN")],
+    audit: Annotated[str, typer.Option("--audit", help="The audit.json of a run with the same options.")] = "",
+) -> None:
+    """Write evidence.html and .json into a finished RUN: what a board and an egress reviewer can file.
+
+    RUN is a run directory, or `last`. Attacks on it are quoted if `privacy attack` has run.
+    """
+    from flwr_replay.files.atomic import read_json
+    from flwr_replay.lab.sentences import sentence
+    from flwr_replay.report.evidence_page import write_evidence
+
+    folder = finished_place(place)
+    made, attacked = absolute(audit) if audit else folder / "audit.json", folder / "attacks" / "attacks.json"
+    found = read_json(attacked)["attacks"] if attacked.exists() else []
+    report = read_json(made) if audit or made.exists() else None
+    page, data = write_evidence(folder, list(map(sentence, found)), report)
+    print(f"the page: {page}\nthe same as JSON: {data}")
 
 
 @app.command()

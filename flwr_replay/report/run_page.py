@@ -42,7 +42,15 @@ from flwr_replay.report.templates import render
 from flwr_replay.wire.masked import MASKED
 from flwr_replay.wire.sealed import SEALED
 
-__all__ = ["KINDS", "PAGE", "versions_table", "write_run_page"]
+__all__ = [
+    "KINDS",
+    "PAGE",
+    "left_table",
+    "privacy_table",
+    "travelled_by_kind",
+    "versions_table",
+    "write_run_page",
+]
 
 PAGE = "report.html"
 MOST_LINES = 7  # institutions that get a line of their own beside the pooled one
@@ -75,7 +83,7 @@ def write_run_page(folder: Path, figures: Path | None = None) -> Path:
     tested = tested_of(folder)
     pictures, left_out = _pictures(folder)
     rows, fault = metric_rows(folder, result["rounds"])
-    travelled = _travelled(folder)
+    travelled = travelled_by_kind(folder)
     metric = result["metric"]
     own = {name: metrics[metric] for name, metrics in result["final"]["institutions"].items() if metric in metrics}
     guesses = {name: guessed(counts) for name, counts in confusion.items()} if metric == "accuracy" else {}
@@ -121,8 +129,8 @@ def write_run_page(folder: Path, figures: Path | None = None) -> Path:
         skew=[*map(_sentence, skew_lines(result.get("skew")))] or [UNKNOWN_SKEW, _labels_sent(folder)],
         labels=_labels(result, classes),
         claim=[result["privacy-claim"], *map(_sentence, sample_lines(result))],
-        privacy=_privacy(result),
-        left=(left := _left(travelled)),
+        privacy=privacy_table(result),
+        left=(left := left_table(travelled)),
         kinds=[
             f"{head}: {KINDS[kind]}{hidden and f'; {HIDDEN[hidden]}'}."
             for head, (kind, hidden) in ((head, _kind(head)) for head in left["heads"][1:])
@@ -291,7 +299,8 @@ def _shaded(
     return {"caption": caption, "heads": heads, "rows": rows, "shaded": True}
 
 
-def _privacy(result: Mapping[str, Any]) -> dict[str, Any] | None:
+def privacy_table(result: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Tabulate what accounts state; None if there is none."""
     rows = []
     for name, account in result["privacy"].items():
         if account:
@@ -304,7 +313,7 @@ def _privacy(result: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"caption": "What each institution's account states", "heads": heads, "rows": rows} if rows else None
 
 
-def _left(sums: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
+def left_table(sums: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
     """Tabulate the ledger's bytes by institution and kind; what came down is one column."""
     kinds = {kind for own in sums.values() for kind in own if kind != DOWN}
     known = {kind: at for at, kind in enumerate(KINDS)}
@@ -314,7 +323,7 @@ def _left(sums: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
     return {"caption": caption, "heads": ["institution", *heads, "came down"], "rows": rows}
 
 
-def _travelled(folder: Path) -> dict[str, dict[str, int]]:
+def travelled_by_kind(folder: Path) -> dict[str, dict[str, int]]:
     """Sum the ledger's bytes by institution, and by kind or `DOWN`."""
     sums: dict[str, dict[str, int]] = {}
     for line in ledger_of(folder):

@@ -191,6 +191,34 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 <p class="faint">Attacks on recorded messages; the judge has the originals, the attacker has not.</p>
 {% endblock %}
 """,
+    "evidence": """\
+{% extends "frame" %}
+{% import "draw" as draw %}
+{% block content %}
+<p>{{ about }}</p>
+<h2>What left</h2>
+{{ draw.table(left) }}
+<ul>{% for line in kinds %}<li>{{ line }}</li>{% endfor %}</ul>
+<h2>Who could see it</h2>
+<ul>{% for line in seen %}<li>{{ line }}</li>{% endfor %}</ul>
+<h2>Under which ε</h2>
+<p>{{ claim }}</p>
+{% if privacy %}{{ draw.table(privacy) }}{% else %}<p>No account states an ε.</p>{% endif %}
+<h2>Who took no part</h2>
+{% if absent %}<ul>{% for line in absent %}<li>{{ line }}</li>{% endfor %}</ul>{% else %}<p>All took part in every exchange.</p>{% endif %}
+{% if untested %}<p>Not tested at the end: {{ untested | join(", ") }}.</p>{% endif %}
+<h2>Attacks and audits</h2>
+<ul>{% for line in attacks %}<li>{{ line }}</li>{% endfor %}<li>{{ audit }}</li><li>{{ sacroml }}</li></ul>
+<h2>What ran, and what it made</h2>
+{{ draw.table(sums) }}
+{{ draw.table(versions) }}
+<h2>What SATRE and the NHS toolkit ask</h2>
+<p>An aid to an assessment, and none itself. "None" is no control of this program; another may be yours. SATRE as of commit 020b572, DSPT by the ten standards' names and the first one's assertions: the toolkit's CAF outcomes were not at hand.</p>
+{{ draw.table(controls) }}
+<h2>Signed</h2>
+<div class="scroll"><table><tbody>{% for who in ("prepared by", "output checker", "data protection officer", "for the board") %}<tr><th scope="row">{{ who }}</th><td>name ______________________</td><td>date ____________</td><td>signature ______________________</td></tr>{% endfor %}</tbody></table></div>
+{% endblock %}
+""",
     "officer": """\
 {% extends "frame" %}
 {% import "draw" as draw %}

@@ -1,0 +1,198 @@
+"""A finished run's evidence, `evidence.html` and `evidence.json`: what a board and an egress reviewer can file.
+
+What left, under which ε, who could see it, who took no part, what ran, what was attacked; and how far our controls
+answer what SATRE and the NHS toolkit ask. SATRE's statements are numbered as sa-tre/satre-specification has them at
+commit 020b572; releases may number them otherwise. Of the NHS toolkit (DSPT) the names of its ten standards and the
+assertions of the first were found, the outcomes of its CAF edition were not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from flwr_replay.config.catalogue import conf_dir
+from flwr_replay.files.atomic import read_bytes, write_atomic
+from flwr_replay.report.progress import shown_time
+from flwr_replay.report.run_files import CONFIG, RESULT, ledger_of, read_result, read_run_id
+from flwr_replay.report.run_page import KINDS, left_table, privacy_table, travelled_by_kind, versions_table
+from flwr_replay.report.templates import render
+from flwr_replay.wire.masked import MASKED
+from flwr_replay.wire.sealed import SEALED
+
+__all__ = ["evidence", "write_evidence"]
+
+PAGE = "evidence"
+NOT_RUN = {
+    "attacks": "No attack was run on this run's messages: `flwr-replay privacy attack RUN`, where they were recorded.",
+    "audit": "No audit by canaries was given: `flwr-replay privacy audit` on the same options, then --audit FILE.",
+    "sacroml": "SACRO-ML was not run. It is no extra of this package: sacroml 2.0.1 would put pandas 2.3 in the place "
+    "of 3, and bring XGBoost. Install it elsewhere, and give it what `flwr-replay export` writes.",
+}
+CONTROLS = (  # asked by, what is asked, what is here
+    ("SATRE 3.1.2", "records of data handling decisions", "the policy file, officer.json, this page"),
+    (
+        "SATRE 3.1.4",
+        "an egress process that enforces governance rules",
+        "the policy, at every message; nobody approves",
+    ),
+    ("SATRE 3.1.6", "a record of what data the environment holds", "none: numbers of examples only"),
+    ("SATRE 3.1.7", "a policy on deletion", "none; `deploy state` and `deploy remove` delete, with a receipt"),
+    ("SATRE 3.1.10", "no unauthorised egress", "the guard binds honest code; the account's rights bind the rest"),
+    ("SATRE 3.2.3", "users see only the data they need", "none: the operating system's rights"),
+    ("SATRE 3.2.4", "multi-factor authentication", "none: nodes have keys, people have no accounts here"),
+    ("SATRE 3.3.2", "intended outputs, from the outset", "the officer's page, by field, before the run"),
+    (
+        "SATRE 3.3.3",
+        "a documented process of disclosure control",
+        "min-count, kinds, max-epsilon; the rest is yours",
+    ),
+    ("SATRE 3.3.4", "who is responsible for output checking", "the signatures below"),
+    ("SATRE 3.3.5", "outputs that nobody can check by hand", "weights are such: ε, attacks, audits, or no egress"),
+    ("SATRE 3.3.6", "a statistical basis of these decisions", "a proven ε where there is one; attacks with intervals"),
+    (
+        "SATRE 3.3.8",
+        "outputs limited to the minimum",
+        "the policy; deploy init proposes the least",
+    ),
+    ("SATRE 3.5.2", "penetration tests", "none by outsiders; hostile servers in the tests, docs/audit.md"),
+    ("SATRE 3.5.4", "incident response", "none"),
+    ("SATRE 3.5.6", "encryption at rest", "none: files are their owner's only; encrypt the disk"),
+    ("SATRE 3.5.7", "encryption in transit", "TLS; sealed runs hide weights from the server, too"),
+    ("DSPT 1.5", "personal information is used and shared lawfully", "none: which law applies is the controller's"),
+    ("DSPT 1.6", "data protection by design and by default", "refusals before data are read; DP is off by default"),
+    (
+        "DSPT 1.7",
+        "data quality controls",
+        "`data check`: unreadable and double images, patients in two splits",
+    ),
+    ("DSPT 1.8", "risks are understood and managed", "attacks, audits and their limits; no register of risks"),
+    ("DSPT: Training", "staff are trained", "none"),
+    ("DSPT: Managing Data Access", "access is managed", "none: as SATRE 3.2.3"),
+    ("DSPT: Responding to Incidents", "incidents are reported", "none"),
+    ("DSPT: Unsupported Systems", "no unsupported software", "versions above; nothing checks them against advisories"),
+    ("DSPT: Accountable Suppliers", "suppliers are accountable", "none: open source, without warranty"),
+)
+
+
+def evidence(folder: Path, attacks: Sequence[str], audit: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the page's data, as `evidence.json` has them.
+
+    `attacks` are sentences on what attacks found, none if none ran; `audit` is the content of an `audit.json`.
+
+    Raises
+    ------
+    RunError
+        If the run has not finished, or a file of its directory is damaged.
+    """
+    result = read_result(folder)
+    models = sorted(folder.glob("models/**/*.safetensors"))
+    return {
+        "run": read_run_id(folder),
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        **{name: result[name] for name in ("strategy", "task", "model", "rounds", "seed", "wall-seconds")},
+        "left": travelled_by_kind(folder),
+        "seen": list(_seen(folder)),
+        "claim": result["privacy-claim"],
+        "privacy": result["privacy"],
+        "absent": result["failures"],
+        "untested": result.get("untested") or [],
+        "attacks": list(attacks),
+        "audit": audit,
+        "versions": result["versions"],
+        "sha256": {
+            **{str(path.relative_to(folder)): _digest(path) for path in [folder / CONFIG, folder / RESULT, *models]},
+            "the package's code, where this was written": code_digest(),
+        },
+        "controls": [dict(zip(("asked by", "asked", "here"), row, strict=True)) for row in CONTROLS],
+    }
+
+
+def write_evidence(folder: Path, attacks: Sequence[str], audit: Mapping[str, Any] | None) -> tuple[Path, Path]:
+    """Write page and data into the run's directory, over earlier ones; return their paths. As `evidence`."""
+    found, result = evidence(folder, attacks, audit), read_result(folder)
+    page, data = folder / f"{PAGE}.html", folder / f"{PAGE}.json"
+    text = render(
+        PAGE,
+        title=f"Evidence of run {found['run']}",
+        about=f"{found['strategy']} on {found['task']}, {found['rounds']} rounds, seed {found['seed']}, the network "
+        f"{found['model']}. It took {shown_time(found['wall-seconds'])}. Written {found['written']} from the "
+        "coordinator's own files. Each institution has a ledger of its own: compare.",
+        left=left_table(found["left"]),
+        kinds=[f"{kind}: {KINDS[kind]}." for kind in KINDS if any(kind in own for own in found["left"].values())],
+        seen=found["seen"],
+        claim=found["claim"],
+        privacy=privacy_table(result),
+        absent=[f"{one['institution']}, exchange {one['round']}: {one['reason']}" for one in found["absent"]],
+        untested=found["untested"],
+        attacks=found["attacks"] or [NOT_RUN["attacks"]],
+        audit=_audited(audit) if audit else NOT_RUN["audit"],
+        sacroml=NOT_RUN["sacroml"],
+        sums=_table("SHA-256", ["file", "digest"], list(found["sha256"].items())),
+        versions=versions_table("Versions of the run", found["versions"]),
+        controls=_table("What is asked, and what is here", ["asked by", "asked", "here"], CONTROLS),
+        version=found["versions"]["flwr-replay"],
+    )
+    write_atomic(data, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    write_atomic(page, text)
+    return page, data
+
+
+def code_digest() -> str:
+    """Return the SHA-256 of the package's Python and YAML files and names, equal in a checkout and a wheel."""
+    wings = [Path(found.origin).parent for name in ("strategies", "clients") if (found := _spec(name)) and found.origin]
+    whole = sha256()
+    for root in (Path(__file__).parents[1], *wings, conf_dir()):
+        for path in sorted([*root.rglob("*.py"), *root.rglob("*.yaml")]):
+            name = path.relative_to(root)
+            if root.name == "flwr_replay" and name.parts[0] in ("strategies", "clients", "simulations", "conf"):
+                continue
+            whole.update(f"{root.name}/{name.as_posix()} {_digest(path)}\n".encode())
+    return whole.hexdigest()
+
+
+def _spec(name: str) -> Any:
+    return find_spec(f"flwr_replay.{name}")
+
+
+def _digest(path: Path) -> str:
+    return sha256(read_bytes(path)).hexdigest()
+
+
+def _table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, Any]:
+    return {"caption": caption, "heads": heads, "rows": rows}
+
+
+def _seen(folder: Path) -> Iterator[str]:
+    """Say who could read what left, and what institutions got."""
+    up: dict[tuple[str, str], None] = {}
+    down: dict[str, set[str]] = {}
+    for line in ledger_of(folder):
+        if line["direction"] == "up":
+            up[line["kind"], next((word for word in (SEALED, MASKED) if word in line["protection"]), "")] = None
+        elif line["kind"] not in ("instruction", "notice"):
+            down.setdefault(line["kind"], set()).add(line["institution"])
+    readers = {
+        "": "the server, as it is",
+        SEALED: "the institutions whose keys were pinned; not the server",
+        MASKED: "the server, as a mean over institutions only",
+    }
+    for kind, hidden in up:
+        yield f"{kind}: {readers[hidden]}."
+    for kind, names in down.items():
+        yield f"{kind} came down to {', '.join(sorted(names))}: made from what all sent, or what others sent."
+    yield "Whoever runs the server can hand on what it reads. TLS hides messages from the network only."
+
+
+def _audited(audit: Mapping[str, Any]) -> str:
+    epsilon = audit["claim"]["epsilon"]
+    claim = f"claims ε {epsilon:.4g}" if epsilon is not None else "claims no ε"
+    return (
+        f"{audit['institution']}, {audit['canaries']:,} canaries ({audit['kind']}): the account {claim}; "
+        f"{'REFUTED' if audit['refuted'] else 'not refuted'}. An audit ruins a run's accuracy, so it is of another run."
+    )

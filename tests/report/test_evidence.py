@@ -1,0 +1,108 @@
+"""What a board and an egress reviewer can file of a run: figures of the ledger, and a word where there is nothing."""
+
+import json
+import shutil
+from collections import Counter
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from attacked_runs import attacked, recorded_runs
+from harness import command, node_configs, run, write_shards
+from sealed_runs import ABC, pinned
+
+import flwr_replay.report.evidence_page as page
+from flwr_replay.report.evidence_page import CONTROLS, NOT_RUN, code_digest, write_evidence
+
+TASK = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=6", "batch_size=8", "device=cpu"]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """A run of three hospitals, one of which refuses."""
+    folder = tmp_path_factory.mktemp("hospitals")
+    write_shards(folder, {"a": 40, "b": 30, "c": 20})
+    (folder / "policy.yaml").write_text("strategies: []\n")
+    nodes = node_configs(folder, folder / "state", "abc")
+    nodes[2] |= {"policy": str(folder / "policy.yaml")}
+    options = [*TASK, "strategy=fedavg", "dp=classifier", "sigma=2", "delta=0.01", "rounds=2"]
+    return run(folder, options, nodes)
+
+
+def filed(folder):
+    html, data = write_evidence(folder, [], None)
+    return html.read_text(), json.loads(data.read_text())
+
+
+def test_it_has_what_the_ledger_the_accounts_and_the_failures_have(ran):
+    html, found = filed(ran.folder)
+    left = Counter()
+    for line in ran.ledger:
+        if line["direction"] == "up":
+            left[line["institution"], line["kind"]] += line["bytes"]
+    said = {(name, kind): size for name, own in found["left"].items() for kind, size in own.items() if kind != "down"}
+    assert said == left
+    assert found["privacy"] == ran.result["privacy"]
+    assert {one["institution"] for one in found["absent"]} == {"c"}
+    assert "policy allows strategies none" in html
+    assert found["versions"] == ran.result["versions"]
+    assert "model: the server, as it is." in html
+    for line in (NOT_RUN["attacks"], NOT_RUN["audit"], "signature"):
+        assert line.replace("'", "&#39;") in html
+    for name, digest in found["sha256"].items():
+        if name.endswith((".yaml", ".json", ".safetensors")):
+            assert sha256((ran.folder / name).read_bytes()).hexdigest() == digest
+    assert any(name.endswith(".safetensors") for name in found["sha256"])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["sealed=true", "strategy=cwt"], "not the server"),
+        (["masked=true", "strategy=fedavg"], "a mean over institutions only"),
+    ],
+)
+def test_hidden_weights_are_said_to_be(tmp_path, options, says):
+    write_shards(tmp_path, {"a": 40, "b": 30, "c": 20})
+    pinned(tmp_path, ABC)
+    own = {"seal-peers": str(tmp_path / "peers-abc.txt")}
+    nodes = [one | own for one in node_configs(tmp_path, tmp_path / "state", "abc")]
+    found = filed(run(tmp_path, [*TASK, *options, "rounds=1", "nodes=3"], nodes).folder)[1]
+    [line] = [line for line in found["seen"] if line.startswith("model") and "came down" not in line]
+    assert says in line
+
+
+def test_attacks_and_audits_that_were_run_are_quoted(tmp_path, monkeypatch, capsys):
+    options = ["strategy=fedreplay", "encoder=random", "model=mlp", "model.width=8", "partition.size=64"]
+    folder = recorded_runs(tmp_path, {"one": options}) / "one"
+    code, results, _ = attacked(monkeypatch, capsys, folder)
+    assert code == 0
+    claim = {"epsilon": 2.0, "delta": 0.01}
+    report = {"institution": "north", "kind": "images", "claim": claim, "canaries": 100, "refuted": True}
+    (tmp_path / "audit.json").write_text(json.dumps(report))
+    assert command(monkeypatch, "deploy", "evidence", str(folder), "--audit", str(tmp_path / "audit.json")) == 0
+    html = (folder / "evidence.html").read_text()
+    assert len(json.loads((folder / "evidence.json").read_text())["attacks"]) == len(results) > 0
+    assert "north, 100 canaries (images): the account claims ε 2; REFUTED" in html
+    assert NOT_RUN["attacks"] not in html
+    capsys.readouterr()
+    (folder / "result.json").unlink()
+    assert command(monkeypatch, "deploy", "evidence", str(folder)) == 2
+
+
+def test_code_has_one_digest_wherever_it_lies(tmp_path, monkeypatch):
+    """As a wheel has it: the folders at the top lie in the package."""
+    root, packed = Path(page.__file__).parents[2], tmp_path / "flwr_replay"
+    here, skip = code_digest(), shutil.ignore_patterns("__pycache__")
+    shutil.copytree(root / "flwr_replay", packed, ignore=skip)
+    for name in ("strategies", "clients", "conf", "simulations"):
+        shutil.copytree(root / name, packed / name, ignore=skip)
+    monkeypatch.setattr(page, "__file__", str(packed / "report" / "evidence_page.py"))
+    assert code_digest() == here
+    (packed / "errors.py").write_text("")
+    assert code_digest() != here
+
+
+def test_a_control_that_is_none_says_so():
+    assert {len(row) for row in CONTROLS} == {3}
+    assert sum(here.startswith("none") for _, _, here in CONTROLS) > 8
