@@ -45,7 +45,7 @@ def images(
     No run trains on test images. Without options: of scikit-learn's digits.
     """
     from flwr_replay.data.dealt import loaded
-    from flwr_replay.data.images import write_images
+    from flwr_replay.data.show import write_images
     from flwr_replay.runs.options import resolve
 
     task, folder = resolve(options or [], ".", "")[1].task, absolute(out)
@@ -89,7 +89,7 @@ def check(folder: str, as_json: AsJson = False) -> None:
 
     FOLDER is as for task=folder. Exit code 1: something should be mended before training.
     """
-    from flwr_replay.data.checked import checked
+    from flwr_replay.data.show import checked
 
     lines, sound = checked(absolute(folder))
     answer({"sound": sound, "lines": lines}, "\n".join(lines), as_json)

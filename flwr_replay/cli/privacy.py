@@ -1,20 +1,20 @@
-"""The command `privacy`: epsilon, the noise for an epsilon, epsilon by epoch.
+"""The command `privacy`: attacks on recorded messages, audits of an epsilon, epsilon and noise, epsilon by epoch.
 
-`attack.py` and `synthetic.py` have the attacks, `audit.py` the audit of an epsilon.
+`synthetic.py` has the attacks on a generator.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flwr_replay.cli.attack import attack
-from flwr_replay.cli.audit import show_audit
-from flwr_replay.cli.places import AsJson, answer, say
+from flwr_replay.cli.places import AsJson, Options, RunsDir, answer, finished_place, say
 from flwr_replay.cli.synthetic import show_synthetic
 from flwr_replay.config.quoting import digits
 from flwr_replay.errors import ConfigError
@@ -26,14 +26,12 @@ __all__ = ["app"]
 
 # Qu et al. 2022, section 4.4 and Fig. 7: |D|, epochs, delta, the epsilon they report; batch 32, noise 0.7.
 PAPER = ((1144, 225, 8.7e-4, 17.8), (10_000, 300, 1e-5, 5.0))
+NO_PROOF = "Not refuted is no proof: another attack may show more, and this one cannot show more than said above."
 
 app = typer.Typer(
     help="Epsilon of DP-SGD, the noise for an epsilon, attacks on what left, audits of an epsilon.",
     no_args_is_help=True,
 )
-app.command("attack")(attack)
-app.command("synthetic")(show_synthetic)
-app.command("audit")(show_audit)
 
 Examples = Annotated[int, typer.Option("--examples", min=1, help="|D|: one institution's training examples.")]
 Batch = Annotated[int, typer.Option("--batch", help="b: a step samples each example with probability b/|D|.")]
@@ -42,6 +40,93 @@ Noise = Annotated[
 ]
 Epochs = Annotated[int, typer.Option("--epochs", min=1, help="Epochs, of ⌊|D|/b⌋ steps each.")]
 Delta = Annotated[float, typer.Option("--delta", help="0 means 1/|D|.")]
+
+
+@app.command("attack")
+def attack(
+    place: Annotated[str, typer.Argument(metavar="RUN")],
+    institution: Annotated[str, typer.Option("--institution", help="Attack this one only.")] = "",
+    field: Annotated[str, typer.Option("--field", help="Attack this field only: latents, arrays, codes …")] = "",
+    only: Annotated[
+        str,
+        typer.Option(
+            "--attack", help="Try this one only: 'latent matching', 'loss threshold' … | yours: mypkg:attack."
+        ),
+    ] = "",
+    aux: Annotated[
+        str,
+        typer.Option(
+            "--aux",
+            help="The attacker's own images. none | undealt: those of a simulation's data set that no institution has "
+            "| an institution's name: it colludes | a data folder.",
+        ),
+    ] = "none",
+    data: Annotated[
+        str, typer.Option("--data", help="The judge's originals: the institution's own data; empty: a simulation's.")
+    ] = "",
+    run: Annotated[
+        str, typer.Option("--run", help="In an institution's state: the run's id; empty: the last recorded one.")
+    ] = "",
+    minutes: Annotated[float, typer.Option("--minutes", help="For all attacks together, about.")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Attack a run's recorded messages; write RUN/attacks with figures, pictures of patients, and a page.
+
+    RUN is a run directory with recorded messages (record=all), `last` for the newest in runs/, or an institution's own
+    state.
+
+    An interrupted command goes on where it stopped. A failed attack proves nothing.
+    """
+    from flwr_replay.lab.attack import FOLDER, attack_run
+    from flwr_replay.lab.page import write_page
+    from flwr_replay.lab.registry import Only
+
+    folder = finished_place(place)
+    tell = say if as_json else partial(print, flush=True)
+    report = attack_run(folder, Only(institution, field, only), aux, data, minutes, tell, run)
+    page = write_page(folder / FOLDER, report)
+    if as_json:
+        answer(report, "", as_json)
+    tell(f"{page}: shows patients; a failed attack proves nothing")
+
+
+app.command("synthetic")(show_synthetic)
+
+
+@app.command("audit")
+def show_audit(
+    options: Options = None,
+    canaries: Annotated[int, typer.Option("--canaries", help="How many, each in by a fair coin.")] = 500,
+    kind: Annotated[
+        str,
+        typer.Option(
+            "--kind",
+            help="gradients: inside DP-SGD | images: mislabelled, scored on classifiers, proxies and encoders | noise: "
+            "images of noise, scored on generators, priors and drawn images.",
+        ),
+    ] = "gradients",
+    institution: Annotated[str, typer.Option("--institution", help="Whose epsilon; empty: the first one's.")] = "",
+    runs_dir: RunsDir = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """Simulate a run with canaries at one institution, and test what its account claims. It ruins the run's accuracy.
+
+    The options are those of flwr-replay run. The report is audit.json in the run's directory.
+
+    Exit code 1: the claim is refuted, with 99 % confidence.
+    """
+    say()
+    from flwr_replay.runs.options import resolve
+
+    overrides, config = resolve(options or [], runs_dir, "")
+    from flwr_replay.engines.simulate import Simulation
+    from flwr_replay.lab.audit import audit
+    from flwr_replay.report.progress import TerminalDisplay
+
+    report, folder = audit(Simulation.of(config), overrides, institution, canaries, kind, TerminalDisplay())
+    answer(report, _audited(report, folder), as_json)
+    if report["refuted"]:
+        sys.exit(1)
 
 
 @app.command("epsilon")
@@ -171,3 +256,40 @@ def _print(cost: SampledGaussian, examples: int, batch: int, epochs: int, delta:
         "for neighbours that differ by one example, with Poisson sampling; shuffled epochs are not covered",
         as_json,
     )
+
+
+def _audited(report: dict[str, Any], folder: Path) -> str:
+    """Say in a few lines what was found, and what that means."""
+    from flwr_replay.privacy.accounting import rounded_up
+
+    claim, bound, steps = report["claim"], report["bounds"]["steinke"], report.get("steps")
+    lines = [f"{report['institution']}, at delta {rounded_up(claim['delta'], 2)}:"]
+    if steps:
+        lines.append(f"  {steps['steps']:,} steps of DP-SGD were seen, {steps['charged']:,} were charged")
+        for kind in steps["kinds"]:
+            sigma, rate = kind["sigma"], kind["rate"]
+            lines.append(
+                f"  one example adds up to {kind['most']:.4g} C; noise {sigma['seen']:.4g} times as much, "
+                f"{sigma['charged']:.4g} charged; rate {rate['seen']:.3g}, {rate['charged']:.3g} charged"
+            )
+        lines.append(
+            f"  an epsilon above {rounded_up(steps['detectable'])} would have been found in 95 of 100 audits, if "
+            "noise, clipping or rate were wrong, alike in all steps; so would sums that grow after clipping by "
+            f"{steps['growth']:.0%}; a step without a charge is always found"
+        )
+    lines += [
+        f"  {report['canaries']:,} canaries ({report['kind']}), {report['in']:,} of them in; AUC {report['auc']:.3f}",
+        f"  epsilon is at least {bound['epsilon']:.2f} by guesses, of which {bound['right']:,} of {bound['guesses']:,} "
+        f"are right; if all were it would be {bound['most']:.2f}, so they can refute no larger claim",
+        "  by all tests together an honest claim is refuted in at most 1 of 100 audits",
+    ]
+    if claim["epsilon"] is None:
+        lines.append("No epsilon is claimed, so there is nothing to refute.")
+    else:
+        trained, unproven = ", ".join(claim["mechanisms"]), " (as the paper counts it)" if claim["unproven"] else ""
+        verdict = "REFUTED" if report["refuted"] else "not refuted"
+        lines.append(f"The account of {trained} claims epsilon {rounded_up(claim['epsilon'])}{unproven}: {verdict}.")
+        if steps and steps["found"]:
+            lines.append(f"Found: {'; '.join(steps['found'])}.")
+        lines += [] if report["refuted"] else [NO_PROOF]
+    return "\n".join([*lines, str(folder / "audit.json")])

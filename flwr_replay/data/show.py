@@ -1,4 +1,7 @@
-"""A partition as text and as a picture: `flwr-replay data show task=... partition=...`.
+"""Data looked at before a run: `flwr-replay data show`, `data images` and `data check`.
+
+A partition is shown as text and as a picture. Test images become PNG files, a folder for each label. A folder of images
+is looked at as a whole: all that is wrong with it, at once.
 
 Letters: K institutions, C classes or decile groups.
 """
@@ -6,23 +9,32 @@ Letters: K institutions, C classes or decile groups.
 from __future__ import annotations
 
 import io
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from hashlib import file_digest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flwr_replay.config.sections import TaskConfig
 from flwr_replay.data.class_counts import extremes, warnings
-from flwr_replay.data.datasets import Dataset
+from flwr_replay.data.classes import Classes
+from flwr_replay.data.datasets import Dataset, Examples
+from flwr_replay.data.folder import MODES, folder_rows, readable
+from flwr_replay.data.manifest import ManifestRow
 from flwr_replay.data.partitions import Partition
+from flwr_replay.data.picture import picture
 from flwr_replay.data.skew import is_continuous, ks_matrix, label_histogram, tv_matrix
-from flwr_replay.files.atomic import make_folder, write_atomic
+from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.files.atomic import NAME, make_folder, write_atomic
 from flwr_replay.terminal import fitted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["show"]
+__all__ = ["checked", "show", "write_images"]
 
 WIDEST = 20  # the most columns of numbers that are legible in a terminal and a heat map
 PICTURE = "partition.png"
@@ -138,3 +150,111 @@ def _name_axis(axes: Axes, part: Partition, which: str) -> None:
             getattr(axes, f"set_{axis}label")("institution")
     if max(map(len, short)) > 4:
         axes.tick_params(axis="x", rotation=90)
+
+
+def write_images(examples: Examples, task: TaskConfig, count: int, out: Path) -> int:
+    """Write the first images as `<label>/<number>.png`, which `flwr-replay predict` reads; return how many.
+
+    `count` is at least 1, and more than there are means all. The folder `out` is created if missing.
+
+    Raises
+    ------
+    ConfigError
+        If the examples are no uint8 images, grey or in colour, with a class each of `task`.
+    RunError
+        If the folder cannot be written, or has another file of the same name; then nothing is written.
+    """
+    from PIL import Image
+
+    if task.kind != "classification" or task.channels not in MODES or examples.x.dtype != np.uint8:
+        raise ConfigError(f"only images with a class each can be written as PNG files; task={task.name} has others")
+    if count < 1:
+        raise ConfigError(f"--count must be at least 1; got {count}")
+    pictures, classes = dict[Path, bytes](), Classes(task)
+    for number, (x_CHW, label) in enumerate(zip(examples.x[:count], examples.y, strict=False)):
+        name = classes.names[label]
+        name = name if NAME.fullmatch(name) else f"class-{label}"  # a name may be no folder's, a number another's
+        file = io.BytesIO()
+        Image.fromarray(x_CHW[0] if task.channels == 1 else x_CHW.transpose(1, 2, 0)).save(file, "PNG")
+        pictures[out / name / f"{number:05d}.png"] = file.getvalue()
+    for path, png in pictures.items():
+        if path.exists() and path.read_bytes() != png:
+            raise RunError(f"{path} is there already, and is another image: choose another folder")
+    for path, png in pictures.items():
+        make_folder(path.parent, "DIR")
+        write_atomic(path, png)
+    return len(pictures)
+
+
+MOST = 5  # sizes, modes, or groups of equal files that are named
+LEAKS = (
+    "WARNING: nothing says which images are of one patient, so the same patient may be trained on and tested: metrics "
+    "are then too good. Write a manifest.csv with a column patient."
+)
+
+
+class Seen(NamedTuple):
+    """One file: its form and its digest."""
+
+    size: str  # height x width, pixels
+    mode: str
+    digest: str
+
+
+def checked(folder: Path) -> tuple[list[str], bool]:
+    """Read every image of a folder, laid out as in `flwr_replay.data.folder`; return lines, and whether it is sound.
+
+    It is not if a file cannot be read, equal files have different labels or splits, or a patient is in two splits.
+
+    Raises
+    ------
+    DataError
+        If the layout or the manifest is wrong, so that it is not clear which images there are.
+    """
+    rows = folder_rows(folder)
+    seen, faults = readable(_look, rows)
+    classes = Counter(row.label for row in rows)
+    lines = [f"{len(rows):,} images: {', '.join(f'{label} {count:,}' for label, count in sorted(classes.items()))}"]
+    wrong = [f"cannot be read: {fault}" for fault in faults]
+    same: dict[str, list[ManifestRow]] = defaultdict(list)
+    for row, found in seen:
+        same[found.digest].append(row)
+    equal = [group for group in same.values() if len(group) > 1]
+    for group in equal:
+        if len({(row.label, row.split) for row in group}) > 1:
+            wrong.append(f"the same image with other labels or splits: {_named(group)}")
+    splits: dict[tuple[str | None, str], set[str | None]] = defaultdict(set)
+    for row in rows:
+        splits[row.site, row.patient].add(row.split)
+    wrong += [f"in several splits: patient {who}" for (_, who), among in splits.items() if who and len(among) > 1]
+    if equal:
+        lines.append(f"{len(equal):,} images are there twice or more: {_listed(map(_named, equal))}")
+    for what, values in (("height x width", (s.size for _, s in seen)), ("mode", (s.mode for _, s in seen))):
+        counted = Counter(values)
+        lines.append(f"{what}: {_listed(f'{value} ({count:,})' for value, count in counted.most_common())}")
+    known = sum(bool(row.patient) for row in rows)
+    patients = len({(row.site, row.patient) for row in rows if row.patient})
+    lines.append(f"{patients:,} patients; {len(rows) - known:,} images without one" if known else LEAKS)
+    return [*lines, *(wrong or ["nothing is wrong"])], not wrong
+
+
+def _look(row: ManifestRow) -> Seen:
+    from PIL import Image, UnidentifiedImageError
+
+    shown = picture(row.file, "RGB", row.where)
+    with open(row.file, "rb") as file:
+        digest = file_digest(file, "sha256").hexdigest()
+        try:
+            mode = Image.open(file).mode
+        except UnidentifiedImageError:
+            mode = "DICOM"
+    return Seen(f"{shown.height} x {shown.width}", mode, digest)
+
+
+def _named(group: Iterable[ManifestRow]) -> str:
+    return " = ".join(f"{row.file.parent.name}/{row.file.name}" for row in group)
+
+
+def _listed(values: Iterable[str]) -> str:
+    names = list(values)
+    return ", ".join(names[:MOST]) + f" and {len(names) - MOST} more" * (len(names) > MOST)

@@ -19,7 +19,7 @@ from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.metrics import VALIDATION, epsilon_suffix
 from flwr_replay.report.run_files import METRICS, RESULT, read_result, rows_of
 from flwr_replay.report.summary import judged_by
-from flwr_replay.runs.best import BestModel
+from flwr_replay.runs.checkpoints import BestModel
 from flwr_replay.terminal import installing
 
 __all__ = ["FORMATS", "card", "export"]

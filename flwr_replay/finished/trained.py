@@ -30,8 +30,7 @@ from flwr_replay.learning.tasks import Regression, make_task
 from flwr_replay.models.layers import as_input
 from flwr_replay.models.zoo import build, encoder_digest
 from flwr_replay.report.run_files import RESULT, model_of, read_result, read_run_id
-from flwr_replay.runs.best import BestModel
-from flwr_replay.runs.checkpoints import Checkpoints
+from flwr_replay.runs.checkpoints import BestModel, Checkpoints
 from flwr_replay.runs.options import kept_overrides, run_overrides
 from flwr_replay.state.store import ENCODER, OPTIONS, ORIGIN, RUNS
 from flwr_replay.wire.weights import load_arrays

@@ -51,8 +51,7 @@ from flwr_replay.payloads.common import (
 )
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.rng import derived_seed
-from flwr_replay.state.identity import proof_of
-from flwr_replay.state.store import StateStore
+from flwr_replay.state.store import StateStore, proof_of
 from flwr_replay.wire.payload import REQUESTS, Payload
 from flwr_replay.wire.records import NamedArrays, StateDict, Weights
 from flwr_replay.wire.weights import (

@@ -31,10 +31,9 @@ from flwr_replay.attacks.catalogue import (
 )
 from flwr_replay.config.parts import allow, import_part, is_part
 from flwr_replay.errors import ConfigError, FlwrReplayError, nearest
-from flwr_replay.lab.changes import OfChange
+from flwr_replay.lab.changes import OfChange, of_weights
 from flwr_replay.lab.evidence import Evidence, Exhibit
 from flwr_replay.lab.judge import OTHERS, Originals, OtherOriginals, same_data
-from flwr_replay.lab.parts import of_weights
 from flwr_replay.lab.trials import OfActivations, OfCodes, OfImages, Trial
 from flwr_replay.wire.fields import Meaning
 

@@ -110,7 +110,7 @@ class Present(Payload):
     label_squares: float | None = statistic(
         "label's unit squared; sum over the training labels", default=None, withheld=True
     )
-    proof: str = notice(  # for when it returns as another node: flwr_replay/state/identity.py
+    proof: str = notice(  # for when it returns as another node: flwr_replay/state/store.py
         "proof that it is the same institution as before", default=""
     )
     pins: str = notice("SHA-256 of the names and public keys that it has pinned", default="")  # sealed or masked run

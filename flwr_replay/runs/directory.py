@@ -58,8 +58,7 @@ from flwr_replay.report.metrics import VALIDATION, judged, largest, without_besi
 from flwr_replay.report.progress import Display, Progress
 from flwr_replay.report.run_files import CONFUSION, FORMS, mark_of, write_of, write_result
 from flwr_replay.report.summary import confusion_of, warnings
-from flwr_replay.runs.best import BestModel, best_of
-from flwr_replay.runs.checkpoints import Checkpoints, TakingPart
+from flwr_replay.runs.checkpoints import BestModel, Checkpoints, TakingPart, best_of
 from flwr_replay.runs.environment import environment, versions
 from flwr_replay.runs.opening import refuse_fewer
 from flwr_replay.runs.tracking import Tracking

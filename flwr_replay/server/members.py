@@ -2,7 +2,7 @@
 
 For the whole run a name belongs to the node that answered with it first. A SuperNode with a key keeps its node id. A
 SuperNode without one gets another id when it restarts. It then proves that it is the same institution
-(`flwr_replay/state/identity.py`); a node that cannot is refused.
+(`flwr_replay/state/store.py`); a node that cannot is refused.
 """
 
 from __future__ import annotations

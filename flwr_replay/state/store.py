@@ -6,13 +6,20 @@ exchange runs, so a crash may lose two exchanges. They are then repeated from th
 
 A process also holds in memory the arrays that it saved last under each key, up to `HELD` bytes in all. It reads them
 from there as long as the file is the one that it has written.
+
+An institution that returns as another node proves that it took part before. A key of 32 random bytes is made once and
+kept in the state directory. Only its owner can read it, and it is never sent. The proof for a run is HMAC-SHA256 of the
+key over the run's id: it cannot be used in other runs.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import logging
 import os
+import re
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -26,10 +33,9 @@ from flwr_replay.files.atomic import NAME, private_folder, read_json, read_text,
 from flwr_replay.files.disk import entries, locked, opener, reading, remove, there, writing
 from flwr_replay.files.tensors import OF_RUN, read_with_texts, write_tensors
 from flwr_replay.memory import on_forget, remembered
-from flwr_replay.state.identity import proof_of
 from flwr_replay.wire.records import StateDict
 
-__all__ = ["DATA", "OPTIONS", "ORIGIN", "REMOVED", "RUNS", "StateStore"]
+__all__ = ["DATA", "KEY", "OPTIONS", "ORIGIN", "REMOVED", "RUNS", "StateStore", "proof_of"]
 
 RUNS = "runs"  # the folder of all runs: the server names them, so they must not meet the institution's own files
 DATA = "data.sha256"  # a run's file: digests of the training examples, a line each
@@ -310,3 +316,21 @@ def _bind(folder: Path, bound: str, durable: bool) -> None:
             "a run keeps its options, since its files here may depend on data without noise; run "
             f"{folder.name!r} was begun with others ({differing(before, bound)}): begin a new run"
         )
+
+
+KEY = "identity.key"
+
+
+def proof_of(folder: Path, run: str, durable: bool = True) -> str:
+    """Return an institution's proof for one run; of any other text, one that only this institution can make.
+
+    Its key is made at first use in its state directory, `folder`; with `durable` it must outlive a loss of power. A
+    proof has 64 hexadecimal digits. A damaged key, or one that others may read, is a PrivacyError.
+    """
+    path = folder / KEY
+    key = write_once(path, secrets.token_hex(32), durable)
+    if os.name == "posix" and path.stat().st_mode & 0o077:
+        raise PrivacyError(f"only its owner may read {KEY} in the state directory; others can: chmod 600 it")
+    if not re.fullmatch("[0-9a-f]{64}", key):
+        raise PrivacyError(f"{KEY} in the state directory must hold 64 hexadecimal digits; it does not: remove it")
+    return hmac.digest(bytes.fromhex(key), run.encode(), "sha256").hex()

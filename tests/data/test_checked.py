@@ -8,7 +8,7 @@ import pytest
 from folders import draw, drawn, manifest
 from harness import command
 
-from flwr_replay.data.checked import LEAKS, checked
+from flwr_replay.data.show import LEAKS, checked
 
 
 def test_all_bad_files_are_named_at_once(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -9,7 +9,7 @@ from flwr_replay.cli.main import app
 from flwr_replay.config.compose import compose
 from flwr_replay.data import load
 from flwr_replay.data.folder import read_image
-from flwr_replay.data.images import write_images
+from flwr_replay.data.show import write_images
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.finished.predict import images_in
 

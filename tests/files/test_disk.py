@@ -23,8 +23,7 @@ from flwr_replay.files.lines import Lines, parts, read_lines
 from flwr_replay.learning.latents import LatentStore
 from flwr_replay.payloads.fedreplay import Latents
 from flwr_replay.privacy.secret import KEY, secret_key
-from flwr_replay.runs.best import BestModel
-from flwr_replay.runs.checkpoints import Checkpoints
+from flwr_replay.runs.checkpoints import BestModel, Checkpoints
 from flwr_replay.state.store import StateStore
 from flwr_replay.studies.cells import Cell
 

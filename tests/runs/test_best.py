@@ -7,7 +7,7 @@ import numpy as np
 
 from flwr_replay.files.tensors import read_tensors
 from flwr_replay.report.run_files import BOUND, CONFIG, RUN_ID, SUMS
-from flwr_replay.runs.best import BestModel
+from flwr_replay.runs.checkpoints import BestModel
 
 ONE, TWO = ({"w": np.full(2, value, np.float32)} for value in (1, 2))
 

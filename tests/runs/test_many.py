@@ -25,7 +25,7 @@ from flwr_replay.runs.checkpoints import TakingPart
 from flwr_replay.runs.options import resolve
 from flwr_replay.server.members import Member, Members
 from flwr_replay.server.recorder import Snapshot
-from flwr_replay.state.identity import proof_of
+from flwr_replay.state.store import proof_of
 from flwr_replay.wire.ledger import Ledger, Traffic, ledger_lines
 from flwr_replay.wire.payload import LedgerRow
 

@@ -16,7 +16,7 @@ from flwr_replay.payloads.common import Failure
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_page import write_run_page
 from flwr_replay.runs.execute import execute
-from flwr_replay.state.identity import KEY, proof_of
+from flwr_replay.state.store import KEY, proof_of
 
 JOB = [*SHARDS, "classes=3", "model=mlp", "model.width=4", "batch_size=16", "device=cpu"]
 DP = ["strategy=fedavg", "dp=classifier", "sigma=2"]
