@@ -13,7 +13,7 @@ from flwr_replay.config.compose import compose
 from flwr_replay.config.parts import allow
 from flwr_replay.data.partitions import DEALERS
 from flwr_replay.files.tensors import digest
-from flwr_replay.lab.own import Seen, own_scores
+from flwr_replay.lab.membership import Seen, own_scores
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.models.zoo import backbone
 from flwr_replay.wire.weights import to_arrays

@@ -10,7 +10,6 @@ Of Hydra's grammar, an option's value may be a number, a text or a list; interpo
 
 from __future__ import annotations
 
-import logging
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,7 +54,6 @@ __all__ = [
 ]
 
 GROUPS = ("strategy", "task", "partition", "model", "replay", "generator", "prior", "preset")
-RENAMED = {("prior", "masked"): "maskgit"}  # choices that had other names; these go on until 0.2.0
 BY_STRATEGY = "by_strategy"  # a preset's options for one strategy, by strategy and full name
 DEFAULT = "default"  # a preset's file for every task without a file of its own
 APART = ("strategy", "replay", "prior")  # no preset of ours touches them, nor do they touch other groups
@@ -286,17 +284,8 @@ def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
         if key in OWN and is_part(value):
             pairs += [(key, "own"), (f"{key}.{OWN[key]}", quoted(value))]
         else:
-            pairs.append((key_of(override), _today(key, value)))
+            pairs.append((key_of(override), value))
     return pairs
-
-
-@cache  # it is said once
-def _today(group: str, choice: str) -> str:
-    """Return a choice by the name that it has today."""
-    today = RENAMED.get((group, choice), choice)
-    if today != choice:
-        logging.getLogger("flwr").warning("%s=%s is called %s=%s now: write that", group, choice, group, today)
-    return today
 
 
 def _full_key(key: str, base: Mapping[str, Any]) -> str:

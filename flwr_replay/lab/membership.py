@@ -2,13 +2,20 @@
 
 The judge names candidates: training images, and as many test images of the same source and labels. The attacker scores
 each. Test images of another source would make the attack seem better than it is.
+
+`privacy attack RUN --attack mypkg:attack` asks a function of the user's own who was in the training:
+
+    def attack(seen: Seen, images: Tensor, labels: Tensor, seed: int) -> n numbers
+
+The images are of members and of as many others with the same labels, shuffled; the larger an image's number, the surer
+the attacker is that it is a member's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -27,19 +34,20 @@ from flwr_replay.attacks.membership import (
     reference_models,
     task_scores,
 )
-from flwr_replay.errors import DataError
-from flwr_replay.files.tensors import unnested
+from flwr_replay.config.parts import import_part, users_code
+from flwr_replay.config.sections import require
+from flwr_replay.errors import ConfigError, DataError
+from flwr_replay.files.tensors import StateDict, unnested
 from flwr_replay.generators.autoencoder import VQVAE2
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.lab.evidence import Evidence, Exhibit
 from flwr_replay.lab.judge import Originals
-from flwr_replay.lab.own import Seen, own_scores
 from flwr_replay.lab.trials import Question
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.wire.weights import load_arrays
 
-__all__ = ["member_attacks"]
+__all__ = ["Seen", "member_attacks", "own_scores"]
 
 FEWEST = 20  # members, and others, below which an interval says nothing
 REFERENCES = 8  # models of the attacker's own
@@ -165,3 +173,39 @@ def _by_distance(exhibit: Exhibit, auxiliary: Auxiliary, sides: tuple[Candidates
 
 def _scored(scores: list[Tensor]) -> dict[str, Any]:
     return {"membership": asdict(membership(*scores))}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What an attacker has seen of one field of an institution's answers.
+
+    Attributes
+    ----------
+    sent, asked : list of dict of str to ndarray
+        The field in each answer, and all arrays of the request that it answers; empty where that was not recorded.
+    model : nn.Module | None
+        The network in evaluation mode, with the weights of the last answer; None where the field is not all of them.
+    auxiliary : Auxiliary | None
+        The attacker's own images (`--aux`).
+    """
+
+    sent: list[StateDict]
+    asked: list[StateDict]
+    model: nn.Module | None
+    auxiliary: Auxiliary | None
+
+
+def own_scores(name: str, seen: Seen, images_n: Tensor, labels_n: Tensor, seed: int) -> Tensor:
+    """Return what the user's function says of each image, float64 (n,).
+
+    Raises
+    ------
+    ConfigError
+        If the function cannot be imported, fails, or returns something else.
+    """
+    attack = import_part("--attack", name)
+    with users_code(ConfigError, f"--attack {name} failed"):
+        scores = torch.as_tensor(attack(seen, images_n, labels_n, seed)).detach().double().cpu()
+    shape = tuple(scores.shape)
+    require(shape == (len(labels_n),), f"--attack {name} must return {len(labels_n)} numbers; got shape {shape}")
+    return scores

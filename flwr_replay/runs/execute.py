@@ -53,6 +53,10 @@ HIDDEN = {
 }
 EVIDENCE = "That synthetic images lie far from real ones is evidence, and no guarantee."
 
+ALIKE = (  # options that a strategy's settings have under the same name
+    *("training", "nodes", "seed", "fraction", "evaluate_every", "split", "external", "evaluate_before_mixing"),
+    *("forgetting", "timeout", "wait", "sealed", "masked"),
+)
 NOT_DEPLOYED: Mapping[str, Any] = MappingProxyType({})
 
 __all__ = ["Job", "claim", "execute", "network_of", "run_job", "settings_of"]
@@ -96,22 +100,11 @@ class Job:
 
 def settings_of(config: RunConfig) -> Settings:
     """Return what a run's strategy needs in addition to its own options."""
+    alike: dict[str, Any] = {name: getattr(config, name) for name in ALIKE}
     return Settings(
-        training=config.training,
-        nodes=config.nodes,
+        **alike,
         roll_call=True,
-        seed=config.seed,
-        fraction=config.fraction,
-        evaluate_every=config.evaluate_every,
-        split=config.split,
-        external=config.external,
-        evaluate_before_mixing=config.evaluate_before_mixing,
-        forgetting=config.forgetting,
-        timeout=config.timeout,
         record="" if config.record == "none" else config.record,
-        sealed=config.sealed,
-        masked=config.masked,
-        wait=config.wait,
         task=make_task(config.task),
         model=beginning(config),
         frozen=encoder_digest(config.model, config.task),

@@ -182,11 +182,6 @@ def test_hyphens_short_keys_and_sections_are_the_same_option():
     assert compose(["evaluate-every=3"]).evaluate_every == 3
 
 
-def test_a_choice_goes_on_under_its_old_name_and_the_new_one_is_said(caplog):
-    assert compose(["strategy=cwt", "replay=pixelcnn", "prior=masked", "heads=2"]).prior.name == "maskgit"
-    assert "prior=masked is called prior=maskgit now: write that" in caplog.text
-
-
 def test_a_later_override_wins_and_a_choice_may_come_last():
     assert compose(["rounds=3", "rounds=4"]).rounds == 4
     assert compose(["order=shuffled", "strategy=cwt"]).strategy.order == "shuffled"
