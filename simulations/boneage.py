@@ -33,21 +33,18 @@ QUICK += ["task.size=32", "task.train_size=64", "task.val_size=0"]
 QUICK += ["generator.epochs=1", "generator.width=8", "generator.batch_size=8"]
 
 
-def part(name: str, about: str, methods: list[str], options: list[str], against: str, group: str) -> Part:
+def part(name: str, about: str, methods: list[str], options: list[str], group: str) -> Part:
     """Return a part on BoneAge."""
-    options = [*PAPER, *options]
-    return Part(
-        name=name, about=about, methods=methods, options=options, data=".", quick=QUICK, against=against, group=group
-    )
+    return Part.led(name, about, methods, [*PAPER, *options], data=".", quick=QUICK, group=group)
 
 
 PARTS = [
     *(
-        part(name, f"Fig. 5, {name.replace('-', ' ')}.", FIGURE_5, how, "central", "Figure 5, BoneAge")
+        part(name, f"Fig. 5, {name.replace('-', ' ')}.", FIGURE_5, how, "Figure 5, BoneAge")
         for name, how in SPLITS.items()
     ),
     *(
-        part(f"table-2-{name}", f"Table 2, {name.replace('-', ' ')}.", TABLE_2, how, "no privacy", "Table 2, BoneAge")
+        part(f"table-2-{name}", f"Table 2, {name.replace('-', ' ')}.", TABLE_2, how, "Table 2, BoneAge")
         for name, how in SPLITS.items()
     ),
 ]

@@ -9,7 +9,7 @@ institutions' test shards; with FedER each tests the model that it has trained l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 from flwr_replay.studies.study import Part
 
@@ -35,22 +35,8 @@ OTHERS = [
 WITH_A_GENERATOR = [FEDER, *MODES[2:], OTHERS[2], "syncentral := syncentral"]
 LONGER = ["generator.epochs=18", "prior.epochs=36"]  # of vqvae2, on few images
 BOTH = [*WITH_A_GENERATOR, *(x.replace(" :=", ", stylegan2 :=") + ":generator=stylegan2" for x in WITH_A_GENERATOR)]
-
-
-def part(
-    name: str, about: str, methods: Sequence[str], options: Sequence[str], data: str = "mnist", group: str = ""
-) -> Part:
-    """Return a part whose methods are compared with FedER's standard mode."""
-    return Part(
-        name=name,
-        about=about,
-        methods=methods,
-        options=options,
-        against=methods[0].split(" := ")[0],
-        metric="balanced-accuracy",
-        data=data,
-        group=group,
-    )
+# All are compared with FedER's standard mode.
+part = partial(Part.led, metric="balanced-accuracy", data="mnist")
 
 
 def iid(nodes: int) -> Part:
@@ -71,7 +57,7 @@ def contrast(nodes: int) -> Part:
         "Chest X-rays, no label skew; from institution to institution more contrast; 650 each.",
         [*MODES, *OTHERS, "syncentral"],
         [*shifted(nodes), *LONGER],
-        PNEUMONIA,
+        data=PNEUMONIA,
     )
 
 
@@ -82,11 +68,15 @@ PARTS = [
         "Chest X-rays, label skew, two institutions.",
         [*MODES, *OTHERS, "syncentral"],
         X_SKEW,
-        PNEUMONIA,
+        data=PNEUMONIA,
     ),
     *map(contrast, (2, 4)),
     part(
-        "generators", "Chest X-rays, label skew, two institutions: buffers of both generators.", BOTH, X_SKEW, PNEUMONIA
+        "generators",
+        "Chest X-rays, label skew, two institutions: buffers of both generators.",
+        BOTH,
+        X_SKEW,
+        data=PNEUMONIA,
     ),
     part("generators-skew", "Label skew, four institutions: buffers of both generators.", BOTH, SKEW),
     *(
@@ -95,7 +85,7 @@ PARTS = [
             "Chest X-rays, no label skew, contrast: buffers of both generators.",
             [":".join([method, *LONGER]) if "stylegan2" not in method else method for method in BOTH],
             shifted(nodes),
-            PNEUMONIA,
+            data=PNEUMONIA,
         )
         for nodes in (2, 4)
     ),

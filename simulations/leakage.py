@@ -44,18 +44,8 @@ def part(
     name: str, about: str, methods: Sequence[str], options: Sequence[str], data: str = "mnist-full", field: str = ""
 ) -> Part:
     """Return a part whose runs record their messages and are attacked."""
-    against = methods[0].split(" := ")[0]
     recorded = [*options, "record=all", "seeds=5"]
-    return Part(
-        name=name,
-        about=about,
-        methods=methods,
-        options=recorded,
-        against=against,
-        data=data,
-        attack="undealt",
-        field=field,
-    )
+    return Part.led(name, about, methods, recorded, data=data, attack="undealt", field=field)
 
 
 def latents(width: int) -> list[str]:

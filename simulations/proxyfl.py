@@ -15,6 +15,7 @@ Accuracy is that of the private models. Parts named `-proxies` show the proxies 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from flwr_replay.studies.study import Part
 
@@ -52,29 +53,7 @@ TEACHERS = [
 ]
 UNSHARED = "dp=none:target_epsilon=0"
 OWN_HEADS = [f"own Gabor head := local:{UNSHARED}", f"own Gabor head, pooled := proxyfl:{UNSHARED}:topology=none"]
-
-
-def part(
-    name: str,
-    about: str,
-    methods: Sequence[str],
-    options: Sequence[str],
-    metric: str = "",
-    group: str = "",
-    data: str = "mnist-full",
-) -> Part:
-    """Return a part whose first method is the one that the others are compared with."""
-    first = methods[0].split(" := ")[0]
-    return Part(
-        name=name,
-        about=about,
-        methods=methods,
-        options=options,
-        against=first,
-        metric=metric,
-        data=data,
-        group=group,
-    )
+part = partial(Part.led, data="mnist-full")
 
 
 def ablation(
@@ -124,14 +103,14 @@ PARTS = [
         [*PAIRS, *OTHERS, f"{ALONE}:{MLP}:alpha=0", NOISELESS],
         PAPER,
     ),
-    part("mlp-proxies", "The proxies of these runs.", PAIRS, PAPER, "proxy-accuracy"),
+    part("mlp-proxies", "The proxies of these runs.", PAIRS, PAPER, metric="proxy-accuracy"),
     part(
         "main",
         "Fig. 3: private models are LeNet-5, all others MLPs.",
         [*LENET, *OTHERS, f"{ALONE}:alpha=0", f"{NOISELESS}:model=lenet5_unpadded"],
         PAPER,
     ),
-    part("main-proxies", "The proxies of these runs.", LENET, PAPER, "proxy-accuracy"),
+    part("main-proxies", "The proxies of these runs.", LENET, PAPER, metric="proxy-accuracy"),
     ablation("Fig. 5: skew, none (IID).", "skew-0.1", ["p=0.1"]),
     ablation("Fig. 5: skew, half of the examples of one class.", "skew-0.5", ["p=0.5"]),
     ablation("Fig. 5: skew, as in all other parts.", "skew-0.8"),
@@ -148,14 +127,14 @@ PARTS = [
         "Fig. 7: tested before averaging, as in the authors' code.",
         ["FedAvg := fedavg", "AvgPush := avgpush"],
         [*SHORT, UNMIXED],
-        "before-mixing-accuracy",
+        metric="before-mixing-accuracy",
     ),
     part(
         "unmixed-proxies",
         "Fig. 7: the proxies before averaging.",
         PAIRS,
         [*SHORT, UNMIXED],
-        "before-mixing-proxy-accuracy",
+        metric="before-mixing-proxy-accuracy",
     ),
     ablation("Fig. 12: batch size.", "batch-100", ["batch_size=100"], PAIRS),
     ablation("Fig. 12: batch size, as in all other parts.", "batch-250", methods=PAIRS),

@@ -44,16 +44,8 @@ PNEUMONIA += ["generator.epochs=30", "codes=last-pass"]
 
 def part(name: str, about: str, methods: Sequence[str], options: Sequence[str], seeds: int) -> Part:
     """Return a part on MNIST or PneumoniaMNIST."""
-    mnist = options is MNIST
-    return Part(
-        name=name,
-        about=about,
-        methods=methods,
-        options=[*options, f"seeds={seeds}"],
-        against="central",
-        metric="" if mnist else "balanced-accuracy",
-        data="mnist" if mnist else "pneumoniamnist.npz",
-    )
+    metric, data = ("", "mnist") if options is MNIST else ("balanced-accuracy", "pneumoniamnist.npz")
+    return Part.led(name, about, methods, [*options, f"seeds={seeds}"], metric=metric, data=data)
 
 
 PARTS = [

@@ -10,8 +10,6 @@ methods that it compares.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from flwr_replay.studies.methods import with_kept
 from flwr_replay.studies.study import Part
 
@@ -46,23 +44,21 @@ QUICK = [*SMALL, "model=resnet18", "model.width=4", "model.stem=small"]
 QUICK_WEIGHTS = [*SMALL, "model=mlp"]  # the attack differentiates a training step, which takes minutes for a ResNet
 
 
-def part(name: str, about: str, methods: list[str], options: list[str], **more: str) -> Part:
+def part(name: str, about: str, methods: list[str], options: list[str], quick: list[str] = QUICK, **more: str) -> Part:
     """Return a part on Retina."""
-    return Part(name=name, about=about, methods=methods, options=[*PAPER, *options], data=".", quick=QUICK, **more)
+    return Part.led(name, about, methods, [*PAPER, *options], data=".", quick=quick, **more)
 
 
 def attacked(name: str, about: str, methods: list[str], options: list[str], quick: list[str]) -> Part:
     """Return a part on Split 3 whose messages are recorded, and attacked by who has another institution's images."""
     # 224 pixels in the paper; one run, whose images give the standard deviation.
     recorded = [*SPLITS["split-3"], "task.size=224", "seeds=1", "record=all", "record_mb=50000", *options]
-    against = methods[0].partition(" := ")[0]
-    whole = part(name, about, methods, recorded, against=against, attack="institution-2")
-    return replace(whole, quick=quick)
+    return part(name, about, methods, recorded, quick, attack="institution-2")
 
 
 PARTS = [
     *(
-        part(name, f"Fig. 5, {name.replace('-', ' ')}.", FIGURE_5, how, against="central", group="Figure 5, Retina")
+        part(name, f"Fig. 5, {name.replace('-', ' ')}.", FIGURE_5, how, group="Figure 5, Retina")
         for name, how in SPLITS.items()
     ),
     part(
@@ -70,15 +66,8 @@ PARTS = [
         "Table 1: what CWT forgets from visit to visit, on Split 3.",
         ["cwt"],
         [*SPLITS["split-3"], "seeds=1", "forgetting=true"],
-        against="cwt",
     ),
-    part(
-        "table-3",
-        "Table 3, first row: accuracy by cut, on Split 3.",
-        ["fedavg", *TABLE_3],
-        SPLITS["split-3"],
-        against="fedavg",
-    ),
+    part("table-3", "Table 3, first row: accuracy by cut, on Split 3.", ["fedavg", *TABLE_3], SPLITS["split-3"]),
     attacked("table-3-latents", "Table 3, second row: what latents show, by cut.", TABLE_3, [], QUICK),
     attacked(
         "table-3-weights",

@@ -13,6 +13,13 @@ MNIST = ["task=mnist", "model=resnet18", "stem=small", "width=16", "partition=ks
 PNEUMONIA = ["task=medmnist", "partition=ks", "ks=0.6", "drop=true", "rounds=20", "seeds=5"]
 METHODS = ["central", "fedreplay", "fedreplay:cut=layer2", "fedavg", "cwt", "local"]
 KEEP = ["fedavg:optimizer-state=keep", "cwt:optimizer-state=keep"]
+LONGER = ["fedavg:rounds=10", "cwt:rounds=10", "fedreplay"]
+
+
+def mnist(name: str, about: str, methods: list[str], ks: float) -> Part:
+    """Return a part on MNIST with labels so skewed."""
+    return Part(name=f"mnist-{name}", about=about, methods=methods, options=[*MNIST, f"ks={ks}"], data="mnist")
+
 
 PARTS = [
     Part(
@@ -21,29 +28,11 @@ PARTS = [
         methods=[*KEEP, "fedavg", "cwt", "local", "central", "fedreplay"],
         options=["seeds=5"],
     ),
-    Part(
-        name="mnist-sorted",
-        about="The largest skew of four equal institutions.",
-        methods=METHODS,
-        options=[*MNIST, "ks=0.93"],
-        data="mnist",
-    ),
-    Part(
-        name="mnist-momentum",
-        about="Institutions keep their momentum between visits.",
-        methods=[*KEEP, "fedavg", "cwt", "fedreplay"],
-        options=[*MNIST, "ks=0.93"],
-        data="mnist",
-    ),
-    Part(
-        name="mnist-longer",
-        about="Twice the rounds for weight averaging and weight passing.",
-        methods=["fedavg:rounds=10", "cwt:rounds=10", "fedreplay"],
-        options=[*MNIST, "ks=0.93"],
-        data="mnist",
-    ),
-    Part(name="mnist-severe", about="Severe skew.", methods=METHODS, options=[*MNIST, "ks=0.9"], data="mnist"),
-    Part(name="mnist-mild", about="Mild skew.", methods=METHODS, options=[*MNIST, "ks=0.66"], data="mnist"),
+    mnist("sorted", "The largest skew of four equal institutions.", METHODS, 0.93),
+    mnist("momentum", "Institutions keep their momentum between visits.", [*KEEP, "fedavg", "cwt", "fedreplay"], 0.93),
+    mnist("longer", "Twice the rounds for weight averaging and weight passing.", LONGER, 0.93),
+    mnist("severe", "Severe skew.", METHODS, 0.9),
+    mnist("mild", "Mild skew.", METHODS, 0.66),
     Part(
         name="pneumonia",
         about="Chest X-rays, two classes, examples of the larger one left out.",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 from flwr_replay.attacks.scores import image_metrics
 from flwr_replay.errors import ConfigError, DataError, nearest
@@ -60,6 +60,12 @@ class Part:
     group: str = ""  # parts of one group share an overview
     attack: str = ""  # the attacker's own images, of a part whose recorded messages are attacked; empty: they are not
     field: str = ""  # the only one that is attacked; empty: all
+
+    @classmethod
+    def led(cls, name: str, about: str, methods: Sequence[str], options: Sequence[str], **further: Any) -> Self:
+        """Return a part whose first method is the one that the others are compared with."""
+        first = methods[0].split(" := ")[0]
+        return cls(name=name, about=about, methods=methods, options=options, against=first, **further)
 
 
 def studies() -> list[str]:
