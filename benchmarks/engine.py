@@ -26,7 +26,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,25 +54,25 @@ from flwr_replay.wire.weights import load_arrays, to_arrays
 
 
 class Pairing(Display):
-    """A display that times each round of a run, and after it one round of the plain loop."""
+    """A display that times each round of a run by `clock`, and after it one round of the plain loop."""
 
-    def __init__(self, plain: Iterator[None]) -> None:
-        self.plain = plain
+    def __init__(self, plain: Iterator[None], clock: Callable[[], float] = time.perf_counter) -> None:
+        self.plain, self.clock = plain, clock
         self.ours: list[float] = []
         self.theirs: list[float] = []
 
     def begin(self, progress: object) -> None:
         """Start the clock."""
-        self.start = time.perf_counter()
+        self.start = self.clock()
 
     def exchange(self, exchange: int, metrics: object, total_bytes: int, seconds: float) -> None:
         """Stop the clock, run a plain round, start the clock."""
-        middle = time.perf_counter()
+        middle = self.clock()
         next(self.plain)
-        end = time.perf_counter()
+        end = self.clock()
         self.ours.append(middle - self.start)
         self.theirs.append(end - middle)
-        self.start = time.perf_counter()
+        self.start = self.clock()
 
     def close(self) -> None:
         """Drop the first round, which includes start-up."""

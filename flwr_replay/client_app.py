@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from flwr.app import Context
 
@@ -31,7 +33,7 @@ def make_client(context: Context) -> InstitutionClient:
 def client_of(institution: Institution, config: RunConfig) -> InstitutionClient:
     """Build an institution's client of the strategy that a composed configuration names."""
     torch.set_num_threads(config.threads)
-    replay_plan, synthesis = ReplayPlan.of(config), SynthesisPlan.of(config)
+    replay_plan, privacy, synthesis = _plans(config)
     for plan in (replay_plan, synthesis):
         if plan:
             plan.check_device(institution.device)
@@ -42,13 +44,18 @@ def client_of(institution: Institution, config: RunConfig) -> InstitutionClient:
         config.training,
         config.seed,
         replay_plan,
-        PrivacyPlan.of(config),
+        privacy,
         backbone(model_named(institution.private_model), config.task) if institution.private_model else None,
         binding(config),
         synthesis,
     )
     assert isinstance(client, InstitutionClient)
     return client
+
+
+@lru_cache(maxsize=64)  # the same options come with every message
+def _plans(config: RunConfig) -> tuple[ReplayPlan | None, PrivacyPlan | None, SynthesisPlan | None]:
+    return ReplayPlan.of(config), PrivacyPlan.of(config), SynthesisPlan.of(config)
 
 
 app = serve(make_client, mods=[guard])

@@ -194,8 +194,7 @@ class Lines:
         self._added.clear()
         if not data and not to_disk:
             return
-        with writing(self.path), self._current():
-            size = os.fstat(self._file.fileno()).st_size
+        with writing(self.path), self._current() as size:
             whole = size + len(data)
             try:
                 while data:
@@ -221,18 +220,19 @@ class Lines:
             shut(self._file.fileno())  # not by its path: another process may have closed it to a part
             with locked(self._file):
                 self._mend()
-            self._least = os.fstat(self._file.fileno()).st_size
+            self._opened = os.fstat(self._file.fileno())
+            self._least = self._opened.st_size
 
     @contextmanager
-    def _current(self) -> Iterator[None]:
-        """Hold the lock of the file that has the path, and room for lines; the one that was open may be a part now."""
+    def _current(self) -> Iterator[int]:
+        """Hold the lock of the file that has the path and room, yield its size; the one that was open may be a part."""
         while True:
             with unlocking(self._file):
                 held, size = lock(self._file, wait=True), self._size()
                 if not self._closed() if size is None else size < self._least:
                     raise moved(self.path)
                 if size is not None and not (held and size >= self.most):
-                    yield
+                    yield size
                     return
                 if size is not None:
                     self._divide()
@@ -246,16 +246,15 @@ class Lines:
 
     def _size(self) -> int | None:
         """Return the bytes of the open file; None if the path is another file's by now, or nobody's."""
-        status = os.fstat(self._file.fileno())
         try:
-            return status.st_size if os.path.samestat(status, self.path.stat()) else None
+            status = os.stat(self.path)
         except FileNotFoundError:
             return None
+        return status.st_size if os.path.samestat(status, self._opened) else None
 
     def _closed(self) -> bool:
         """Say whether the open file is a closed part by now."""
-        status = os.fstat(self._file.fileno())
-        return any(os.path.samestat(status, part) for part in looked(parts(self.path)[:-1]).values())
+        return any(os.path.samestat(self._opened, part) for part in looked(parts(self.path)[:-1]).values())
 
     def _divide(self) -> None:
         """Close the file to the next part."""

@@ -10,6 +10,7 @@ does not have, and an epsilon or delta that is not the one of the institution's 
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -309,7 +310,7 @@ def _check_size(
     arrays = message.content.get("arrays")
     part, largest = max(sizes.items(), key=lambda pair: pair[1])
     policy.check_limits({"model.parameters": largest // 4})
-    if COPIES * largest > psutil.virtual_memory().available:
+    if COPIES * largest > _available(int(time.monotonic())):
         raise RefusedError(
             f"a model must fit into the institution's memory {COPIES} times, to be trained; {part} of this run has "
             f"{largest / 1e6:,.0f} MB, which do not: choose a smaller width or task.size"
@@ -322,6 +323,12 @@ def _check_size(
         )
     if any(field.means in ("weights", "gradient") for fields in whole for field in fields):
         policy.check_upload(next(iter(sizes.values())), "the model")
+
+
+@lru_cache(maxsize=1)
+def _available(second: int) -> int:
+    """Return the bytes of memory that can be had; looked up once a second, since that takes as long as all checks."""
+    return psutil.virtual_memory().available
 
 
 @lru_cache(maxsize=64)  # the same options come with every message

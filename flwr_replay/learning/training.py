@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
-GATHERED = 8  # batches taken from a shard at a time
+GATHERED = 32  # batches taken from a shard at a time
 HELD_OUT = 10  # without a validation split, one of so many training examples is held out
 
 

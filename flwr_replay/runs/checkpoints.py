@@ -66,11 +66,11 @@ class Checkpoints:
         exchange: int,
         arrays: StateDict,
         values: Mapping[str, Any],
-        first: Callable[[], None] | None = None,
+        first: Sequence[Callable[[], None]] = (),
     ) -> None:
         """Wait for the previous checkpoint, then begin to write this one. Its arrays must not change any more.
 
-        `first` is called before, in the background: it writes what a run that resumes from this checkpoint needs.
+        `first` are called before, in the background: they write what a run that resumes from this checkpoint needs.
 
         Raises
         ------
@@ -137,13 +137,17 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _write(
-    file: Path, arrays: StateDict, texts: dict[str, str], changed: Sequence[IO[bytes]], first: Callable[[], None] | None
+    file: Path,
+    arrays: StateDict,
+    texts: dict[str, str],
+    changed: Sequence[IO[bytes]],
+    first: Sequence[Callable[[], None]],
 ) -> None:
     with ExitStack() as opened:
         for grown in changed:
             opened.enter_context(grown)
-        if first:
-            first()
+        for write in first:
+            write()
         for grown in changed:
             with writing(Path(grown.name)):
                 os.fsync(grown.fileno())

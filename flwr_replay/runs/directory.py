@@ -38,7 +38,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -111,6 +111,7 @@ class RunDirectory(Recorder):
         tighten(self.path)
         self._mark = mark_of(self.path)
         self._checkpoints = Checkpoints(self.path, GROWING)
+        self._first: list[Callable[[], None]] = []  # writes what must be there before the next checkpoint
         self._best = BestModel(self.path)
         self._tracking = Tracking(config, self.path)
         write_atomic(self.path / "environment.json", json.dumps(environment(config), indent=2) + "\n")
@@ -171,7 +172,8 @@ class RunDirectory(Recorder):
         )  # of some alone it would be of others than the metrics
         counts = {name: list(test.confusion) for name, test in self.tested.items() if test.confusion and whole}
         if examples := {name: test.num_examples for name, test in self.tested.items()}:
-            write_of(self.path, CONFUSION, {"round": exchange, "institutions": counts, "examples": examples})
+            values = {"round": exchange, "institutions": counts, "examples": examples}
+            self._first.append(partial(write_of, self.path, CONFUSION, values))
             self.confusion = counts
         so_far = {"metric": self.leading, "final": {"global": pooled}}
         warned = warnings(so_far, counts, self.config.task.class_names, {})
@@ -235,8 +237,10 @@ class RunDirectory(Recorder):
         state = {name: array.copy() for name, array in snapshot.state_arrays.items()}  # training goes on
         named = nested({"arrays": snapshot.arrays, "state": state}, mark="/")
         best = not self.no_best and self.history and best_of(self.history, *self._judged())[0] == snapshot.exchange
-        first = partial(self._best.write, snapshot.exchange, snapshot.arrays) if best else None
-        self._checkpoints.write(snapshot.exchange, named, values, first)
+        if best:
+            self._first.append(partial(self._best.write, snapshot.exchange, snapshot.arrays))
+        self._checkpoints.write(snapshot.exchange, named, values, self._first)
+        self._first = []
         self._best.settle(snapshot.exchange - 2)  # a resumed run may begin at the checkpoint before the last
         metrics = {}
         if self.history and self.history[-1][0] == snapshot.exchange:

@@ -74,7 +74,7 @@ class StateStore:
         """Return a run's folder, which may not exist yet."""
         if not NAME.fullmatch(run):  # the server chose it: it must not lead out of the state directory
             raise WireError(f"a run's id has letters, digits, spaces, dots, hyphens and underscores; got {run!r}")
-        return self.institution.state / RUNS / run
+        return self.institution.state.joinpath(RUNS, run)
 
     def runs(self) -> list[Path]:
         """Return the folders of all runs."""
@@ -86,11 +86,12 @@ class StateStore:
         A run that began under other options is refused, since its state here may depend on data without noise. So is
         one whose state the institution has removed: it would go on from another one.
         """
-        if there(self.of_run(run) / REMOVED):
+        folder = self.of_run(run)
+        if there(folder / REMOVED):
             raise RefusedError(
                 f"this institution has removed what it kept of run {run!r}, which cannot go on: begin a new run"
             )
-        _bind(self.of_run(run), bound, self.institution.durable)
+        _bind(folder, bound, self.institution.durable)
 
     def check_encoder(self, run: str, encoder: str) -> None:
         """Bind a run to what does not train of its model, by its SHA-256; empty if all of it trains."""
@@ -154,7 +155,8 @@ class StateStore:
 
     def count_test(self, run: str) -> int:
         """Count a test in a run; return how many there were before."""
-        private_folder(folder := self.of_run(run))
+        if not there(folder := self.of_run(run)):
+            private_folder(folder)
         path = folder / "tests"
         with writing(path), open(path, "ab", 0, opener=opener()) as file, locked(file):  # over NFS none appends alone
             file.write(b".")  # at once: where it stands is then known, whoever else has opened the file

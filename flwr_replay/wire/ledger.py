@@ -30,15 +30,17 @@ class Ledger(Lines):
 
     def __init__(self, folder: Path) -> None:
         self._begun = folder / BEGUN
-        if there(self._begun) and not any(status.st_size for status in looked(parts(folder / LEDGER)).values()):
+        self._marked = there(self._begun)
+        if self._marked and not any(status.st_size for status in looked(parts(folder / LEDGER)).values()):
             raise moved(folder / LEDGER)
         super().__init__(folder / LEDGER, PART)
 
     def flush(self, to_disk: bool = False) -> None:
         """Write the added lines to the file, as `Lines.flush`, and that it has lines."""
         super().flush(to_disk)
-        if self._least and not there(self._begun):
+        if self._least and not self._marked:
             write_atomic(self._begun, "", to_disk)
+            self._marked = True
 
     def record(self, message: dict[str, Any], fields: Iterable[LedgerRow], raw_bytes: int | None = None) -> None:
         """Record the fields of one message, whose lines begin with its exchange, institution, direction, stage.

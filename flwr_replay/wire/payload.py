@@ -247,18 +247,16 @@ def rows(
     keys that a user's own ServerApp added to the config record. A record or key that is not declared is a WireError.
     """
     fields = declared.by_key() if declared else {}
-    weights = next((name for name, field in fields.items() if field.shape == "state dict"), None)
-    arrays = next((name for name, field in fields.items() if RECORD_OF[field.kind] == "arrays"), None)
+    first = next((name for name, field in fields.items() if RECORD_OF[field.kind] == "arrays"), "")
     defaults: dict[str, Kind] = {"arrays": "model", "metrics": "statistic", "config": "instruction"}
     for record_name, record in content.items():
         if record_name not in defaults:
             raise WireError(f"a message may have the records arrays, metrics and config only; got {record_name!r}")
-        whole = sum(len(name) + _bytes(value) for name, value in record.items())
-        if record_name == "arrays" and is_sealed(record) and arrays:
-            yield LedgerRow(arrays, fields[arrays].kind, whole, SEALED)
-            continue
-        if record_name == "arrays" and (weights or not declared):
-            yield LedgerRow(weights or "arrays", "model", whole, MASKED if is_masked(record) else "none")
+        sealed = record_name == "arrays" and is_sealed(record) and bool(first)
+        if sealed or (record_name == "arrays" and (not declared or (first and fields[first].shape == "state dict"))):
+            whole = sum(len(name) + _bytes(value) for name, value in record.items())
+            hidden = SEALED if sealed else MASKED if is_masked(record) else "none"
+            yield LedgerRow(first or "arrays", fields[first].kind if sealed else "model", whole, hidden)
             continue
         for name, value in record.items():
             size = len(name) + _bytes(value)
@@ -273,12 +271,15 @@ def rows(
                 )
 
 
+@cache
 def _key(name: str) -> str:
     return name.replace("_", "-")
 
 
 def _bytes(value: object) -> int:
     """Count bytes as Flower does: a bool has 1, a number 8, a text or array its length, a list the sum."""
+    if type(value) in (int, float):  # most are
+        return 8
     if isinstance(value, Array):
         return len(value.data)
     if isinstance(value, list):

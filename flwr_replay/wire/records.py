@@ -75,12 +75,14 @@ def undecoded(content: RecordDict) -> ArrayRecord | None:
 
 def metrics_in(content: RecordDict) -> dict[str, Any]:
     """Return a message's metrics."""
-    return dict((_record(content, "metrics", MetricRecord) or {}).items())  # the record itself would check every item
+    record = _record(content, "metrics", MetricRecord)
+    return {} if record is None else dict(record.items())  # of the record itself `dict` would check every item
 
 
 def config_in(content: RecordDict) -> dict[str, Any]:
     """Return a message's instructions and notices."""
-    return dict((_record(content, "config", ConfigRecord) or {}).items())
+    record = _record(content, "config", ConfigRecord)
+    return {} if record is None else dict(record.items())
 
 
 def _record(content: RecordDict, name: str, kind: type[Record]) -> Record | None:

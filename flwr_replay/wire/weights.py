@@ -117,7 +117,7 @@ def check_weights(arrays: StateDict) -> None:
     """
     for name, array in arrays.items():
         most = most_of(name)
-        if np.issubdtype(array.dtype, np.floating) and not bounded(array, most):
+        if array.dtype.kind == "f" and not bounded(array, most):
             raise DivergedError(
                 f"weights must be finite and at most {most:g} in size; {name!r} is not: lower training.lr"
             )
@@ -139,9 +139,8 @@ def check_weights(arrays: StateDict) -> None:
 def load_arrays(module: nn.Module, weights: Weights) -> None:
     """Copy weights into a module; the names and shapes must be the module's own."""
     arrays, own = opened(weights), module.state_dict()
-    kinds = {name: np.issubdtype(array.dtype, np.floating) for name, array in arrays.items()}  # others have no limit
-    if faults := sorted(own.keys() ^ arrays.keys()) or [
-        n for n in own if own[n].shape != arrays[n].shape or own[n].is_floating_point() != kinds[n]
+    if faults := sorted(own.keys() ^ arrays.keys()) or [  # numbers that are not floating have no limit
+        n for n in own if own[n].shape != arrays[n].shape or own[n].is_floating_point() != (arrays[n].dtype.kind == "f")
     ]:
         raise WireError(  # a deployed institution sends this text to the server
             f"weights must have the model's own names, shapes and kinds of number; they differ at {faults[0]!r}: use "

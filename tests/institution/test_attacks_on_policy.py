@@ -1,7 +1,6 @@
 """Attacks on what an institution's policy and its own directory promise, by a server that sends what it likes."""
 
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from flwr_replay.errors import ConfigError, DataError, PrivacyError
 from flwr_replay.files.tensors import digest, write_tensors
 from flwr_replay.generators import autoencoder, priors, sizes, stylegan2
 from flwr_replay.generators.plan import ReplayPlan
+from flwr_replay.institution import guard
 from flwr_replay.institution.node import _deployed
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.memory import forget
@@ -320,7 +320,7 @@ def test_a_server_does_not_choose_by_a_column_whom_an_institution_trains_on(tmp_
 def test_a_model_is_not_built_before_its_size_is_known_to_fit(folder, monkeypatch, options, policy, said, own):
     server = HostileServer(folder, *TASK, *options, policy=policy, **own)
     monkeypatch.setattr(zoo, "seeded", None)  # whoever builds one fails otherwise
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10**8 if not policy else 10**12))
+    monkeypatch.setattr(guard, "_available", lambda second: 10**8 if not policy else 10**12)
     stages = [stage for stage in ("train", "release", "evaluate") if stage in REQUESTS]
     for form in ("", "0" * 16):
         call = RollCall(strategy="x", run="x", stages=stages, form=form)
@@ -345,7 +345,7 @@ def test_the_bytes_of_a_model_are_known_without_it(model):
 )
 def test_a_generator_is_not_built_before_its_size_is_known_to_fit(folder, monkeypatch, options):
     server = HostileServer(folder, *TASK, *options)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=5 * 10**7))
+    monkeypatch.setattr(guard, "_available", lambda second: 5 * 10**7)
     for module in (autoencoder, stylegan2, priors):
         monkeypatch.setattr(module, "seeded", None)  # whoever builds one fails otherwise
     asked = TrainGenerator(run="x", replayed=0) if "strategy=fedavg" in options else TrainSlice(run="x")

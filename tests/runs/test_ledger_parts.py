@@ -186,7 +186,7 @@ def test_what_a_checkpoint_counts_is_on_the_disk_before_it_though_the_ledger_is_
     growing.append([{"line": "x" * 100}])
     growing.flush()
     monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file).st_ino))
-    counting.write(1, {}, VALUES, first=go.wait)
+    counting.write(1, {}, VALUES, first=[go.wait])
     growing.append([{"line": "of the next part"}])
     growing.flush()
     go.set()
