@@ -29,6 +29,7 @@ FREE = (
     "nodes",
     "timeout",
     "wait",
+    "clinics",
     "device",
     "client_cpus",
     "client_gpus",

@@ -75,6 +75,7 @@ class RunConfig:
     resume: str  # the directory of a run to continue
     timeout: float  # seconds to wait for an institution's answer
     wait: float  # seconds to wait for `nodes` institutions to join
+    clinics: tuple[str, ...] = ()  # names of those that may join, so that who is missing is named; empty: not known
 
     def __post_init__(self) -> None:
         within("", self, rounds=(1, ROUNDS), threads=(1, THREADS), nodes=(0, NODES), evaluate_every=(1, inf))

@@ -22,7 +22,7 @@ import yaml
 
 from flwr_replay.config.compose import compose_own
 from flwr_replay.config.hiding import Hiding
-from flwr_replay.config.quoting import key_of, toml_text
+from flwr_replay.config.quoting import key_of, quoted, toml_text
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import require
 from flwr_replay.engines.certificates import CA, write_certificates
@@ -46,7 +46,7 @@ TEMPLATES = Path(__file__).parent.parent / "templates" / "deployment"
 COORDINATOR_FOLDER, PEERS_FILE = "coordinator", "peers.txt"
 CLINIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")  # a folder, a file, a word of a shell, a TOML text
 HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
-OWN = ("nodes", "runs_dir", "run_name", "resume", "data_dir", "task.data_dir", "partition")
+OWN = ("nodes", "clinics", "runs_dir", "run_name", "resume", "data_dir", "task.data_dir", "partition")
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 LOCAL_PORT = 9094  # Flower's default between a SuperNode and its own processes
 DAYS = 365  # that certificates are valid
@@ -104,6 +104,7 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
         names = {*files, *(key.rpartition(".")[2] for key in files)}
         pairs = [option.partition("=") for option in [*(o for o in study if key_of(o) not in names), *files.values()]]
         named = {key.replace("_", "-"): value for key, _, value in pairs if key != "rounds"}
+        named["clinics"] = quoted(clinics)
         lines = "\n".join(f"{toml_text(key)} = {toml_text(value)}" for key, value in named.items())
         words: dict[str, object] = {
             **policy,

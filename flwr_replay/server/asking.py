@@ -69,10 +69,18 @@ def unsaid_nodes(grid: Grid, nodes: int) -> list[str]:
     return [fault] if not nodes and deployed(grid) else []
 
 
-def wait_for_nodes(grid: Grid, number: int, seconds: float, say: Callable[[str], None], missing: int = 0) -> bool:
+def wait_for_nodes(
+    grid: Grid,
+    number: int,
+    seconds: float,
+    say: Callable[[str], None],
+    missing: int = 0,
+    who: Callable[[], str] = str,
+) -> bool:
     """Wait until so many nodes have joined, and in the end for all but those that may be missing.
 
-    `say` is told from time to time how many have. Returned is whether all have.
+    `say` is told from time to time how many have, and `who` has not, by name; empty: not known. Returned is whether
+    all have.
     """
     begun, due = time.monotonic(), 0.0
     seconds = min(seconds, ENTERED) if type(grid).__name__ in SIMULATED else seconds
@@ -81,12 +89,17 @@ def wait_for_nodes(grid: Grid, number: int, seconds: float, say: Callable[[str],
         if time.monotonic() >= deadline:
             if joined >= (minimum := number - missing):
                 return False
+            advice = "start more SuperNodes (a simulation: --federation-config num-supernodes=N) or lower nodes"
+            if away := who():
+                advice = (
+                    f"start its SuperNode, or go on with nodes={joined} if the others' officers agree, whose pages and "
+                    f"policies were for {number}"
+                )
             raise RunError(
-                f"this run needs at least {minimum} institutions; {joined} joined within {seconds:g} s: "
-                "start more SuperNodes (a simulation: --federation-config num-supernodes=N) or lower nodes"
+                f"this run needs at least {minimum} institutions; {joined} joined within {seconds:g} s{away}: {advice}"
             )
         if (waited := time.monotonic() - begun) >= due:
-            say(f"waiting for institutions to join: {joined} of {number}, {waited / 60:.0f} min")
+            say(f"waiting for institutions to join: {joined} of {number}{who()}, {waited / 60:.0f} min")
             due = max(SILENCE, 2 * due)
         time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
     return True

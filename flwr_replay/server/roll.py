@@ -89,12 +89,14 @@ class Roll:
         A node that was killed counts as joined until Flower misses it, a minute later. Then it is waited for once more.
         """
         wait, plan = self.settings.wait, self.settings.privacy
-        joined = wait_for_nodes(grid, self.nodes, wait, self.recorder.log, plan.dropouts if plan else 0)
+        joined = wait_for_nodes(
+            grid, self.nodes, wait, self.recorder.log, plan.dropouts if plan else 0, partial(self.missing, grid)
+        )
         self.call(grid, 0)
         called, pause = time.monotonic(), 0.5
         wait = wait if joined else 0.0  # it has passed
         if self.lacks() and joined:
-            self.recorder.log(f"waiting for who has gone to come back, up to wait={wait:g} s")
+            self.recorder.log(f"waiting for who has gone to come back{self.missing(grid)}, up to wait={wait:g} s")
         while self.lacks() and (waited := time.monotonic() - called) < wait:
             time.sleep(min(pause, wait - waited))
             self.call(grid, 0)
@@ -109,6 +111,14 @@ class Roll:
         for name in self.members.not_back():
             if name not in failed:
                 self.recorder.failed(0, name, "it took part before the run was resumed; the run goes on without it")
+
+    def missing(self, grid: Grid) -> str:
+        """Name the institutions that are expected and have not answered the roll call; empty if none are known."""
+        if not (expected := {*self.settings.clinics, *self.members.not_back()}):
+            return ""
+        self.call(grid, 0)
+        away = sorted(name for name in expected if not self.members.get(name))
+        return f"; missing: {', '.join(away)}" if away else ""
 
     def lacks(self) -> bool:
         """Say whether an institution may come back: its node had gone at the roll call, or just before."""

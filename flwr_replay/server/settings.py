@@ -53,6 +53,7 @@ class Settings(Named):
     forgetting: bool = False  # after every exchange, also evaluate on each institution's training examples
     timeout: float = 3600  # seconds to wait for an institution's answer
     wait: float = 120  # seconds to wait for `nodes` institutions
+    clinics: tuple[str, ...] = ()  # their names, so that who is missing is named; empty: not known
     # the run's id, which is unique: institutions keep their state under it
     run: str = field(default_factory=lambda: f"run-{secrets.token_hex(8)}")
     sealed: bool = False  # institutions seal what they send for each other: the server cannot read it

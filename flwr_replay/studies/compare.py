@@ -55,7 +55,7 @@ MAY_DIFFER = (  # what a preset sets for a method
     ("replay", "name"),
 )
 TUNED = ("lr", "momentum", "weight_decay", "batch_size")  # of training; and what of a strategy is no whole number
-NOT_THE_RESULT = ("strategy", "seed", "runs_dir", "run_name", "resume", "timeout", "wait")
+NOT_THE_RESULT = ("strategy", "seed", "runs_dir", "run_name", "resume", "timeout", "wait", "clinics")
 
 
 def compare_strategies(
@@ -267,7 +267,7 @@ def _refuse_other(folder: Path, config: RunConfig) -> None:
         return
     ours = plain(config)
     theirs = run_files.options_of(folder)
-    for key in theirs.keys() & ours.keys() - {"runs_dir", "run_name", "resume", "timeout", "wait"}:
+    for key in theirs.keys() & ours.keys() - {"runs_dir", "run_name", "resume", "timeout", "wait", "clinics"}:
         pairs = (theirs[key], ours[key]) if isinstance(ours[key], dict) else ({"": theirs[key]}, {"": ours[key]})
         if differing := [k for k in pairs[0].keys() & pairs[1].keys() if pairs[0][k] != pairs[1][k]]:
             option = ".".join(filter(None, (key, differing[0])))

@@ -92,6 +92,26 @@ def test_the_log_says_for_whom_the_run_waits(tmp_path, monkeypatch, caplog):
     assert "waiting for institutions to join: 3 of 4, 0 min" in caplog.messages
 
 
+def test_who_has_not_joined_is_named_and_what_can_be_done(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(asking, "SILENCE", 0.1)
+    caplog.set_level(logging.INFO, "flwr")
+    names = "[institution-1,institution-2,institution-3,north]"
+    says = r"3 joined within 0.7 s; missing: north: start its SuperNode, or go on with nodes=3 if the others' officers"
+    with pytest.raises(RunError, match=says):
+        ran(tmp_path, "nodes=4", f"clinics={names}", "wait=0.7", "rounds=1")
+    assert "waiting for institutions to join: 3 of 4; missing: north, 0 min" in caplog.messages
+    assert ran(tmp_path / "three", "nodes=3", f"clinics={names}", "rounds=1")["nodes"] == 3  # as the line says
+    assert len([line for line in caplog.messages if "missing: north" in line]) > 1
+
+
+def test_who_is_not_back_when_a_run_is_resumed_is_named(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "flwr")
+    first = ran(tmp_path, "rounds=1")
+    assert first["nodes"] == 3
+    with pytest.raises(RunError, match=r"2 joined within 0.2 s; missing: institution-\d: start its SuperNode"):
+        ran(tmp_path, f"resume={tmp_path / 'runs' / 'x'}", "rounds=2", "nodes=3", "wait=0.2", there=lambda grid: [2, 3])
+
+
 def test_the_log_says_how_long_such_an_answer_took_before(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(asking, "SILENCE", 0.1)
     caplog.set_level(logging.INFO, "flwr")
