@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from flwr_replay.cli.completing import of_runs
 from flwr_replay.cli.places import AsJson, Options, absolute, answer, finished_place, say
 from flwr_replay.errors import ConfigError
 
@@ -67,8 +68,9 @@ def seal_key(
 
 @app.command()
 def evidence(
-    place: Annotated[str, typer.Argument(metavar="RUN")],
+    place: Annotated[str, typer.Argument(metavar="RUN", autocompletion=of_runs)],
     audit: Annotated[str, typer.Option("--audit", help="The audit.json of a run with the same options.")] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Write evidence.html and .json into a finished RUN: what a board and an egress reviewer can file.
 
@@ -83,7 +85,7 @@ def evidence(
     found = read_json(attacked)["attacks"] if attacked.exists() else []
     report = read_json(made) if audit or made.exists() else None
     page, data = write_evidence(folder, list(map(sentence, found)), report)
-    print(f"the page: {page}\nthe same as JSON: {data}")
+    answer({"files": [page, data]}, f"the page: {page}\nthe same as JSON: {data}", as_json)
 
 
 @app.command()

@@ -17,6 +17,7 @@ import typer
 from click.exceptions import Abort, ClickException, NoArgsIsHelpError, NoSuchOption
 
 from flwr_replay import __version__
+from flwr_replay.cli.completing import of_methods, of_runs, of_studies
 from flwr_replay.cli.data import app as data
 from flwr_replay.cli.deploy import app as deploy
 from flwr_replay.cli.deploy import rehearse
@@ -141,7 +142,7 @@ def _forecast(options: list[str], runs_dir: str, resume: str, as_json: bool) -> 
 
 @app.command()
 def compare(
-    strategies: Annotated[str, typer.Argument()],
+    strategies: Annotated[str, typer.Argument(autocompletion=of_methods)],
     options: Options = None,
     against: Annotated[
         str | None,
@@ -185,7 +186,7 @@ def compare(
 
 @app.command()
 def study(
-    name: Annotated[str, typer.Argument()],
+    name: Annotated[str, typer.Argument(autocompletion=of_studies)],
     data: Annotated[
         str | None,
         typer.Option("--data", help="The folder with the studies' data sets; retina, boneage, brats: of that set."),
@@ -236,7 +237,7 @@ def study(
 
 @app.command()
 def report(
-    place: Annotated[str, typer.Argument(metavar="RUN|COMPARISON|STUDY")],
+    place: Annotated[str, typer.Argument(metavar="RUN|COMPARISON|STUDY", autocompletion=of_runs)],
     figures: Annotated[
         str, typer.Option("--figures", help="A folder for every figure as SVG and PDF, its numbers as CSV.")
     ] = "",
@@ -256,7 +257,7 @@ def report(
 
 @app.command()
 def strategies(
-    name: Annotated[str, typer.Argument(metavar="[NAME]")] = "",
+    name: Annotated[str, typer.Argument(metavar="[NAME]", autocompletion=of_methods)] = "",
     as_json: AsJson = False,
 ) -> None:
     """List the methods: what each does, and what it sends. NAME shows one's source, algorithm and deviations, too."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flwr_replay.cli.completing import of_groups
 from flwr_replay.cli.places import AsJson, answer
 from flwr_replay.errors import ConfigError, nearest
 
@@ -17,7 +18,7 @@ __all__ = ["options"]
 
 
 def options(
-    group: Annotated[str, typer.Argument(metavar="[GROUP]")] = "",
+    group: Annotated[str, typer.Argument(metavar="[GROUP]", autocompletion=of_groups)] = "",
     as_json: AsJson = False,
 ) -> None:
     """Explain the options of a run: their values, defaults and meaning. Without GROUP: what groups there are.

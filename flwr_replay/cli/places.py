@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from flwr_replay.cli.completing import of_options
 from flwr_replay.errors import RunError
 
 __all__ = ["LAST", "AsJson", "Options", "RunsDir", "absolute", "answer", "finished_place", "runs_folder", "say"]
@@ -17,7 +18,7 @@ __all__ = ["LAST", "AsJson", "Options", "RunsDir", "absolute", "answer", "finish
 LAST = "last"  # the run in runs/ that began last
 ROOT = "runs"  # where commands put their runs unless told otherwise
 
-Options = Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]…")]
+Options = Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]…", autocompletion=of_options)]
 RunsDir = Annotated[str, typer.Option("--runs-dir", help="The folder for run directories.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON; its keys stay.")]
 

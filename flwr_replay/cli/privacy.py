@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flwr_replay.cli.completing import of_runs
 from flwr_replay.cli.places import AsJson, Options, RunsDir, answer, finished_place, say
 from flwr_replay.cli.synthetic import show_synthetic
 from flwr_replay.config.quoting import digits
@@ -44,7 +45,7 @@ Delta = Annotated[float, typer.Option("--delta", help="0 means 1/|D|.")]
 
 @app.command("attack")
 def attack(
-    place: Annotated[str, typer.Argument(metavar="RUN")],
+    place: Annotated[str, typer.Argument(metavar="RUN", autocompletion=of_runs)],
     institution: Annotated[str, typer.Option("--institution", help="Attack this one only.")] = "",
     field: Annotated[str, typer.Option("--field", help="Attack this field only: latents, arrays, codes …")] = "",
     only: Annotated[

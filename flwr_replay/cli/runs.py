@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flwr_replay.cli.completing import of_runs
 from flwr_replay.cli.places import LAST, AsJson, RunsDir, absolute, answer, finished_place, runs_folder, say
 
 if TYPE_CHECKING:
@@ -21,9 +22,9 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-Places = Annotated[list[str], typer.Argument(metavar="RUN…")]
+Places = Annotated[list[str], typer.Argument(metavar="RUN…", autocompletion=of_runs)]
 # Click 8.5 drops the help of Typer's arguments, so docstrings have it
-Place = Annotated[str, typer.Argument(metavar="RUN")]
+Place = Annotated[str, typer.Argument(metavar="RUN", autocompletion=of_runs)]
 Institution = Annotated[str, typer.Option("--institution", help="Whose model, where each institution has its own.")]
 Best = Annotated[
     bool, typer.Option("--best", help="The round that was best by its validation examples, in place of the last.")

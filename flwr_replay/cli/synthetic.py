@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flwr_replay.cli.completing import of_runs
 from flwr_replay.cli.places import AsJson, answer, say
 from flwr_replay.errors import ConfigError
 
@@ -24,7 +25,7 @@ CLAIMS = {
 
 
 def show_synthetic(
-    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", autocompletion=of_runs)],
     institution: Annotated[
         str, typer.Option("--institution", help="One of a simulation's; all of them if empty.")
     ] = "",

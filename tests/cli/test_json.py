@@ -34,6 +34,7 @@ KEYS = {
     "run --resume runs/one": {"strategy", "final", "bytes", "privacy"},
     "compare fedavg seeds=1 rounds=1 model=mlp model.width=4 nodes=2": {"cells", "folder"},
     "deploy init --clinics a,b --out dep rounds=1 task.size=8": {"coordinator", "clinics"},
+    "deploy evidence runs/one": {"files"},
     "deploy state home/state/simulation/institution-1": {"runs", "decoded", "ledger"},
     "privacy epsilon --examples 100 --batch 10 --noise 1 --epochs 1": {"epsilon", "delta", "noise", "steps"},
 }
