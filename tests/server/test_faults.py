@@ -101,7 +101,6 @@ def test_who_has_not_joined_is_named_and_what_can_be_done(tmp_path, monkeypatch,
         ran(tmp_path, "nodes=4", f"clinics={names}", "wait=0.7", "rounds=1")
     assert "waiting for institutions to join: 3 of 4; missing: north, 0 min" in caplog.messages
     assert ran(tmp_path / "three", "nodes=3", f"clinics={names}", "rounds=1")["nodes"] == 3  # as the line says
-    assert len([line for line in caplog.messages if "missing: north" in line]) > 1
 
 
 def test_who_is_not_back_when_a_run_is_resumed_is_named(tmp_path, monkeypatch, caplog):
