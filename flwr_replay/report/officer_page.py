@@ -120,6 +120,7 @@ def write_officer_page(folder: Path, forecast: Mapping[str, Any]) -> tuple[Path,
         "officer",
         title=f"What would leave {_joined(names)}",
         about=_about(forecast),
+        first=_first(forecast),
         verdict=verdict(forecast),
         allowed=forecast["allowed"],
         rules={
@@ -169,6 +170,43 @@ def verdict(forecast: Mapping[str, Any]) -> str:
         return f"{under} {takes} no part. Nothing leaves but the name, and a line that says why."
     refuses = "refuses" if alone else "refuse"
     return f"{under} {refuses} some of the messages below. In their place a line leaves that says why."
+
+
+def _first(forecast: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the summary to sign; what this program cannot know is left open."""
+    lines = [line for line in forecast["fields"] if line["verdict"] == "allowed"]
+    names = list(forecast["institutions"])
+    size = {kind: sum(line["bytes"] for line in lines if line["kind"] == kind) for kind in KINDS}
+    leaves = "; ".join(f"{shown_bytes(size[kind])} of {kind} ({KINDS[kind]})" for kind in KINDS if size[kind])
+    readers = "the institutions with pinned keys; the server reads numbers only" if forecast["sealed"] else "the server"
+    if forecast["masked"]:
+        readers = "the server, which reads the mean of weights over institutions, and this one's numbers"
+    rows = [
+        [
+            "purpose",
+            f"a model for the task {forecast['task']}, by {forecast['strategy']}, in {forecast['rounds']} rounds",
+        ],
+        [
+            "data subjects",
+            f"{sum(own['examples'] for own in forecast['institutions'].values()):,} training examples at "
+            f"{_joined(names)}, and those of its tests; of patients: ____________________",
+        ],
+        ["verdict", verdict(forecast)],
+        ["what leaves", leaves or "nothing"],
+        ["to whom", f"{readers}; run by: ____________________"],
+        ["ε", " ".join(_protected(lines)) or "none: nothing that leaves is differentially private"],
+        [
+            "small cells",
+            f"none below {forecast['min-count']} leaves (min-count)" if forecast["min-count"] else "no floor",
+        ],
+        [
+            "retention",
+            "here: ledger and accounts until `deploy remove`; at the server, which nothing here can check, "
+            "until: ____________________",
+        ],
+        ["contact", "____________________"],
+    ]
+    return {"caption": "In short, to sign", "heads": ["what", "this study"], "rows": rows}
 
 
 def _about(forecast: Mapping[str, Any]) -> list[str]:

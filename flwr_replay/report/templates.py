@@ -52,7 +52,7 @@ tbody th { min-width: 8.5rem; max-width: 16rem; overflow-wrap: anywhere; }
 {% for n in range(11) %}.shade{{ n }} { background: rgba(var(--shade), {{ n * 0.05 }}); } {% endfor %}
 details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space: pre-wrap; } pre.one { columns: auto; } a { color: var(--c0); }
 @media (max-width: 36rem) { svg text { font-size: 15px; } tbody th { position: sticky; left: 0; background: var(--paper); min-width: 7.5rem; } th, td { padding-right: .8rem; } }
-@media print { :root { color-scheme: light; --ink: #000; --paper: #fff; --faint: #444; } body { max-width: none; margin: 0; font-size: 10pt; } figure, tr, li { break-inside: avoid; } details { display: block; } details::details-content { content-visibility: visible; block-size: auto; } h2, caption { break-after: avoid; }
+@media print { .sign { break-after: page; } :root { color-scheme: light; --ink: #000; --paper: #fff; --faint: #444; } body { max-width: none; margin: 0; font-size: 10pt; } figure, tr, li { break-inside: avoid; } details { display: block; } details::details-content { content-visibility: visible; block-size: auto; } h2, caption { break-after: avoid; }
   .beside > * { flex-basis: 18rem; } .scroll { overflow: visible; } table { font-size: .85em; } th, td { padding-right: .8em; } .confusion td, .confusion th { padding: .2rem .3em; } }
 </style>
 </head>
@@ -223,6 +223,10 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 {% extends "frame" %}
 {% import "draw" as draw %}
 {% block content %}
+<section class="sign">
+{{ draw.table(first) }}
+<table><tbody>{% for who in ("data protection officer", "head of the clinic") %}<tr><th scope="row">{{ who }}</th><td>name ____________________</td><td>date __________</td><td>signature ____________________</td></tr>{% endfor %}</tbody></table>
+</section>
 {% for line in about %}<p>{{ line }}</p>
 {% endfor %}
 <p{% if not allowed %} class="warning"{% endif %}><strong>{{ verdict }}</strong></p>

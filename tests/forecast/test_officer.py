@@ -240,3 +240,20 @@ def test_the_page_of_a_masked_run_says_what_masks_hide_and_what_not(hospitals, t
         assert said in page, said
     assert "which has them as they are" not in page
     assert "It can hold a parcel back" not in page
+
+
+def test_the_first_page_is_a_summary_to_sign(hospitals, tmp_path):
+    found, _ = one_of(hospitals, "metrics: counted\nmin-count: 12\nkinds: [statistic]\n")
+    page = write_officer_page(tmp_path, found)[0].read_text()
+    first = page[page.index('<section class="sign">') : page.index("</section>")]
+    rows = dict(re.findall(r'<th scope="row">(.*?)</th><td>(.*?)</td>', first))
+    assert list(rows)[:9] == [
+        *("purpose", "data subjects", "verdict", "what leaves", "to whom", "ε", "small cells", "retention", "contact")
+    ]
+    n = found["institutions"]["a"]["examples"]
+    assert rows["data subjects"].startswith(f"{n} training examples at a")
+    assert "takes no part. Nothing leaves but the name" in rows["verdict"]
+    left = sum(line["bytes"] for line in found["fields"] if line["verdict"] == "allowed")
+    assert rows["what leaves"].startswith(f"{left} B of notice")
+    assert rows["small cells"] == "none below 12 leaves (min-count)"
+    assert rows["ε"].startswith("none")
