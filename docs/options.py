@@ -33,8 +33,8 @@ models, result and `report.html`. What simulated institutions keep lies under `~
 under `dp=`, whose noise is secret. `rounds=` with it makes the run longer.
 
 `flwr-replay COMMAND --help` lists a command's flags. `compare` also takes `seeds=`: `seeds=31` is 31 seeds, 0 to 30;
-`seeds=31,` is seed 31; `seeds=5-7` three. Commands exit with 0; with 1 if some of several runs failed; with 2 after a
-mistake, which is said in one line.
+`seeds=31,` is seed 31; `seeds=5-7` three. `lr=auto` tries five rates with every method. Commands exit
+with 0; with 1 if some of several runs failed; with 2 after a mistake.
 """
 PRESETS = """\
 Default: `preset=quick`. A preset changes some defaults, task by task and method by method:

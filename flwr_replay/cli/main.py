@@ -166,7 +166,8 @@ def compare(
     All other options hold for every method. seeds=3 means the seeds 0, 1 and 2, seeds=5-7 means 5, 6 and 7, and
     seeds=3, with a comma the seed 3. fedreplay.cut=layer2 holds for FedReplay only. lr=0.1|0.3 makes two methods of
     each; so do partition=iid|ks and partition.alpha=0.1|0.5. Of one method this compares the values, seed by seed,
-    with the first.
+    with the first. lr=auto tries five rates with every method on the first seed, and keeps the best on validation
+    examples.
 
     Exit code 1: some runs failed. The table says why.
     """

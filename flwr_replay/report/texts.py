@@ -49,7 +49,7 @@ def findings(report: Mapping[str, Any]) -> list[str]:
     """Say how the methods differ, which differences are shown, and what failed."""
     lines = [*_guessing(report), *verdicts(report)]
     lines += [f"{found.told} (seeds of the same data)" for found in [ranks(report)] if found]
-    lines += [untuned] if (untuned := report.get("untuned")) else []  # older versions did not say so
+    lines += [report[name] for name in ("rates", "untuned") if report.get(name)]  # older versions did not say so
     lines += [f"methods differ in {line}" for line in report.get("differ", [])]  # older versions did not say so
     lines += _skews(report)
     lines += _metrics_notes(report)

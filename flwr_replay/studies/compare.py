@@ -41,6 +41,7 @@ from flwr_replay.report import run_files
 from flwr_replay.runs.options import resolve
 from flwr_replay.studies.cells import Cell, Method, run_all, short_hash
 from flwr_replay.studies.methods import methods_of, named, options_of, swept
+from flwr_replay.studies.rates import AUTO, refuse, trials, with_rates
 
 __all__ = ["PlannedComparison", "compare_strategies", "planned", "run_comparisons"]
 
@@ -64,8 +65,8 @@ def compare_strategies(
     """Run methods on the same seeds, and compare them: return a table in plain text, and the content of `compare.json`.
 
     The parameters are those of `flwr_replay.api.compare`. Options are as `flwr-replay run` takes them; with `seeds=3`
-    (0, 1, 2) or `seeds=0,5,7`; and `fedreplay.cut=layer2` for every method of that strategy. So many cells as `jobs`
-    run at the same time, each in its own process; with 1, one after another in this process.
+    (0, 1, 2) or `seeds=0,5,7`; with `lr=auto`; and `fedreplay.cut=layer2` for every method of that strategy. So many
+    cells as `jobs` run at the same time, each in its own process; with 1, one after another in this process.
 
     Raises
     ------
@@ -74,7 +75,16 @@ def compare_strategies(
     RunError
         If the folder cannot be written, or if another comparison is running in it.
     """
-    return run_comparisons([planned(strategies, options, against, runs_dir, metric)], jobs)[0]
+    told = ""
+    if auto := AUTO & {*options}:
+        against = against or (named(strategies[0])[0] if len(strategies) == 1 else "")
+        strategies, options = swept(strategies, [option for option in options if option not in auto])
+        planned(strategies, options, against, runs_dir, metric)  # refused before any trial
+        tried = planned(*trials(strategies, options), "", runs_dir, "", "lr=auto")
+        refuse(compose(list(tried.cells[0].overrides)).split, tried.about["noise"])
+        strategies, told = with_rates(strategies, run_comparisons([tried], jobs)[0][1])
+    whole = planned(strategies, options, against, runs_dir, metric, tuned="lr" if auto else "")
+    return run_comparisons([replace(whole, about=whole.about | {"rates": told})], jobs)[0]
 
 
 @dataclass(frozen=True)
@@ -93,11 +103,17 @@ class PlannedComparison:
 
 
 def planned(
-    strategies: list[str], options: list[str], against: str, runs_dir: Path, metric: str = "", part: str = ""
+    strategies: list[str],
+    options: list[str],
+    against: str,
+    runs_dir: Path,
+    metric: str = "",
+    part: str = "",
+    tuned: str = "",
 ) -> PlannedComparison:
     """Parse and check a comparison; the parameters are those of `compare_strategies`.
 
-    `part` is the part of a study that it belongs to.
+    `part` is the part of a study that it belongs to; `tuned` is an option that was tuned for each method before.
     """
     first = len(strategies) == 1  # values of one method's options: the first is the reference
     strategies, options = swept(strategies, options)
@@ -127,6 +143,7 @@ def planned(
         "against": against,
         "seeds": list(seeds),
         **more,
+        "untuned": _untuned(methods, configs, tuned),
         "options": shared,
         "folder": str(folder),
     }
@@ -192,7 +209,7 @@ def _plan(
         folder,
         alone,
         cells,
-        {"noise": noise, "differ": _differing(methods, alone), "untuned": _untuned(methods, alone)},
+        {"noise": noise, "differ": _differing(methods, alone)},
     )
 
 
@@ -226,14 +243,14 @@ def _differing(methods: Sequence[Method], configs: Mapping[str, RunConfig]) -> l
     return lines
 
 
-def _untuned(methods: Sequence[Method], configs: Mapping[str, RunConfig]) -> str:
-    """Name the hyperparameters of which each method has one value here; empty for one method alone."""
+def _untuned(methods: Sequence[Method], configs: Mapping[str, RunConfig], tuned: str) -> str:
+    """Name the hyperparameters, but one, of which each method has one value here; empty for one method alone."""
     values: dict[tuple[str, str], set[float]] = {}  # by option and strategy
     for method in methods:
         config = configs[method.label]
         own = {name: value for name, value in asdict(config.strategy).items() if isinstance(value, float)}
         found = {name: getattr(config.training, name) for name in TUNED} | own
-        for name in (name for name, value in found.items() if value and name != "chunk_mb"):
+        for name in (name for name, value in found.items() if value and name not in ("chunk_mb", tuned)):
             values.setdefault((name, method.strategy), set()).add(found[name])
     strategies: dict[str, list[str]] = {}
     for (name, strategy), several in values.items():

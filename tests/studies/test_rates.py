@@ -1,0 +1,72 @@
+"""`lr=auto`: whose trial is best, what is refused, and that trials are runs of the comparison."""
+
+import re
+
+import pytest
+
+from flwr_replay.errors import ConfigError
+from flwr_replay.report.run_files import read_result
+from flwr_replay.studies.compare import compare_strategies
+from flwr_replay.studies.rates import RATES, with_rates
+
+TINY = ["task=digits", "nodes=2", "rounds=1", "model=mlp", "model.width=4", "device=cpu"]
+
+
+def tried(metrics, higher=True):
+    cells = [
+        {
+            "label": f"{label}, lr {rate}",
+            **(
+                {"error": "diverged"}
+                if value is None
+                else {"result": {"final": {"global": {"validation-rmse": value}}, "examples-seen": 10}}
+            ),
+        }
+        for label, values in metrics.items()
+        for rate, value in zip(RATES, values, strict=True)
+    ]
+    return {"metric": "rmse", "higher-is-better": higher, "cells": cells, "seeds": [3], "folder": "runs/x"}
+
+
+@pytest.mark.parametrize(("higher", "best"), [(True, "0.03"), (False, "0.003")])
+def test_the_rate_is_that_of_the_best_trial_and_what_diverged_is_none(higher, best):
+    report = tried({"a": [0.5, 0.2, None, 0.9, float("nan")], "alike": [0.1] * 5, "lost": [None] * 5}, higher)
+    names, told = with_rates(["a := cwt:mu=1", "alike := fedstats", "lost := local", "own := cwt:lr=7"], report)
+    assert names == [f"a := cwt:mu=1:lr={best}", "alike := fedstats", "lost := local", "own := cwt:lr=7"]
+    assert f"a {best}, alike its default" in told
+    assert "own its own" in told
+    assert "by validation-rmse with seed 3; these trials saw 90 examples: runs/x" in told
+    names, told = with_rates(["a := cwt"], tried({"a": [0.5, 0.4, 0.3, 0.2, 0.1]}))
+    assert names == ["a := cwt:lr=0.001"]
+    assert "a 0.001 (an end of what was tried)" in told
+
+
+def test_trials_are_runs_of_the_comparison_and_the_best_is_not_repeated(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    text, report = compare_strategies(["cwt", "slow := cwt:lr=1e-9"], [*TINY, "seeds=4,6", "lr=auto"], "", 1, tmp_path)
+    runs = sorted(file.parent.name for file in tmp_path.glob("compare-*/*/result.json"))
+    assert len(runs) == 5 + 1 + 2  # the trials with seed 4, of which one counts, the other seed, and slow's two
+    assert list(report["strategies"]) == ["cwt", "slow"]
+    assert report["against"] == "slow"
+    own = {rate: read_result(next(tmp_path.glob(f"compare-*/cwt-training.lr-{rate}-seed4"))) for rate in RATES}
+    judged = {rate: result["final"]["global"]["validation-accuracy"] for rate, result in own.items()}
+    best = max(judged, key=lambda rate: judged[rate])
+    assert {tuple(cell["options"]) for cell in report["cells"] if cell["label"] == "cwt"} == {(f"training.lr={best}",)}
+    assert f"lr=auto: cwt {best}" in text
+    assert "slow its own" in report["rates"]
+    assert not re.search(r"\blr\b", report["untuned"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["split=test"], "lr=auto chooses by validation examples"),
+        (["dp=classifier", "target-epsilon=8"], "each would be charged"),
+        (["rounds=0"], "rounds"),
+        (["fedavg.lr=1"], "each method has an lr of its own"),
+    ],
+)
+def test_what_cannot_be_tuned_fairly_is_refused_before_any_run(options, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        compare_strategies(["fedavg"], [*TINY, "lr=auto", *options], "", 1, tmp_path)
+    assert list(tmp_path.iterdir()) == []
