@@ -86,7 +86,7 @@ FORMS: dict[str, Form] = {  # of a JSON file, of each line, and of the options
         ...: lambda value: fits(value, None | bool | int | float | str | list) or fits(value, {...: object}),
     },
     RESULT: {
-        **dict.fromkeys(("strategy", "task", "model", "replay", "metric", "unit", "privacy-claim"), str),
+        **dict.fromkeys(("strategy", "task", "model", "metric", "unit", "privacy-claim"), str),
         **dict.fromkeys(("nodes", "rounds", "seed"), int),
         "higher-is-better": bool,
         "final": {"global": {...: int | float}, "institutions": {...: {...: int | float}}},
@@ -98,6 +98,7 @@ FORMS: dict[str, Form] = {  # of a JSON file, of each line, and of the options
         "failures": [{"institution": str, "round": int, "reason": str}],
         "privacy": {...: _maybe(_SPENT)},
         "versions": {"flwr-replay": str, ...: str},
+        "replay": _maybe(str),
         "recorded": _maybe({"messages": int, "left-out": int}),
         "best-model": _maybe({"file": str, "none": str}),
         "untrained": _maybe([str]),
@@ -231,6 +232,7 @@ def read_result(folder: Path) -> dict[str, Any]:
     """Return the content of a run's `result.json`; errors as of `json_of`."""
     result = json_of(folder, RESULT)
     result.pop(FILES, None)
+    result.setdefault("replay", options_of(folder).get("replay", {}).get("name", "none"))  # of older versions
     return result
 
 

@@ -49,8 +49,11 @@ def kept(state: Path) -> list[KeptOfRun]:
     if not (state / RUNS).is_dir() or not ((state / LEDGER).exists() or parts(state / LEDGER)[:-1]):
         if (state / DECODED).is_dir():  # the home folder
             return []
+        advice = "give another"
+        if (state / LEDGER).exists():
+            advice = "it is of an older version: keep its ledger and every privacy.jsonl, and delete the rest by hand"
         raise RunError(
-            f"an institution's state directory, as state/NAME, has {RUNS}/ and {LEDGER}; {state} has not: give another"
+            f"an institution's state directory, as state/NAME, has {RUNS}/ and {LEDGER}; {state} has not: {advice}"
         )
     runs = []
     for folder in (folder for folder in (state / RUNS).iterdir() if folder.is_dir()):

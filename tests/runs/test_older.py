@@ -1,0 +1,94 @@
+"""Files of an older version (commit 50abd983, 23 November): read with a warning, or refused in one line.
+
+`older/` holds a run of CWT on digits under DP, one institution's state directory without its key, and a policy, as that
+version wrote them; its checkpoints and environment.json are left out, and config.yaml names another folder of runs.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from harness import command
+
+from flwr_replay import load_model
+from flwr_replay.errors import DamagedError, RunError
+from flwr_replay.institution.policy import Policy, read_policy
+from flwr_replay.privacy.account import Account
+from flwr_replay.report.run_files import read_result
+from flwr_replay.state.kept import kept, retire
+from flwr_replay.wire.ledger import Ledger
+
+OLDER = Path(__file__).parent / "older"
+
+
+@pytest.fixture
+def run(tmp_path):
+    return shutil.copytree(OLDER / "run", tmp_path / "old")
+
+
+@pytest.mark.parametrize(
+    ("words", "page", "says"),
+    [
+        ("runs show RUN", "", "accuracy 0.0947"),
+        ("runs list --runs-dir RUNS", "", "accuracy 0.0947"),
+        ("report RUN", "report.html", "accuracy is 0.095"),
+        ("deploy evidence RUN", "evidence.html", "DP-SGD, Poisson sampling"),
+    ],
+)
+def test_a_run_is_read(run, monkeypatch, capsys, words, page, says):
+    places = words.replace("RUNS", str(run.parent)).replace("RUN", str(run)).split()
+    assert command(monkeypatch, *places) == 0
+    said = capsys.readouterr()
+    assert "damaged" not in said.out + said.err
+    assert says in ((run / page).read_text() if page else said.out)
+
+
+def test_its_model_is_loaded(run):
+    model = load_model(run)
+    assert sum(array.numel() for array in model.parameters()) > 0
+
+
+def test_what_has_no_result_is_still_damaged(run):
+    values = json.loads((run / "result.json").read_text())
+    del values["privacy"]
+    (run / "result.json").write_text(json.dumps(values))
+    with pytest.raises(DamagedError):
+        read_result(run)
+
+
+def test_it_does_not_go_on(run, monkeypatch, capsys):
+    assert command(monkeypatch, "run", "--resume", str(run), "rounds=2") == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_its_account_has_the_same_charges(run):
+    account = Account(OLDER / "state" / "institution-1" / "run", delta=1 / 24)
+    stated = read_result(run)["privacy"]["institution-1"]["epsilon"]
+    assert account.mechanisms == ("classifier",)
+    assert account.stated_epsilon == pytest.approx(stated, rel=0.01)
+
+
+def test_its_state_directory_is_named_for_what_it_is(tmp_path):
+    state = shutil.copytree(OLDER / "state" / "institution-1", tmp_path / "institution-1")
+    before = sorted(state.rglob("*"))
+    for look in (kept, lambda folder: retire(folder, tmp_path / "receipt")):
+        with pytest.raises(RunError, match=r"of an older version: keep its ledger and every privacy\.jsonl"):
+            look(state)
+    assert sorted(state.rglob("*")) == before
+
+
+def test_its_ledger_goes_on(tmp_path):
+    state = shutil.copytree(OLDER / "state" / "institution-1", tmp_path / "institution-1")
+    old = (state / "ledger.jsonl").read_text()
+    ledger = Ledger(state)
+    ledger.record({"run": "new"}, [])
+    ledger.flush()
+    assert (state / "ledger.jsonl").read_text().startswith(old)
+
+
+def test_its_policy_means_what_it_meant():
+    policy = read_policy(OLDER / "policy.yaml")
+    assert policy == Policy(
+        strategies=("fedreplay", "cwt"), kinds=("model", "statistic", "per-sample"), max_upload_mb=64
+    )
