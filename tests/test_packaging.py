@@ -1,6 +1,7 @@
 """The built wheel: it works in an environment of its own, and puts nothing but flwr_replay at the top."""
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -9,6 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from flwr.cli.app_cmd.publish import _collect_file_paths, _validate_files
+from flwr.cli.config_utils import load_and_validate
 
 ROOT = Path(__file__).resolve().parents[1]
 MAPPED = ("strategies", "clients", "simulations", "conf")
@@ -74,6 +77,17 @@ def test_versions_that_were_tested_satisfy_the_project(wheel):
     for requirement in wanted:
         name = requirement.split(">")[0].split("[")[0].strip().lower()
         assert name in pinned, f"constraints.txt lacks {name}"
+
+
+def test_flower_hub_would_take_the_files(tmp_path):
+    """By the checks of `flwr app publish` itself, on what is committed: number, sizes, names and encodings."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(lambda name: (ROOT / name).is_file(), listed.splitlines()):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    _validate_files(_collect_file_paths(tmp_path))
+    project = load_and_validate(tmp_path / "pyproject.toml", check_module=False)[0]["project"]
+    assert 0 < len(project["description"]) <= 200
 
 
 def test_flower_installs_no_development_tools(tmp_path):
