@@ -11,9 +11,9 @@ start-up is left out. The plain loop takes one batch after another. This package
 time, which offsets a part of the cost of messages.
 
 In process the two alternate round by round, and the median of the paired ratios counts, so that other work on the
-machine affects both. `flower` runs Flower's own FedAvg and a plain ClientApp on the same grid: the cost of Flower's
-messages alone, without ledger, policy or checkpoints. `ray` is compared with as many plain processes as there are
-actors, run by run.
+machine affects both; it is printed for the wall clock and for the processor's time. `flower` runs Flower's own FedAvg
+and a plain ClientApp on the same grid: the cost of Flower's messages alone, without ledger, policy or checkpoints.
+`ray` is compared with as many plain processes as there are actors, run by run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,29 +54,30 @@ from flwr_replay.wire.weights import load_arrays, to_arrays
 
 
 class Pairing(Display):
-    """A display that times each round of a run by `clock`, and after it one round of the plain loop."""
+    """A display that times each round of a run, and after it one round of the plain loop: wall clock and processor."""
 
-    def __init__(self, plain: Iterator[None], clock: Callable[[], float] = time.perf_counter) -> None:
-        self.plain, self.clock = plain, clock
+    def __init__(self, plain: Iterator[None]) -> None:
+        self.plain = plain
         self.ours: list[float] = []
         self.theirs: list[float] = []
+        self.own_cpu: list[float] = []  # of all threads
+        self.their_cpu: list[float] = []
 
     def begin(self, progress: object) -> None:
-        """Start the clock."""
-        self.start = self.clock()
+        """Start the clocks."""
+        self.start, self.start_cpu = time.perf_counter(), time.process_time()
 
     def exchange(self, exchange: int, metrics: object, total_bytes: int, seconds: float) -> None:
-        """Stop the clock, run a plain round, start the clock."""
-        middle = self.clock()
+        """Stop the clocks, run a plain round, start them."""
+        middle, middle_cpu = time.perf_counter(), time.process_time()
         next(self.plain)
-        end = self.clock()
-        self.ours.append(middle - self.start)
-        self.theirs.append(end - middle)
-        self.start = self.clock()
-
-    def close(self) -> None:
-        """Drop the first round, which includes start-up."""
-        self.ours, self.theirs = self.ours[1:], self.theirs[1:]
+        end, end_cpu = time.perf_counter(), time.process_time()
+        if exchange > 1:  # the first round includes start-up
+            self.ours.append(middle - self.start)
+            self.theirs.append(end - middle)
+            self.own_cpu.append(middle_cpu - self.start_cpu)
+            self.their_cpu.append(end_cpu - middle_cpu)
+        self.begin(None)
 
 
 def shards(config: RunConfig) -> list[tuple[Shard, Shard]]:
@@ -137,17 +138,15 @@ def sequential(config: RunConfig, owned: list[tuple[Shard, Shard]], only: slice 
         yield
 
 
-def inline(config: RunConfig, overrides: list[str]) -> tuple[list[float], list[float]]:
-    """Return seconds per round of the plain loop and of the in-process engine, everything included."""
+def inline(config: RunConfig, overrides: list[str]) -> Pairing:
+    """Time rounds of the plain loop and of the in-process engine, everything included."""
     pairing = Pairing(sequential(config, shards(config)))
     run_inline(overrides, pairing)
-    return pairing.theirs, pairing.ours
+    return pairing
 
 
-def flower(
-    config: RunConfig, owned: list[tuple[Shard, Shard]], only: slice = slice(None)
-) -> tuple[list[float], list[float]]:
-    """Return seconds per round of the plain loop and of Flower's FedAvg on the in-process grid. `only` some stages."""
+def flower(config: RunConfig, owned: list[tuple[Shard, Shard]], only: slice = slice(None)) -> Pairing:
+    """Time rounds of the plain loop and of Flower's FedAvg on the in-process grid. `only` some stages."""
     pairing = Pairing(sequential(config, owned, only))
     model, client = backbone(config.model, config.task)(derived_seed(config.seed, "model"))[only], ClientApp()
 
@@ -177,8 +176,7 @@ def flower(
     pairing.begin(None)
     grid = InlineGrid.simulated(client, {}, config.nodes)
     strategy.start(grid, ArrayRecord(model.state_dict()), config.rounds, evaluate_fn=after)
-    pairing.close()
-    return pairing.theirs, pairing.ours
+    return pairing
 
 
 def worker(overrides: list[str], jobs: multiprocessing.Queue[Any], answers: multiprocessing.Queue[Any]) -> None:
@@ -246,23 +244,32 @@ def main() -> None:
         overrides += [f"evaluate_every={given.evaluate_every}"]
         config = compose(overrides)
         torch.set_num_threads(config.threads)
-        plain: list[float] = []
-        ours: list[float] = []
+        plain, ours, plain_cpu, our_cpu = list[float](), list[float](), list[float](), list[float]()
         for _ in range(given.repeats):
             if given.engine != "ray":
-                theirs, own = inline(config, overrides) if given.engine == "inline" else flower(config, shards(config))
-                plain, ours = plain + theirs, ours + own
+                pairs = inline(config, overrides) if given.engine == "inline" else flower(config, shards(config))
+                plain, ours = plain + pairs.theirs, ours + pairs.ours
+                plain_cpu, our_cpu = plain_cpu + pairs.their_cpu, our_cpu + pairs.own_cpu
             else:
                 plain += parallel(config, overrides, os.cpu_count() or 1)
                 ours += ray(overrides)
+    for what, theirs, own in (("wall clock", plain, ours), ("processor", plain_cpu, our_cpu)):
+        if own:
+            report(what, given.engine, theirs, own)
+
+
+def report(what: str, engine: str, plain: Sequence[float], ours: Sequence[float]) -> None:
+    """Print medians and their ratio; where rounds are paired, the median of ratios and its 95 % interval by ranks."""
     a, b = statistics.median(plain), statistics.median(ours)
-    print(f"plain loop   median {a:.4f} s a round   min {min(plain):.4f}   max {max(plain):.4f}   n {len(plain)}")
-    print(f"{given.engine:12} median {b:.4f} s a round   min {min(ours):.4f}   max {max(ours):.4f}   n {len(ours)}")
-    if given.engine != "ray":
-        ratio = statistics.median(own / theirs for own, theirs in zip(ours, plain, strict=True))
-        print(f"overhead     {100 * (ratio - 1):+.1f} % (median of paired ratios)")
-    else:
-        print(f"overhead     {100 * (b / a - 1):+.1f} % (of medians)")
+    print(f"{what}: plain loop {a:.4f} s a round, {engine} {b:.4f} (medians of {len(plain)} and {len(ours)})")
+    if engine == "ray":
+        print(f"overhead {100 * (b / a - 1):+.1f} % (of medians)")
+        return
+    ratios = sorted(own / theirs for own, theirs in zip(ours, plain, strict=True))
+    away = 0.98 * len(ratios) ** 0.5
+    ends = [ratios[max(0, int(len(ratios) / 2 - away))], ratios[min(len(ratios) - 1, int(len(ratios) / 2 + away))]]
+    low, middle, high = (f"{100 * (ratio - 1):+.1f}" for ratio in (ends[0], statistics.median(ratios), ends[1]))
+    print(f"overhead {middle} % [{low}, {high}] (median of paired ratios)")
 
 
 if __name__ == "__main__":

@@ -88,8 +88,8 @@ def rounds(config: RunConfig, overrides: list[str], encoder: Frozen) -> None:
     pairing = Pairing(sequential(config, shards, head))
     run_inline(overrides, pairing)
     report("plain loop, a round", pairing.theirs, "in process", pairing.ours)
-    theirs, flowers = flower(config, shards, head)
-    report("plain loop, a round", theirs, "Flower's FedAvg", flowers)
+    flowers = flower(config, shards, head)
+    report("plain loop, a round", flowers.theirs, "Flower's FedAvg", flowers.ours)
 
 
 def report(name: str, theirs: Sequence[float], own: str, mine: Sequence[float]) -> None:

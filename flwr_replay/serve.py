@@ -17,13 +17,14 @@ from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
+from numpy.typing import NDArray
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flwr_replay.errors import ConfigError
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.payloads.common import OPEN_STAGES
 from flwr_replay.wire.payload import request_of
-from flwr_replay.wire.records import NamedArrays, arrays_in, config_in, metrics_in
+from flwr_replay.wire.records import StateDict, Weights, array_record, arrays_in, config_in, metrics_in
 
 __all__ = ["ProximalApp", "serve", "serving"]
 
@@ -55,7 +56,7 @@ def serve(make_client: Callable[[Context], NumPyClient | Client], mods: list[Mod
         client = _numpy_client(make_client(context))
         if not isinstance(client, InstitutionClient):
             raise ValueError("this NumPyClient answers no queries")
-        answer = client.answer(NamedArrays({}), config_in(message.content))
+        answer = client.answer({}, config_in(message.content))
         return Message(answer.encode(), reply_to=message)
 
     return app
@@ -117,29 +118,34 @@ def _numpy_client(client: NumPyClient | Client) -> NumPyClient:
 
 
 def _fit(client: NumPyClient, message: Message) -> Message:
-    parameters, config = _received(client, message)
-    arrays, num_examples, metrics = client.fit(parameters, config)
-    if not isinstance(arrays, NamedArrays):
-        names = parameters.names if len(parameters) == len(arrays) else tuple(map(str, range(len(arrays))))
-        arrays = NamedArrays(dict(zip(names, arrays, strict=True)))
+    arrays: Weights | None
+    if isinstance(client, InstitutionClient):
+        arrays, metrics, _ = client.answer(*_received(message)).parts()
+        num_examples = metrics.pop("num-examples")
+    else:
+        named, config = _received(message)
+        trained, num_examples, metrics = client.fit(_own(named), config)
+        arrays = dict(zip(named if len(named) == len(trained) else map(str, range(len(trained))), trained, strict=True))
     content = RecordDict({"metrics": _metrics(num_examples, metrics)})
     if arrays:
-        content["arrays"] = arrays.record()
+        content["arrays"] = array_record(arrays)
     return Message(content, reply_to=message)
 
 
 def _evaluate(client: NumPyClient, message: Message) -> Message:
     if isinstance(client, InstitutionClient):  # whose metrics may lack a loss
-        return Message(client.answer(*_received(client, message)).encode(), reply_to=message)
-    loss, num_examples, metrics = client.evaluate(*_received(client, message))
+        return Message(client.answer(*_received(message)).encode(), reply_to=message)
+    named, config = _received(message)
+    loss, num_examples, metrics = client.evaluate(_own(named), config)
     return Message(RecordDict({"metrics": _metrics(num_examples, {"loss": float(loss), **metrics})}), reply_to=message)
 
 
-def _received(client: NumPyClient, message: Message) -> tuple[NamedArrays, dict[str, Any]]:
-    arrays = arrays_in(message.content)
-    if not isinstance(client, InstitutionClient):  # a user's own code may write into what it receives
-        arrays = NamedArrays({name: array.copy() for name, array in arrays.state_dict().items()})
-    return arrays, {**metrics_in(message.content), **config_in(message.content)}
+def _received(message: Message) -> tuple[StateDict, dict[str, Any]]:
+    return arrays_in(message.content), {**metrics_in(message.content), **config_in(message.content)}
+
+
+def _own(named: StateDict) -> list[NDArray[Any]]:
+    return [array.copy() for array in named.values()]  # a user's own code may write into what it receives
 
 
 def _metrics(num_examples: int, metrics: dict[str, Any]) -> MetricRecord:

@@ -97,7 +97,7 @@ def refusal(reply):
 
 
 def weights(reply):
-    return arrays_in(reply.content).state_dict()
+    return arrays_in(reply.content)
 
 
 def metrics(reply):

@@ -95,7 +95,7 @@ class WatchedGrid(InlineGrid):
             content = message.content
             self.sent += sum(record.count_bytes() for record in content.values())
             scalars = {**config_in(content), **metrics_in(content)}
-            self.messages[_content(arrays_in(content).state_dict(), scalars)] += 1
+            self.messages[_content(arrays_in(content), scalars)] += 1
         return ids
 
     def answer(self, message: Message) -> Message:

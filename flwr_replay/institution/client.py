@@ -6,14 +6,11 @@ request and returns the payload that the request's declaration promises.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord
 from flwr.client import NumPyClient
-from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
@@ -53,7 +50,7 @@ from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.rng import derived_seed
 from flwr_replay.state.store import StateStore, proof_of
 from flwr_replay.wire.payload import REQUESTS, Payload
-from flwr_replay.wire.records import NamedArrays, StateDict, Weights
+from flwr_replay.wire.records import StateDict, Weights
 from flwr_replay.wire.weights import (
     check_weights,
     encoded,
@@ -103,20 +100,7 @@ class InstitutionClient(NumPyClient):
         buffered = synthesis.replay if synthesis and synthesis.replays else None
         self.replay_options = replay_plan.replay if replay_plan else buffered  # None: nothing is replayed
 
-    # --- Flower's NumPyClient ---------------------------------------------------------------------------------------
-
-    def fit(self, parameters: list[NDArray[Any]], config: dict[str, Any]) -> tuple[NamedArrays, int, dict[str, Any]]:
-        """Answer a training request: decode, call the stage's method, encode."""
-        arrays, metrics, _ = self.answer(parameters, config).parts()
-        weights = NamedArrays.of(arrays) if isinstance(arrays, ArrayRecord) else NamedArrays(arrays or {})
-        return weights, metrics.pop("num-examples", len(self.institution.train)), metrics
-
-    def evaluate(self, parameters: list[NDArray[Any]], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
-        """Answer an evaluation request."""
-        _, metrics, _ = self.answer(parameters, config).parts()
-        return metrics.pop("loss", math.nan), metrics.pop("num-examples"), metrics
-
-    def answer(self, parameters: list[NDArray[Any]], config: dict[str, Any]) -> Payload:
+    def answer(self, arrays: StateDict, config: dict[str, Any]) -> Payload:
         """Decode a request, call the method of its stage, and check that its answer is the declared payload.
 
         Refused are a stage that this method lacks, a run that began under other options, weights that the policy does
@@ -134,7 +118,6 @@ class InstitutionClient(NumPyClient):
             raise ConfigError(
                 f"{type(self).__name__} has no stage {stage!r}: server and institution run other versions"
             )
-        arrays = parameters.state_dict() if isinstance(parameters, NamedArrays) else {}
         if any(field.shape == "state dict" for field in request.declared().values()):
             check_weights(arrays)
         if arrays:

@@ -139,7 +139,7 @@ class OfModel:
         self._last: StateDict = {}
 
     def __call__(self, request: RecordDict, answer: RecordDict) -> NDArray[np.float64] | None:
-        received, released = (arrays_in(content).state_dict() for content in (request, answer))
+        received, released = (arrays_in(content) for content in (request, answer))
         whole = self.names <= released.keys()
         if not whole and not (released and released.keys() <= self.names <= received.keys()):
             return None
@@ -164,7 +164,7 @@ def _of_prior(
     plan: ReplayPlan, canaries: tuple[Tensor, Tensor], request: RecordDict, answer: RecordDict
 ) -> NDArray[np.float64] | None:
     """Score a prior by how much likelier a canary's codes have become, nats."""
-    sent, released = (unnested(arrays_in(content).state_dict()) for content in (request, answer))
+    sent, released = (unnested(arrays_in(content)) for content in (request, answer))
     if config_in(request).get("stage") != "train-prior" or not released:
         return None
     generator = plan.fresh_generator().eval()
@@ -180,7 +180,7 @@ def _of_prior(
 
 def _of_drawn(images_m: Tensor, request: RecordDict, answer: RecordDict) -> NDArray[np.float64] | None:
     """Score drawn images by the distance to the nearest one."""
-    drawn = arrays_in(answer).state_dict()
+    drawn = arrays_in(answer)
     if config_in(request).get("stage") != "draw-buffer" or not drawn:
         return None
     return -distances(images_m, as_input(torch.tensor(drawn["images"]))).amin(1).numpy()

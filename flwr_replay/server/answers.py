@@ -84,7 +84,7 @@ def check_answer(
     DivergedError
         If its weights are not finite.
     """
-    read = arrays_in(answer).state_dict()
+    read = arrays_in(answer)
     payload: Any = declared.of(read, {**config_in(answer), **metrics_in(answer)})
     if "num_examples" in declared.declared() and payload.num_examples not in examples:
         wanted = f"{examples[0]}, by the roll call" if len(examples) == 1 else f"{examples[0]} to {examples[-1]}"

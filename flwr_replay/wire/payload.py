@@ -136,7 +136,7 @@ class Payload:
             If the payload does not declare a record or key that arrived, or if a declared one is missing.
         """
         list(rows(content, cls))
-        return cls.of(arrays_in(content).state_dict(), cls.check_scalars(content))
+        return cls.of(arrays_in(content), cls.check_scalars(content))
 
     @classmethod
     def check_scalars(cls, content: RecordDict) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -16,7 +15,6 @@ from flwr_replay.errors import WireError
 from flwr_replay.files.tensors import StateDict
 
 __all__ = [
-    "NamedArrays",
     "StateDict",
     "Weights",
     "array_record",
@@ -32,37 +30,9 @@ Weights = StateDict | ArrayRecord  # the server does not decode a record that it
 NUMPY_FORMAT = "numpy.ndarray"  # Flower's name for arrays in NumPy's file format
 
 
-class NamedArrays(list[NDArray[Any]]):
-    """A NumPyClient's list of arrays, with the arrays' names and, if decoded from a record, their bytes."""
-
-    def __init__(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        super().__init__(arrays.values())
-        self.names = tuple(arrays)
-        self._record: ArrayRecord | None = None
-        self._views: list[NDArray[Any]] = []
-
-    @classmethod
-    def of(cls, record: ArrayRecord) -> NamedArrays:
-        """Decode a Flower record; the arrays are read-only views of its bytes."""
-        named = cls({name: decoded(array) for name, array in record.items()})
-        named._record, named._views = record, list(named)
-        return named
-
-    def state_dict(self) -> StateDict:
-        """Return the arrays by name."""
-        return dict(zip(self.names, self, strict=True))
-
-    def record(self) -> ArrayRecord:
-        """Encode the arrays; if all are still the record's read-only views, return the record."""
-        if self._record and all(a is b and not a.flags.writeable for a, b in zip(self, self._views, strict=True)):
-            return self._record
-        return array_record(self.state_dict())
-
-
-def arrays_in(content: RecordDict) -> NamedArrays:
+def arrays_in(content: RecordDict) -> StateDict:
     """Decode a message's arrays; empty without such a record."""
-    record = undecoded(content)
-    return NamedArrays.of(record) if record is not None else NamedArrays({})
+    return opened(undecoded(content) or {})
 
 
 def undecoded(content: RecordDict) -> ArrayRecord | None:
@@ -104,8 +74,8 @@ def array_record(arrays: Weights) -> ArrayRecord:
 
 
 def opened(weights: Weights) -> StateDict:
-    """Decode weights, unless they are decoded already."""
-    return NamedArrays.of(weights).state_dict() if isinstance(weights, ArrayRecord) else weights
+    """Decode weights, unless they are decoded already; the arrays are read-only views of a record's bytes."""
+    return {name: decoded(array) for name, array in weights.items()} if isinstance(weights, ArrayRecord) else weights
 
 
 def _encoded(array: NDArray[Any]) -> Array:

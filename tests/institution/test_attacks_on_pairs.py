@@ -95,7 +95,7 @@ def test_moments_that_no_gradients_have_are_their_senders_failure(folder, strate
     def spoil(grid, message, reply):
         asked = grid.asked[-1]
         if asked.stage in ("train-proxy", "train-mutually") and asked.name == "a" and asked.exchange == 1:
-            arrays = arrays_in(reply.content).state_dict()
+            arrays = arrays_in(reply.content)
             spoilt = {"exp_avg": 1e6, "exp_avg_sq": 0.0, "step": 1e12}
             reply.content["arrays"] = array_record(
                 {name: np.full_like(one, spoilt.get(name.rpartition(".")[2], one)) for name, one in arrays.items()}

@@ -52,7 +52,7 @@ def model(ran):
 
 def sent(ran, stage="train"):
     """Return what institutions have sent in a run's first exchange, by name."""
-    return {name: arrays_in(ran.grid.of(stage, name)[0][1].content).state_dict() for name in NAMES}
+    return {name: arrays_in(ran.grid.of(stage, name)[0][1].content) for name in NAMES}
 
 
 @pytest.mark.sampled(2)

@@ -61,7 +61,7 @@ def test_where_a_server_averages_it_is_the_test_of_what_each_has_returned(folder
 
     def keep(grid, message, reply):
         if config_in(message.content).get("stage") in ("train", "train-mutually"):
-            returned[grid.name_of(message.metadata.dst_node_id)] = parted(arrays_in(reply.content).state_dict())[0]
+            returned[grid.name_of(message.metadata.dst_node_id)] = parted(arrays_in(reply.content))[0]
 
     options = [] if job == "fedavg" else ["dp=none"]
     ran = run(folder, *f"strategy={job}".split(), *options, BEFORE, "rounds=1", "lr=0.3", after=keep)

@@ -120,7 +120,7 @@ def test_the_run_is_algorithm_2(start, shards, lr_step, fall):
 def test_the_primary_starts_from_fresh_weights_not_from_the_encoders_tail(start):
     weights, grid, _, _ = start("lr=1e-12", "momentum=0", "rounds=1")
     [(asked, _)] = grid.of("encode")
-    fresh, tail = to_arrays(network(purpose="primary")), arrays_in(asked.content).state_dict()
+    fresh, tail = to_arrays(network(purpose="primary")), arrays_in(asked.content)
     for name in ("conv2.conv.weight", "head.fc.weight"):
         np.testing.assert_allclose(weights[name], fresh[name], rtol=0, atol=1e-6)
         assert not np.allclose(weights[name], tail[name], rtol=0, atol=1e-2)
@@ -129,11 +129,11 @@ def test_the_primary_starts_from_fresh_weights_not_from_the_encoders_tail(start)
 def test_the_encoder_stays_as_it_came_norm_layers_included(start):
     weights, grid, _, _ = start("rounds=3", "chunk-mb=0.01")
     [(_, reply)] = grid.of("encode")
-    encoder = arrays_in(reply.content).state_dict()
+    encoder = arrays_in(reply.content)
     assert {"conv1.conv.weight", "conv1.norm.running_mean", "conv1.norm.num_batches_tracked"} <= encoder.keys()
     assert not any(name.startswith(("conv2", "head")) for name in encoder)
     assert len(grid.of("extract")) > 3
-    assert all(same(arrays_in(asked.content).state_dict(), encoder) for asked, _ in grid.of("extract"))
+    assert all(same(arrays_in(asked.content), encoder) for asked, _ in grid.of("extract"))
     assert same({name: weights[name] for name in encoder}, encoder)
     assert any(encoder["conv1.norm.running_mean"] != 0)
 

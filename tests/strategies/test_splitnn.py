@@ -47,7 +47,7 @@ def nth_message(*calls):
 
 def answered(grid, stage, name):
     """Return the arrays that an institution sent at a stage."""
-    return [arrays_in(reply.content).state_dict() for _, reply in grid.of(stage, name)]
+    return [arrays_in(reply.content) for _, reply in grid.of(stage, name)]
 
 
 def spoils(call, spoil):
@@ -55,7 +55,7 @@ def spoils(call, spoil):
 
     def after(grid, asked, reply):
         if nth_message(call)(grid, grid.asked[-1]):
-            reply.content["arrays"].update(spoil(arrays_in(reply.content).state_dict()))
+            reply.content["arrays"].update(spoil(arrays_in(reply.content)))
 
     return after
 
@@ -135,7 +135,7 @@ def test_the_gradients_are_those_of_the_unsplit_model(start, shards, cut):
     assert np.array_equal(sent["activations"], a.detach().numpy())
     assert sent["labels"].tolist() == y[order].tolist()
     [(leave, _)] = grid.of("leave")
-    assert np.array_equal(arrays_in(leave.content).state_dict()["gradients"], a.grad.numpy())
+    assert np.array_equal(arrays_in(leave.content)["gradients"], a.grad.numpy())
     assert same(weights, to_arrays(model))
 
 
@@ -160,7 +160,7 @@ def test_without_labels_a_batch_is_two_messages_and_no_payload_has_a_field_for_l
     assert stages(grid, "b") == ["enter-unlabelled", "head-loss", "next-batch-unlabelled", "head-loss", "leave"] * 2
     for stage in set(stages(grid)):
         assert not {"labels"} & (REQUESTS[stage].declared().keys() | REQUESTS[stage].answer.declared().keys())
-    assert not any("labels" in arrays_in(reply.content).names for at, _, reply in grid.log if at.stage not in OUTSIDE)
+    assert not any("labels" in arrays_in(reply.content) for at, _, reply in grid.log if at.stage not in OUTSIDE)
 
 
 def test_only_the_institutions_part_visits(start):

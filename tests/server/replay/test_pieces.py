@@ -212,7 +212,7 @@ def test_an_answer_that_would_not_end_a_training_fails_the_visit(hospitals, chan
 def test_weights_of_another_form_at_the_end_are_refused(hospitals):
     def wider(grid, message, reply):
         if grid.asked[-1][:2] == ("train-generator", "b") and "arrays" in reply.content:
-            arrays = {name: array.astype("float64") for name, array in arrays_in(reply.content).state_dict().items()}
+            arrays = {name: array.astype("float64") for name, array in arrays_in(reply.content).items()}
             reply.content["arrays"] = array_record(arrays)
         return reply
 
