@@ -16,13 +16,13 @@ This is the only place where it happens, so no method knows of it. Four rules pr
   comes from earlier requests, and who was away answers the next one.
 - An exchange has one request and one answer. If it is asked again, as after a crash, the answer is the same bytes.
 - The institutions are those in the file of pinned keys, at least three, the same in the whole run. With shared noise
-  some may be missing (privacy.dropouts): masks are then between those whom the request names.
+  some may be missing (privacy.dropouts): masks are then between those whom the request names, and who fails later is
+  made up for: `flwr_replay/ciphers/recovery.py`.
 - Weights that are too large leave as random numbers. From then on the institution's masks cancel no more, so a run
   tells once at most that weights of some institution have diverged.
 
-Source: Bonawitz et al. 2017 (doi:10.1145/3133956.3133982), section 4.0.1, with pinned keys, and without their recovery
-from institutions that drop out: an exchange needs all. That masks depend on the request answers Pasquini et al. 2022
-(doi:10.1145/3548606.3560557), who send different weights to different clients.
+Source: Bonawitz et al. 2017 (doi:10.1145/3133956.3133982), section 4.0.1, with pinned keys. That masks depend on the
+request answers Pasquini et al. 2022 (doi:10.1145/3548606.3560557), who send different weights to different clients.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from hashlib import sha256
 from logging import WARNING
 
 import numpy as np
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.common.logger import log
 from numpy.typing import NDArray
 
+from flwr_replay.ciphers.recovery import SECRET, joined, mask, points_of, shares_under
 from flwr_replay.ciphers.sealing import Cover, KeyOwner
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RefusedError
 from flwr_replay.files.atomic import write_once
-from flwr_replay.payloads.common import RollCall
+from flwr_replay.payloads.common import RollCall, Unmask, Unmasked
+from flwr_replay.privacy.plan import GRADIENT
 from flwr_replay.wire.fields import RECORD_OF
 from flwr_replay.wire.masked import MASKED, check_room, exact, fixed_point
 from flwr_replay.wire.payload import Payload, Request
@@ -56,6 +56,8 @@ __all__ = ["FEWEST", "Masking"]
 FEWEST = 3  # of two, each knows the other's weights: the mean without its own
 PINS, KEPT = "pins.sha256", "masked"  # in a run's folder: a file, and the answers' files
 ASKED, HISTORY = "request", "history"  # beside a masked answer: digests of its request, and of all up to this one
+COHORT, POINTS, TOLD = "cohort", "points", "told"  # where some may fail: who was asked, points, and the survivors
+NOTES = (ASKED, HISTORY, COHORT, POINTS)  # what does not leave as arrays
 OWN = ("stated", "run")  # instructions of which training does not depend; the run is in the masks' context
 
 
@@ -103,16 +105,12 @@ class Masking(Cover):
             raise RefusedError(f"in a masked run nothing but whole weights leaves; stage {request.stage_name}: refused")
         instructions = config_in(message.content)
         exchange = int(instructions.get("server-round", 0))
-        self.store.bind(self.run, self.bound)
-        pins = self.seal.digest
-        if write_once(self.store.of_run(self.run) / PINS, pins, self.durable) != pins:
-            raise RefusedError(
-                "a masked run keeps its pinned keys: who left or came could be computed from two sums; begin a new run"
-            )
+        self._bind()
         scalars = {**metrics_in(message.content), **instructions}  # a mean and a scale of labels are statistics
         # with shared noise an answer depends on its own request alone, and who was away has trained less
         own_words = (*OWN, "continues") if self.shares else OWN
         shared = {name: scalars[name] for name in request.by_key() if name in scalars and name not in own_words}
+        self.spare = instructions.get("spare", 0)
         self.others = self._others(instructions.get("cohort", []))
         total, own = instructions.get("total", 0), len(self.institution.data.train)
         if total < own:
@@ -153,21 +151,73 @@ class Masking(Cover):
             self.store.save(KEPT, self.run, exchange, self._notes(), self.durable)
         return message
 
+    def unmasked(self, message: Message) -> Unmasked:
+        """Return shares of the keys by which the sum of some survivors can be read; their names are noted before.
+
+        Raises
+        ------
+        RefusedError
+            If this institution has not answered that exchange as one of those, they are too few, or shares were told
+            for others. Of sums that are made once in a run, they are the same in all exchanges.
+        """
+        self._bind()
+        request = Unmask.of({}, config_in(message.content))
+        exchange, survivors, names = request.server_round, [*request.survivors], _bytes(request.survivors)
+        kept = self.store.at(KEPT, self.run, exchange) or {}
+        cohort: list[str] = json.loads(kept[COHORT].tobytes()) if COHORT in kept else []
+        among = [name for name in cohort if name in survivors]
+        if among != survivors or self.seal.name not in among or len(among) < self.least:
+            raise RefusedError(
+                f"keys are told for a sum of {self.least} institutions or more, sorted, that an exchange has asked, "
+                f"this one among them, if it has answered; the server says {', '.join(survivors)[:200]} of exchange "
+                f"{exchange}: refused"
+            )
+        place = exchange if self.config.privacy.dp == GRADIENT else 0
+        told = self.store.at(TOLD, self.run, place)
+        if told and not np.array_equal(told[TOLD], names):
+            raise RefusedError(
+                f"keys are told for one sum; those of exchange {exchange} were told for other institutions than "
+                f"{', '.join(survivors)[:200]}: refused, since two sums would show what one adds"
+            )
+        if not told:
+            self.store.save(TOLD, self.run, place, {TOLD: names}, self.durable)
+        self.history = kept[HISTORY].tobytes()
+        failed, shares = [i for i, name in enumerate(cohort) if name not in survivors], list[int]()
+        for name in survivors:
+            own = shares_under(self._keys([name], name, exchange, self.run)[name], len(cohort))
+            shares += [own[i] for i in (cohort.index(name), *failed)]
+        return Unmasked(shares=joined(shares))
+
+    def _bind(self) -> None:
+        """Refuse other options, or other pinned keys, than those with which the run began."""
+        self.store.bind(self.run, self.bound)
+        pins = self.seal.digest
+        if write_once(self.store.of_run(self.run) / PINS, pins, self.durable) != pins:
+            raise RefusedError(
+                "a masked run keeps its pinned keys: who left or came could be computed from two sums; begin a new run"
+            )
+
     def _notes(self) -> StateDict:
         return {ASKED: np.frombuffer(self.asked, np.uint8), HISTORY: np.frombuffer(self.history, np.uint8)}
 
+    @property
+    def least(self) -> int:
+        """How many institutions a sum has at least."""
+        return len(self.seal.pins) - self.config.privacy.dropouts
+
     def _others(self, cohort: Sequence[str]) -> list[str]:
         """Return whose masks cancel this institution's: of all others, or of those in the cohort that is summed."""
-        names, least = {*cohort} or {*self.seal.pins}, len(self.seal.pins) - self.config.privacy.dropouts
+        names = {*cohort} or {*self.seal.pins}
         if (
             len(cohort) not in (0, len(names))
             or self.seal.name not in names
             or names - {*self.seal.pins}
-            or len(names) < least
+            or not 0 <= self.spare == len(names) - self.least
         ):
             raise RefusedError(
-                f"a sum is of {least} institutions with pinned keys or more, this one among them (privacy.dropouts); "
-                f"the server asks for one of {', '.join(map(str, cohort))[:200]}: refused"
+                f"a sum is of {self.least} institutions with pinned keys or more, this one among them "
+                f"(privacy.dropouts); the server asks for one of {', '.join(map(str, cohort))[:200]}, {self.spare} of "
+                "whom may fail yet: refused"
             )
         return sorted(names - {self.seal.name})
 
@@ -183,28 +233,50 @@ class Masking(Cover):
                 numbers = exact(weights)
             else:
                 numbers = fixed_point(weights, self.share, self._cancelling(weights, "<u4", exchange))
+            masks = self._cancelling(numbers, "<i8", exchange, self.run)
+            recovers = self._recoverable(masks, exchange) if self.spare else {}
             masked = {
                 name: np.add(mask, numbers[name].view(np.int64), out=mask).view(np.uint64)
-                for name, mask in self._cancelling(numbers, "<i8", exchange, self.run).items()
+                for name, mask in masks.items()
             }
             if numbers[MASKED].any():
                 log(WARNING, "the weights have diverged: random numbers leave; lower training.lr and begin a new run")
                 self.history = secrets.token_bytes(32)  # from now on masks cancel no more
-            kept = {**masked, **self._notes()}
+            kept = {**masked, **self._notes(), **recovers}
             self.store.save(KEPT, self.run, exchange, kept, self.durable)
-        leaves = {name: array for name, array in kept.items() if name not in (ASKED, HISTORY)}
+        leaves = {name: array for name, array in kept.items() if name not in NOTES}
         reply.content["arrays"] = array_record(leaves)
+        if POINTS in kept:
+            reply.content["config"] = ConfigRecord({POINTS: kept[POINTS].tobytes()})
 
     def _cancelling(self, like: StateDict, dtype: str, *context: object) -> dict[str, NDArray[np.int64]]:
         """Return random numbers of these shapes that are zeros in the sum of all institutions: m_k modulo 2^64, or u_k.
 
         The run is no part of u_k's context: of two runs with one seed the means have the same bits.
         """
-        label = json.dumps([*context, self.options, self.seal.digest, self.history.hex()]).encode()
-        numbers = {name: np.zeros(array.shape, np.int64) for name, array in sorted(like.items())}
-        for other, key in self.seal.pair_keys(label, self.others).items():
-            stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
-            for array in numbers.values():
-                drawn = np.frombuffer(stream.update(bytes(array.size * np.dtype(dtype).itemsize)), dtype)
-                (np.add if self.seal.name < other else np.subtract)(array, drawn.reshape(array.shape), out=array)
+        numbers = {name: np.zeros(array.shape, np.int64) for name, array in like.items()}
+        for other, key in self._keys(self.others, *context).items():
+            mask(key, numbers, self.seal.name < other, dtype)
         return numbers
+
+    def _recoverable(self, masks: dict[str, NDArray[np.int64]], exchange: int) -> StateDict:
+        """Add the mask of a key of this institution's own; return the names of those asked, and points of all keys."""
+        own, cohort = secrets.token_bytes(SECRET), sorted([self.seal.name, *self.others])
+        keys = self._keys(self.others, exchange, self.run) | {self.seal.name: own}
+        of = self._keys(cohort, self.seal.name, exchange, self.run)
+        mask(own, masks, adds=True)
+        shares = [shares_under(of[name], len(cohort)) for name in cohort]
+        points = points_of([keys[name] for name in cohort], shares, self.spare)
+        return {COHORT: _bytes(cohort), POINTS: np.frombuffer(points, np.uint8)}
+
+    def _keys(self, others: Sequence[str], *context: object) -> dict[str, bytes]:
+        """Return the keys that this institution and others have for this exchange, this request and what they are for.
+
+        Masks' keys have no name in the context; shares' have the name of the institution whose secrets they share.
+        """
+        label = json.dumps([*context, self.options, self.seal.digest, self.history.hex()]).encode()
+        return self.seal.pair_keys(label, others)
+
+
+def _bytes(names: Sequence[str]) -> NDArray[np.uint8]:
+    return np.frombuffer(json.dumps([*names]).encode(), np.uint8)

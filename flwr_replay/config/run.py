@@ -169,6 +169,11 @@ class RunConfig:
             f"nodes={self.nodes}, privacy.colluders={helping} and privacy.dropouts={missing}: choose fewer of the "
             "latter two, or more nodes",
         )
+        require(
+            not missing or self.nodes - helping > missing * (missing + 1),
+            f"of sums from which d may be missing an honest majority tells one, if nodes - colluders > d (d + 1); got "
+            f"nodes={self.nodes}, privacy.colluders={helping} and privacy.dropouts={missing}: choose fewer dropouts",
+        )
 
     @property
     def end_to_end(self) -> bool:

@@ -54,7 +54,7 @@ from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.policy import Policy
 from flwr_replay.models.zoo import bytes_of, encoder_digest
-from flwr_replay.payloads.common import Evaluation, Failure, Present, RollCall
+from flwr_replay.payloads.common import Evaluation, Failure, Present, RollCall, Unmask
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.state.store import StateStore
 from flwr_replay.wire.payload import REQUESTS, LedgerRow, Payload, Request, request_of, rows
@@ -125,6 +125,8 @@ def _answered(
         charged_before = budget.charged(run) if budget and dp_fields else ()
 
         def called() -> Message:
+            if isinstance(cover, Masking) and request is Unmask:
+                return Message(cover.unmasked(message).encode(), reply_to=message)
             try:
                 with users_code(FlwrReplayError):
                     return call_next(opened, context)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +101,7 @@ class Learner:
             self.told = now
 
     @property
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, Any]:
         """What an answer says of this training: examples seen and steps taken."""
         return {"examples_seen": self.seen, "num_steps": self.steps}
 

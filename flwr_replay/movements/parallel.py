@@ -16,17 +16,18 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
+from flwr_replay.ciphers.recovery import SECRET, strip
 from flwr_replay.config.privacy import ON_SUMS
-from flwr_replay.errors import RunError
+from flwr_replay.errors import RunError, WireError
 from flwr_replay.files.tensors import unnested
 from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.evaluating import SPLIT_OF, Metrics, own_metrics, trained_metrics
 from flwr_replay.movements.participation import AtOnce
-from flwr_replay.payloads.common import Trained
+from flwr_replay.payloads.common import Trained, Unmask, Unmasked
 from flwr_replay.privacy.shares import check_sums
 from flwr_replay.server.members import Member
 from flwr_replay.wire.masked import add, blank_masked, mean_of, sums_of
-from flwr_replay.wire.payload import Request
+from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened
 
 __all__ = ["Parallel", "weighted_mean"]
@@ -39,11 +40,14 @@ class Parallel(AtOnce):
     returned: Mapping[str, ArrayRecord]  # by institution: what it has trained in this exchange, if that is to be tested
     sent: StateDict  # the global weights of this exchange, as sent to all
     request: Request  # of this exchange, without what is an institution's own
-    exchange: int
+    exchange: int = 0
     arrived: dict[str, tuple[Trained, Metrics | None]]  # by name: this exchange's answers, masked ones without arrays
     total: StateDict  # the sum of masked arrays so far
     cohort: Sequence[str] = ()  # whose answers this exchange sums, where some may be missing
     away: frozenset[int] = frozenset()  # nodes that have left such an exchange without an answer
+    spare: int = 0  # how many of the cohort may fail yet: its sum is read by the others' shares of keys
+    points: dict[str, bytes]  # by name: those of the keys of its masks
+    told: dict[str, bytes]  # by name: shares of the survivors' keys
 
     @abstractmethod
     def train_request(self, exchange: int, arrays: Weights) -> Request:
@@ -86,19 +90,24 @@ class Parallel(AtOnce):
         answer, times = self.answer.empty(leaves), self.trainings(num_rounds)
         if self.settings.hiding.sums_only:
             answer = replace(answer, train_loss=None)  # it would give the gradient
-        return [(member, request, answer, times[member.name]) for member in self.members if times[member.name]]
+        exchanges: list[tuple[Request, Payload]] = [(request, answer)]
+        if self.spare:
+            exchanges = [
+                (request, replace(answer, points=bytes(self.length_of_points))),
+                (self.unmask(self.cohort), Unmasked(shares=bytes(len(self.cohort) * SECRET))),
+            ]
+        return [(m, *exchange, times[m.name]) for exchange in exchanges for m in self.members if times[m.name]]
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Send the same request to all that train."""
         self.sent, self.exchange, self.cohort = opened(arrays), server_round, ()
-        self.arrived, self.total = {}, {}
+        self.arrived, self.total, self.points, self.told, self.spare = {}, {}, {}, {}, 0
         trainers = self.trainers(server_round)
         if (plan := self.settings.privacy) and plan.dropouts and (trainers or not len(self.members)):
             self.away &= {member.node_id for member in trainers}  # who has gone is asked again when it is back
             trainers = [member for member in trainers if member.node_id not in self.away]
-            self.cohort = [member.name for member in trainers]
             if len(trainers) < (least := plan.institutions - plan.dropouts):
                 raise RunError(
                     f"with privacy.dropouts={plan.dropouts} a sum needs {least} institutions; exchange {server_round} "
@@ -116,8 +125,29 @@ class Parallel(AtOnce):
         """Return the request to train to all of these; where some may be missing, it names them."""
         request = self.train_request(exchange, arrays)
         if (plan := self.settings.privacy) and plan.dropouts:
-            request = replace(request, cohort=[member.name for member in members])  # type: ignore[call-arg]
+            self.cohort = sorted(member.name for member in members)
+            self.spare = max(0, len(self.cohort) - plan.institutions + plan.dropouts)
+            request = replace(request, cohort=self.cohort, spare=self.spare or None)  # type: ignore[call-arg]
         return request
+
+    def all_stages(self) -> list[str]:
+        """Return those of the base class, and that in which keys are told if institutions may be missing."""
+        plan = self.settings.privacy
+        return [*super().all_stages(), *([Unmask.stage_name] if plan and plan.dropouts else [])]
+
+    def unmask(self, survivors: Sequence[str]) -> Unmask:
+        """Return the request for shares of the keys by which the sum of these can be read."""
+        return Unmask(server_round=self.exchange, run=self.settings.run, survivors=survivors)
+
+    @property
+    def least(self) -> int:
+        """How many of the cohort must answer, and tell keys."""
+        return len(self.cohort) - self.spare
+
+    @property
+    def length_of_points(self) -> int:
+        """Bytes of the points in an answer."""
+        return len(self.cohort) * (self.spare + 1) * SECRET if self.spare else 0
 
     def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
         """Return the global weights, or those that the institution has trained in this exchange."""
@@ -129,15 +159,39 @@ class Parallel(AtOnce):
         """Train in one exchange; add answers under masks as they come."""
         messages = self.configure_train(exchange, arrays, config, grid)
         replies = self.exchanger(grid, exchange, messages, take=self.take if self.settings.hiding.sums_only else None)
+        if self.spare and len(self.arrived) >= self.least:
+            self.read_sum(grid)
         return self.aggregate_train(exchange, replies)
+
+    def read_sum(self, grid: Grid) -> None:
+        """Ask the survivors for shares of keys; if enough tell, take off the masks that do not cancel."""
+        exchanger = self.exchanger
+        before = exchanger.answered, exchanger.failed, exchanger.diverged, exchanger.lost
+        request = self.unmask(sorted(self.arrived))
+        messages = [self.message(member, request) for member in self.members if member.name in self.arrived]
+        exchanger(grid, self.exchange, messages, needed=False, take=self.take_shares)
+        exchanger.answered, exchanger.failed, exchanger.diverged, exchanger.lost = before
+        if len(self.told) >= self.least:
+            strip(self.total, self.cohort, self.points, self.told)
+
+    def take_shares(self, member: Member, reply: Message) -> None:
+        """Note an institution's shares."""
+        shares, failed = Unmasked.decode(reply.content).shares, len(self.cohort) - len(self.arrived)
+        if len(shares) != (wanted := len(self.arrived) * (1 + failed) * SECRET):
+            raise WireError(f"shares of the keys of masks have {wanted} bytes; got {len(shares)}")
+        self.told[member.name] = shares
 
     def take(self, member: Member, reply: Message) -> None:
         """Note a valid answer; one under masks is added to the sum, and its arrays are let go."""
         answer = (self.answer.decode if member.ours else self.answer.from_foreign)(reply.content)
         if self.settings.hiding.sums_only:
+            points = answer.points or b""
+            if len(points) != self.length_of_points:
+                raise WireError(f"points of the keys of masks have {self.length_of_points} bytes; got {len(points)}")
             if member.name not in self.arrived:  # else the sum has it already
                 add(opened(answer.arrays), to=self.total)
-            answer = replace(answer, arrays={})
+                self.points[member.name] = points
+            answer = replace(answer, arrays={}, points=None)
         self.arrived[member.name] = answer, own_metrics(member, reply)
 
     def aggregate_train(
@@ -151,9 +205,14 @@ class Parallel(AtOnce):
         keeps = self.settings.evaluate_before_mixing
         self.returned = {name: self.trained_model(a.arrays) for name, a in by_name.items()} if keeps else {}
         self.count_missed()
-        if lost := [name for name in self.cohort if name not in by_name]:
+        heard = self.told if self.spare and len(by_name) >= self.least else by_name
+        lost = [name for name in self.cohort if name not in heard]
+        if len(lost) > self.spare:
             self.lose(lost)
-        if lost or not answers:
+            return None, None
+        if lost:
+            self.leave(lost, f"the sum of exchange {self.exchange} is read though {', '.join(lost)} did not answer")
+        if not answers:
             return None, None
         self.recorder.saw(sum(answer.examples_seen for answer in answers))
         if self.settings.hiding.sums_only:
@@ -168,17 +227,20 @@ class Parallel(AtOnce):
         return array_record({name: among[name] for name in self.sent if name in among})
 
     def lose(self, lost: Sequence[str]) -> None:
-        """Go on without those whose answers lack in a sum, which nobody can read.
+        """Go on without those whose answers lack in a sum, which nobody can read."""
+        self.leave(lost, f"no sum can be read in exchange {self.exchange}, which {', '.join(lost)} did not answer")
+
+    def leave(self, lost: Sequence[str], line: str) -> None:
+        """Have the next sums without these, and say so.
 
         In an exchange that was begun before the run was resumed nobody is to blame: who has answered it adds to no sum
         of others.
         """
-        line = f"no sum can be read in exchange {self.exchange}, which {', '.join(lost)} did not answer; "
         if self.repeated:
-            line += "it was begun before the run was resumed, and the next sums are of all that are there"
+            line += "; it was begun before the run was resumed, and the next sums are of all that are there"
         else:
             self.away |= {member.node_id for member in self.members.known if member.name in lost}
-            line += "the next sums are without them, until they have gone and are back"
+            line += "; the next sums are without them, until they have gone and are back"
         self.recorder.log(line)
 
     @property
@@ -200,7 +262,7 @@ class Parallel(AtOnce):
         DivergedError
             If weights of an institution are too large, or the mean or a sum is.
         """
-        needed = self.cohort or [member.name for member in self.members.known]
+        needed = [*self.points] if self.spare else self.cohort or [member.name for member in self.members.known]
         if lacking := [name for name in needed if name not in self.exchanger.answered]:
             raise RunError(
                 f"with masked=true an exchange needs every institution; exchange {self.exchange} has no answer of "

@@ -36,6 +36,8 @@ __all__ = [
     "SuspendRequest",
     "Train",
     "Trained",
+    "Unmask",
+    "Unmasked",
 ]
 
 MOST = 10**9  # the most examples that an institution may report
@@ -169,6 +171,9 @@ class Trained(Spent):
     examples_seen: int = statistic("examples; with repetition", public=True)
     num_steps: int = statistic(STEPS, public=True)
     train_loss: float | None = statistic("the task's loss, mean over the training", default=None, withheld=True)
+    points: bytes | None = notice(
+        "points of its masks' keys, which tell nothing without shares of others; none: all must answer", default=None
+    )
 
     @classmethod
     def empty(cls, arrays: Weights) -> Trained:
@@ -216,6 +221,22 @@ class Summed(Payload):
 
     total: int | None = instruction("examples of all institutions together; none: not under masks", default=None)
     cohort: Sequence[str] = instruction("whose answers are summed, where some may be missing", default=())
+    spare: int | None = instruction("how many of these may fail yet; none: all must answer", default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unmasked(Payload):
+    """An institution's shares of the keys by which a sum is read, and no institution's answer alone."""
+
+    shares: bytes = notice("shares of this exchange's keys: of each survivor, and of it with each that failed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unmask(Request, stage="unmask", answer=Unmasked, message_type="query"):
+    """Tell the shares by which the sum of those that have answered an exchange can be read: once, for one sum."""
+
+    run: str = instruction()
+    survivors: Sequence[str] = instruction("names of those that have answered")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,7 +126,7 @@ def sums_of(total: StateDict, names: Iterable[str]) -> dict[str, NDArray[np.int6
         raise RunError(
             "masks cancel only if all pinned institutions answer the same request; these do not: compare the files of "
             "pinned keys by `flwr-replay deploy seal-key`, and start as many nodes as they name; where weights have "
-            "diverged before, begin a new run"
+            "diverged before, begin a new run; with dropouts one that has told wrong shares of keys spoils a sum, too"
         )
     if diverged:
         raise DivergedError(

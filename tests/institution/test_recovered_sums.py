@@ -1,0 +1,398 @@
+"""Sums that are read though institutions have failed: what a server and those who help it can make of it."""
+
+import itertools
+import logging
+import secrets
+from collections import Counter
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from harness import lines, node_configs, run, write_shards
+from hostile_server import HostileServer, refusal, weights
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from sealed_runs import SMALL, pinned
+
+from flwr_replay.ciphers import masking
+from flwr_replay.ciphers.recovery import SECRET, points_of, shares_under, strip
+from flwr_replay.config.compose import compose
+from flwr_replay.engines.simulate import Simulation, run_inline
+from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.forecast.forecast import forecast
+from flwr_replay.memory import forget
+from flwr_replay.payloads.common import Unmask
+from flwr_replay.payloads.fedsgd import Differentiate
+from flwr_replay.payloads.fedstats import Summarise
+from flwr_replay.report.progress import Display
+from flwr_replay.wire.masked import MASKED, add
+from flwr_replay.wire.records import config_in
+
+NAMES, K, D = "abcdefg", 7, 2
+SHARED = [*SMALL, "masked=true", f"nodes={K}", "noise=shared", "delta=0.001", "colluders=0", f"dropouts={D}"]
+GRADIENT = [*SHARED, "strategy=fedsgd", "dp=gradient", "privacy.sigma=2"]
+SUMS = [*SHARED, "strategy=fedstats", "dp=statistics", "privacy.sigma=2"]
+KEPT = {Differentiate: "gradient", Summarise: "class-sums"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hospitals")
+    write_shards(folder, dict.fromkeys(NAMES, 40))
+    pinned(folder, NAMES)
+    return folder
+
+
+class Servers:
+    """A server that asks all institutions what it likes, in a run of its own."""
+
+    runs = itertools.count()
+
+    def __init__(self, folder, options=GRADIENT):
+        self.run, self.cohort = f"run-{next(self.runs)}", {}
+        self.kind = Summarise if options is SUMS else Differentiate
+        own = {"seal-peers": str(folder / f"peers-{NAMES}.txt")}
+        self.at = {name: HostileServer(folder, *options, name=name, **own) for name in NAMES}
+
+    def train(self, cohort=NAMES, exchange=1, of=NAMES, **other):
+        """Ask some of those that the request names; return arrays and points by name."""
+        self.cohort[exchange] = sorted(cohort)
+        asked = {"total": 40 * K, "cohort": self.cohort[exchange], "spare": len(cohort) - K + D or None} | other
+        asked |= {"clip": 10.0} if self.kind is Summarise else {}
+        replies = {}
+        for name in of:
+            request = self.kind(arrays=self.at[name].weights, run=self.run, server_round=exchange, **asked)
+            replies[name] = self.at[name].send(request)
+            assert not refusal(replies[name])
+        return {name: (weights(reply), config_in(reply.content).get("points")) for name, reply in replies.items()}
+
+    def tell(self, name, survivors, exchange=1, **other):
+        asked = {"run": self.run, "server_round": exchange, "survivors": list(survivors)} | other
+        return self.at[name].send(Unmask(**asked))
+
+    def shares(self, by, survivors, exchange=1):
+        replies = {name: self.tell(name, survivors, exchange) for name in by}
+        assert not any(map(refusal, replies.values()))
+        return {name: config_in(reply.content)["shares"] for name, reply in replies.items()}
+
+    def read(self, answers, shares, exchange=1):
+        """Return the check, which is 0 if the sum can be read, and the sum."""
+        total = {}
+        for arrays, _ in answers.values():
+            add(arrays, to=total)
+        strip(total, self.cohort[exchange], {name: points for name, (_, points) in answers.items()}, shares)
+        numbers = {name.removesuffix(f".{MASKED}"): array.view(np.int64) for name, array in total.items()}
+        return numbers.pop(MASKED), numbers
+
+    def sent(self, names, exchange=1):
+        """Return the sum of what institutions have put under masks, from their own state directories."""
+        total, file = {}, f"{KEPT[self.kind]}-{exchange:06d}.safetensors"
+        for name in names:
+            kept = load_file(self.at[name].state / "runs" / self.run / file)
+            add({key: array for key, array in kept.items() if array.dtype == np.int64}, to=total)
+        return total
+
+
+# --- a hostile server -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [GRADIENT, SUMS], ids=["gradient", "statistics"])
+@pytest.mark.parametrize(("answer", "tell"), [("abcdefg", "abcdefg"), ("abcde", "abcde"), ("bcdefg", "bcefg")])
+def test_the_sum_is_of_what_the_survivors_really_sent(folder, options, answer, tell):
+    server = Servers(folder, options)
+    answers = server.train(of=answer)
+    check, total = server.read(answers, server.shares(tell, answer))
+    assert not check.any()
+    sent = server.sent(answer)
+    assert total.keys() >= sent.keys()
+    for name, array in total.items():
+        assert (array == sent.get(name, 0)).all()
+
+
+def test_before_keys_are_told_no_sum_can_be_read_nor_with_too_few_or_those_of_another_exchange(folder):
+    server = Servers(folder)
+    one, two = server.train(), server.train(exchange=2)
+    told = server.shares("abcde", NAMES)
+    few = {name: shares for name, shares in told.items() if name != "e"}
+    for shares in (few | {"e": bytes(len(told["e"]))}, few | {"f": told["e"]}, few | {"e": told["d"]}):
+        check, _ = server.read(one, shares)
+        assert check.all()
+    check, _ = server.read(two, told, 2)
+    assert check.all()
+    check, _ = server.read(one, told)
+    assert not check.any()
+
+
+def test_keys_are_told_for_one_set_of_survivors_for_good(folder, monkeypatch):
+    server = Servers(folder)
+    server.train()
+    told = server.shares("a", "abcde")
+    for survivors in ("abcdef", NAMES, "abcdg"):
+        assert "keys are told for one sum; those of exchange 1" in refusal(server.tell("a", survivors))
+        forget()  # a new process
+    assert server.shares("a", "abcde") == told
+    with monkeypatch.context() as patch:  # it crashes before its answer leaves
+        patch.setattr(masking, "joined", lambda shares: 1 / 0)
+        assert refusal(server.tell("b", "abcde"))
+    forget()
+    assert "keys are told for one sum" in refusal(server.tell("b", NAMES))
+    assert server.shares("b", "abcde")
+    server.train(exchange=2)
+    assert server.shares("a", "abcdg", exchange=2)  # of another sum
+    assert server.shares("a", "abcde") == told
+
+
+def test_sums_that_are_made_once_are_read_once_in_whatever_exchange(folder):
+    """The difference of two sums of the same bytes would show those of f and g, with their shares of noise alone."""
+    server = Servers(folder, SUMS)
+    one, three = server.train(), server.train(exchange=3)
+    check, _ = server.read({name: one[name] for name in "abcde"}, server.shares("abcde", "abcde"))
+    assert not check.any()
+    assert "keys are told for one sum; those of exchange 3" in refusal(server.tell("a", NAMES, exchange=3))
+    shares = server.shares("abcde", "abcde", exchange=3)
+    check, again = server.read({name: three[name] for name in "abcde"}, shares, 3)
+    assert not check.any()
+    assert (again["head.fc.bias"] == server.sent("abcde")["head.fc.bias"]).all()
+
+
+BAD = ["abcd", "bcdef", "edcba", "abcdex", "aabcde", "", [*"abcde", ""], [*"abcdefg", *map(str, range(999))]]
+
+
+@pytest.mark.parametrize("survivors", BAD, ids=lambda survivors: "".join(survivors)[:12])
+def test_survivors_are_enough_of_those_who_were_asked(folder, survivors):
+    server = Servers(folder)
+    server.train()
+    line = refusal(server.tell("a", survivors))
+    assert "keys are told for a sum of 5 institutions or more" in line or "arrived incomplete" in line
+    assert len(line) < 500
+    assert server.shares("a", "abcde")  # nothing was noted
+
+
+def test_who_has_not_answered_tells_nothing(folder):
+    server, line = Servers(folder), "keys are told for a sum of 5 institutions or more"
+    assert line in refusal(server.tell("a", NAMES))
+    server.train(of="b")
+    assert line in refusal(server.tell("a", NAMES))
+    assert line in refusal(server.tell("b", NAMES, run="another"))
+    assert line in refusal(server.tell("b", NAMES, exchange=2))
+    server.train("abcde", exchange=2, of="b")  # a sum from which nobody may be missing has no such keys
+    assert line in refusal(server.tell("b", "abcde", exchange=2))
+    for exchange in range(3, 6):
+        server.train(exchange=exchange, of="b")
+    assert line in refusal(server.tell("b", NAMES))  # of long ago
+    forget()
+    plain = HostileServer(folder, *[option for option in GRADIENT if "dropouts" not in option], "dropouts=0", name="c")
+    assert "needs pinned keys" in refusal(plain.send(Unmask(run="r", server_round=1, survivors=[*NAMES])))
+
+
+@pytest.mark.parametrize("spare", [0, 1, 3, 2**40])
+def test_how_many_may_fail_follows_from_the_runs_options(folder, spare):
+    server = Servers(folder).at["a"]
+    asked = {"run": f"spare-{spare}", "server_round": 1, "total": 40 * K, "cohort": [*NAMES], "spare": spare or None}
+    assert "of whom may fail yet: refused" in refusal(server.send(Differentiate(arrays=server.weights, **asked)))
+    assert server.charges(asked["run"]) == []
+
+
+def test_answers_that_come_again_have_the_same_masks_and_points(folder):
+    server = Servers(folder)
+    (arrays, points), (again, same) = server.train(of="a")["a"], server.train(of="a")["a"]
+    assert points == same
+    assert all(arrays[name].tobytes() == again[name].tobytes() for name in arrays)
+    assert len(points) == K * (D + 1) * SECRET
+
+
+def composed(nodes, helping, missing):
+    options = [option for option in GRADIENT if option.partition("=")[0] not in ("nodes", "colluders", "dropouts")]
+    return compose([*options, f"nodes={nodes}", f"colluders={helping}", f"dropouts={missing}"])
+
+
+def read_by(survivors_of, cohort, needed):
+    """Return whose own keys a server reads, and which pairs', if these honest institutions tell, and the others help.
+
+    `survivors_of` are by honest institution whom the server said to have answered; `needed` honest shares are enough.
+    """
+    told = [*survivors_of.values()]
+    own = {u for u in cohort if sum(u in of for of in told) >= needed}
+    pairs = {(u, v) for u in cohort for v in cohort if sum(u in of and v not in of for of in told) >= needed}
+    return own, pairs | {(v, u) for u, v in pairs}
+
+
+@given(st.integers(3, 24), st.data())
+def test_whatever_it_tells_to_whom_a_server_reads_one_sum_of_enough(nodes, data):
+    """The rule of the options is what the proof needs: neither it nor those who help read another sum, or a smaller."""
+    helping, missing = data.draw(st.integers(0, nodes // 3)), data.draw(st.integers(1, 4))
+    try:
+        composed(nodes, helping, missing)
+    except ConfigError:
+        return
+    n = data.draw(st.integers(nodes - missing, nodes))
+    cohort, honest, least = range(n), range(n - helping), nodes - missing
+    victims = data.draw(st.lists(st.sampled_from(honest), min_size=1, max_size=2 * missing, unique=True))
+    left_out = {w: data.draw(st.permutations([v for v in victims if v != w]))[: n - least] for w in honest}
+    own, pairs = read_by({w: {*cohort} - {*left_out[w]} for w in honest}, cohort, least - helping)
+    read = own & {*honest}
+    assert not any((u, v) in pairs for u, v in itertools.combinations(sorted(read), 2))
+    if all((u, v) in pairs for u in read for v in {*honest} - read):
+        assert not read or len(read) >= least - helping
+
+
+def test_without_the_rule_a_server_would_read_a_smaller_sum():
+    """Eight institutions, two of whom help, two may be missing: three are left out, though nobody leaves out three."""
+    left_out = {1: {2, 3}, 2: {1, 3}, 3: {1, 2}, 4: {1, 2}, 5: {1, 3}, 6: {2, 3}}
+    own, pairs = read_by({w: {*range(1, 9)} - of for w, of in left_out.items()}, range(1, 9), 8 - 2 - 2)
+    assert own == {4, 5, 6, 7, 8}
+    assert all((u, v) in pairs for u in (4, 5, 6) for v in (1, 2, 3))
+    with pytest.raises(ConfigError, match=r"if nodes - colluders > d \(d \+ 1\); got nodes=8"):
+        composed(8, 2, 2)
+
+
+# --- shares -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(3, 12), st.data())
+def test_enough_shares_give_every_secret_and_one_less_gives_none(n, data):
+    spare = data.draw(st.integers(1, n - 2))
+    who = data.draw(st.permutations(range(n)))[: n - spare]
+    names = [f"{i:02d}" for i in range(n)]
+    keys = [[secrets.token_bytes(SECRET) for _ in names] for _ in names]  # of u's shares, with w
+    pair = {frozenset((u, v)): secrets.token_bytes(SECRET) for u in range(n) for v in range(u)}
+    own = [secrets.token_bytes(SECRET) for _ in names]
+    failed = data.draw(st.integers(0, spare))
+    survivors = [i for i in range(n) if i not in [*range(failed)]]
+    who = [w for w in who if w in survivors] + [w for w in survivors if w not in who]
+    total, points = {"x": np.zeros(3, np.uint64)}, {}
+    for u in survivors:
+        of = [own[u] if v == u else pair[frozenset((u, v))] for v in range(n)]
+        points[names[u]] = points_of(of, [shares_under(key, n) for key in keys[u]], spare)
+        signed = total["x"].view(np.int64)
+        masking.mask(own[u], {"x": signed}, adds=True)
+        for v in range(n):
+            if v != u:
+                masking.mask(pair[frozenset((u, v))], {"x": signed}, adds=u < v)
+    assert total["x"].any()
+
+    def told(w):
+        order = [(u, j) for u in survivors for j in (u, *range(failed))]
+        return b"".join(shares_under(keys[u][w], n)[j].to_bytes(SECRET) for u, j in order)
+
+    shares = {names[w]: told(w) for w in who[: n - spare]}
+    right = {"x": total["x"].copy()}
+    strip(right, names, points, shares)
+    assert not right["x"].any()
+    name = min(shares)
+    wrong = {"x": total["x"].copy()}
+    strip(wrong, names, points, shares | {name: bytes([shares[name][0] ^ 1]) + shares[name][1:]})
+    assert wrong["x"].all()
+
+
+# --- an honest run ----------------------------------------------------------------------------------------------------
+
+
+def ran(folder, options, **script):
+    nodes = node_configs(folder, folder / "state", names=NAMES)
+    nodes = [{**node, "seal-peers": str(folder / f"peers-{NAMES}.txt")} for node in nodes]
+    return run(folder, ["rounds=3", "evaluate_every=3", *options], nodes, **script)
+
+
+def saying(caplog):
+    logging.getLogger("flwr").addHandler(caplog.handler)
+    return caplog
+
+
+@pytest.mark.parametrize("forgetful", [False, True])
+@pytest.mark.parametrize(
+    ("failing", "without"),
+    [
+        ([("differentiate", "d", 2)], "d"),
+        ([("unmask", "d", 2)], "d"),
+        ([("differentiate", "d", 2), ("unmask", "e", 2)], "d, e"),
+        ([("differentiate", "d", 2), ("differentiate", "e", 2)], "d, e"),
+    ],
+)
+def test_a_killed_institution_costs_no_sum(folder, caplog, failing, without, forgetful):
+    saying(caplog)
+    done = ran(folder, GRADIENT, failing=failing, forgetful=forgetful)
+    assert f"the sum of exchange 2 is read though {without} did not answer; the next sums are without" in caplog.text
+    assert "no sum can be read" not in caplog.text
+    assert [len(done.grid.of("differentiate", name)) for name in "ab"] == [3, 3]
+    at_3 = [at.name for at in done.grid.asked if at[::2] == ("differentiate", 3)]
+    assert "".join(at_3) == "".join(name for name in NAMES if name not in without)
+    assert len(done.grid.of("unmask", "a")) == 2 + (len(without) == 1)  # with five of seven nobody may fail
+
+
+def test_a_model_is_that_of_the_survivors(folder):
+    """The same institutions with almost no noise: who fails before the only sum adds nothing to the model."""
+    options = [option for option in GRADIENT if "sigma" not in option] + ["privacy.sigma=0.02", "rounds=1"]
+    lost = ran(folder, options, failing=[("differentiate", "g", 1)])
+    kept = ran(folder, options, failing=[("unmask", "g", 1)])
+    away = ran(folder, [*options, "wait=0.1"], there=lambda grid: [n for n in grid.contexts if grid.name_of(n) != "g"])
+    one, two, three = (load_file(of.folder / "models" / "global.safetensors") for of in (lost, kept, away))
+    near = max(abs(one[name] - three[name]).max() for name in one)
+    assert near < 0.3 * max(abs(one[name] - two[name]).max() for name in one)
+
+
+@pytest.mark.parametrize("at", ["abcdef", "g"])
+def test_with_more_failures_a_sum_is_lost_and_the_run_goes_on(folder, caplog, at):
+    saying(caplog)
+    failing = [("unmask", name, 2) for name in "efg"] if at == "g" else [("differentiate", name, 2) for name in "efg"]
+    with pytest.raises(RunError, match="a sum needs 5 institutions; exchange 3 has 4"):
+        ran(folder, GRADIENT, failing=failing)
+    assert "no sum can be read in exchange 2, which e, f, g did not answer" in caplog.text
+
+
+def spoils(stage, of, change):
+    """Return a script by which an institution's word is another."""
+
+    def after(grid, message, reply):
+        asked = config_in(message.content)
+        if (asked["stage"], grid.name_of(message.metadata.dst_node_id)) == (stage, of):
+            for key in {"points", "shares"} & {*reply.content.get("config", {})}:
+                reply.content["config"][key] = change(reply.content["config"][key])
+        return reply
+
+    return after
+
+
+@pytest.mark.parametrize("stage", ["differentiate", "unmask"])
+def test_wrong_shares_and_points_are_a_line_not_a_model(folder, stage):
+    with pytest.raises(RunError, match="with dropouts one that has told wrong shares of keys spoils a sum, too"):
+        ran(folder, GRADIENT, after=spoils(stage, "b", lambda told: bytes(byte ^ 1 for byte in told)))
+
+
+@pytest.mark.parametrize(("stage", "line"), [("differentiate", "points of"), ("unmask", "shares of")])
+def test_too_few_bytes_are_one_institutions_failure(folder, stage, line):
+    done = ran(folder, GRADIENT, after=spoils(stage, "b", lambda told: told[:-1]))
+    assert {(failure["institution"], line in failure["reason"]) for failure in done.result["failures"]} == {("b", True)}
+    assert done.result["rounds"] == 3
+
+
+@pytest.mark.parametrize("options", [GRADIENT, SUMS], ids=["gradient", "statistics"])
+@pytest.mark.parametrize("asked", [1, 4, 7])
+def test_a_run_that_broke_off_while_keys_were_told_reads_the_same_sum(folder, options, asked):
+    stage = {"breaking": [("unmask", NAMES[asked - 1], 1)]}
+    name = f"broken-{asked}-{options is SUMS}"
+    with suppress(KeyboardInterrupt):
+        ran(folder, options, name=name, **stage)
+        raise AssertionError("the run must break off")
+    forget()
+    done = ran(folder, options, resume=str(folder / "runs" / name))
+    assert not done.result["failures"]
+    times = 1 if options is SUMS else 3
+    assert [sum(charge["steps"] for charge in done.charges(name)) for name in NAMES] == [times] * K
+
+
+@pytest.mark.parametrize("options", [GRADIENT, SUMS], ids=["gradient", "statistics"])
+def test_the_forecast_is_the_ledger(tmp_path, options):
+    job = [*options[len(SMALL) :], "task=digits", "partition.size=40", "model=mlp", "model.width=6", "device=cpu"]
+    job += ["rounds=2", "evaluate_every=2", f"runs_dir={tmp_path}"]
+    result, done = run_inline(job, Display())
+    seen = Counter()
+    for line in lines(done / "ledger.jsonl"):
+        seen[line["institution"], line["direction"], line["stage"], line["field"], line["kind"]] += line["bytes"]
+    said = Counter()
+    for line in forecast(Simulation.of(compose(job))):
+        said[line.institution, line.direction, line.stage, line.field, line.kind] += line.bytes
+    assert seen == said
+    assert not result["failures"]
+    assert seen["institution-1", "up", "unmask", "shares", "notice"] == (1 + (options is GRADIENT)) * (K * SECRET + 6)
