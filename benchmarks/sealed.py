@@ -7,7 +7,8 @@ First a parcel alone: an institution seals its model for all, and another opens 
 arrays as Flower's records is not counted, since unsealed runs do that too. Seconds are the process's own on the CPU, so
 that other work on the machine counts less. Then rounds in process on digits, of AvgPush sealed and of FedAvg masked,
 with a wide MLP and one small batch for each institution, so that messages make most of the time: runs with and without
-take turns, and the median of the paired differences counts. Bytes are those of the ledgers.
+take turns, and the median of the paired differences counts. Bytes are those of the ledgers. The same of FedSGD with
+shared noise, whose sums need all institutions, or from which some may be missing.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from flwr_replay.wire.records import array_record
 from flwr_replay.wire.sealed import SEALED_NAME
 
 PARTS = 20  # arrays of the parcel's model
+SHARED = ["masked=true", "noise=shared", "dp=gradient", "privacy.sigma=2", "delta=0.001"]
 JOB = ["task=digits", "model=mlp", "device=cpu", "batch_size=8", "evaluate_every=100"]
 
 
@@ -64,13 +66,13 @@ def parcel(megabytes: float, institutions: int, times: int, root: Path) -> None:
     print(f"a parcel of {plain / 1e6:.1f} MB for {institutions} institutions: {shown}; {whole - plain:,} bytes more")
 
 
-def rounds(strategy: str, option: str, width: int, institutions: int, number: int, root: Path) -> None:
-    """Print seconds and bytes of a round without and with an option; the first round of a run is left out."""
+def rounds(strategy: str, options: tuple[str, str], width: int, institutions: int, number: int, root: Path) -> None:
+    """Print seconds and bytes of a round with one option, and with another; the first round of a run is left out."""
     spent: dict[bool, list[float]] = {False: [], True: []}
     sizes: dict[bool, int] = {}
     for pair in range(3):
         for hidden in (False, True):
-            clock, name = Clock(), f"{option if hidden else 'without'}-{strategy}-{pair}"
+            clock, name = Clock(), f"{institutions}-{strategy}-{pair}-{hidden}"
             job = [
                 *JOB,
                 f"strategy={strategy}",
@@ -79,15 +81,15 @@ def rounds(strategy: str, option: str, width: int, institutions: int, number: in
                 "partition.size=8",
                 f"rounds={number}",
             ]
-            place = [f"runs_dir='{root}'", f"run_name={name}", f"{option}={str(hidden).lower()}"]
-            result, _ = run_inline([*job, *place], clock)
+            place = [f"runs_dir='{root}'", f"run_name={name}", options[hidden]]
+            result, _ = run_inline([*job, *place, *(SHARED if strategy == "fedsgd" else [])], clock)
             spent[hidden] += [after - before for before, after in zip(clock.ends, clock.ends[1:], strict=False)]
             sizes[hidden] = result["bytes"]["up"] + result["bytes"]["down"]
     more = statistics.median(s - p for p, s in zip(spent[False], spent[True], strict=True))
     plain = statistics.median(spent[False])
     print(
-        f"a round of {strategy}, {institutions} institutions: {plain:.2f} s, {option} {more:.2f} s more; "
-        f"{sizes[False] / number / 1e6:.1f} MB, {option} {(sizes[True] - sizes[False]) / number:,.0f} bytes more"
+        f"a round of {strategy}, {institutions} institutions: {plain:.3f} s, {options[1]} {more:.3f} s more; "
+        f"{sizes[False] / number / 1e6:.1f} MB, {options[1]} {(sizes[True] - sizes[False]) / number:,.0f} bytes more"
     )
 
 
@@ -105,7 +107,11 @@ def main() -> None:
         parcel(asked.megabytes, asked.institutions, asked.times, Path(folder))
         parcel(asked.megabytes, 100, asked.times, Path(folder))
         for strategy, option in (("avgpush", "sealed"), ("fedavg", "masked")):
-            rounds(strategy, option, asked.width, asked.institutions, asked.rounds, Path(folder))
+            pair = f"{option}=false", f"{option}=true"
+            rounds(strategy, pair, asked.width, asked.institutions, asked.rounds, Path(folder))
+        for institutions, missing in ((8, 1), (100, 7)):
+            pair = "dropouts=0", f"dropouts={missing}"
+            rounds("fedsgd", pair, asked.width // 50, institutions, asked.rounds, Path(folder))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,44 @@
+"""A SuperNode that is killed while a sum under masks is made, on a real deployment: the others' sum is read."""
+
+import pytest
+from deployed import CLINICS, REFUSES, deployed, until
+
+from flwr_replay.files.atomic import read_json
+from flwr_replay.files.lines import read_lines
+from flwr_replay.report.run_files import read_run_id
+
+FOUR = (*CLINICS, REFUSES, "clinic-d")
+SHARED = ("strategy=fedsgd", "dp=gradient", "masked=true", "noise=shared", "colluders=0", "dropouts=1")
+STUDY = (*SHARED, "privacy.sigma=2", "delta=0.001", "model.norm=group")
+
+pytestmark = [pytest.mark.deployment, pytest.mark.xdist_group("deployment")]
+
+
+@pytest.mark.sampled(1, of="deployments that end")
+def test_a_killed_supernode_costs_no_sum(tmp_path):
+    with deployed(tmp_path, refusing=False, taking_part=FOUR, study=STUDY) as deployment:
+        for clinic in FOUR:
+            (deployment.place / clinic / "policy.yaml").write_text("")
+        ledger = deployment.runs / "killed" / "ledger.jsonl"
+
+        def asked():
+            rows = read_lines(ledger) if ledger.exists() else []
+            return any(
+                (row["institution"], row["stage"], row["round"]) == ("clinic-d", "differentiate", 2) for row in rows
+            )
+
+        with deployment.begun("killed", *STUDY, "rounds=3", "evaluate_every=3") as run:
+            until(asked, 400, deployment.logs)
+            deployment.kill("clinic-d")
+            said = run.communicate(timeout=500)[0]
+        line = "the sum of exchange 2 is read though clinic-d did not answer"
+        assert line in said, f"{said}\n{deployment.logs()}"
+        assert "no sum can be read" not in said
+        result = read_json(deployment.runs / "killed" / "result.json")
+        assert (result["rounds"], {failure["institution"] for failure in result["failures"]}) == (3, {"clinic-d"})
+        run_id = read_run_id(deployment.runs / "killed")
+        for clinic in FOUR[:3]:
+            folder = deployment.state(clinic) / "runs" / run_id
+            assert sum(charge["steps"] for charge in read_lines(folder / "privacy.jsonl")) == 3
+            own = [row["round"] for row in deployment.own_ledger(clinic) if row["field"] == "shares"]
+            assert own == [1, 2]  # of three nobody may be missing, so no keys are told
