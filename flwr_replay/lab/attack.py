@@ -79,7 +79,7 @@ def attack_run(
     evidence = Evidence.of(folder, only.institution, only.field, run)
     config = evidence.config
     if config.hiding.sums_only:
-        evidence = replace(evidence, exhibits=summed(evidence.exhibits, config), sent=())
+        evidence = replace(evidence, exhibits=summed(evidence.exhibits, config, evidence.answers), sent=())
     if config.task.size <= 1 or config.task.format == "bags":
         raise ConfigError(
             f"attacks look for images; task={config.task.name} has tables or bags, for which none is built in: their "

@@ -7,7 +7,7 @@ that is alone in its class leaves as its features, unless there is noise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import sqrt
@@ -21,6 +21,7 @@ from flwr_replay.attacks.catalogue import ALONE, RATIO
 from flwr_replay.attacks.intervals import share
 from flwr_replay.attacks.membership import membership
 from flwr_replay.attacks.sums import allowed, log_ratio
+from flwr_replay.ciphers.recovery import strip
 from flwr_replay.config.privacy import ON_SUMS
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import DataError, RunError
@@ -31,6 +32,7 @@ from flwr_replay.learning.heads import features_of, linear_head
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import at_once
 from flwr_replay.models.layers import as_input
+from flwr_replay.payloads.common import Unmask
 from flwr_replay.payloads.fedstats import PRODUCTS
 from flwr_replay.privacy.bounds import guessed, lower_bound
 from flwr_replay.privacy.dpsgd import clipped_sums
@@ -49,8 +51,10 @@ AMONG = 1000  # images, of which one is looked for
 GUESSED = (0.02, 0.05, 0.1, 0.2, 0.4, 1.0)  # shares of those asked about, fixed before any attack
 
 
-def summed(exhibits: Sequence[Exhibit], config: RunConfig) -> list[Exhibit]:
+def summed(exhibits: Sequence[Exhibit], config: RunConfig, answers: Sequence[Answer] = ()) -> list[Exhibit]:
     """Return what the server reads of answers under masks: the mean of each exchange that all have answered.
+
+    `answers` are all of the run; where some institutions may be missing, keys of masks are among them.
 
     Raises
     ------
@@ -58,6 +62,10 @@ def summed(exhibits: Sequence[Exhibit], config: RunConfig) -> list[Exhibit]:
         If there is none, or they are no sums over images.
     """
     sums: list[Exhibit] = []
+    told: dict[int, list[Answer]] = {}
+    for answer in answers:
+        if answer.content.about["stage"] == Unmask.stage_name and answer.request:
+            told.setdefault(answer.request.scalars["server-round"], []).append(answer)
     for stage, field in dict.fromkeys((exhibit.stage, exhibit.field) for exhibit in exhibits):
         same = [exhibit for exhibit in exhibits if (exhibit.stage, exhibit.field) == (stage, field)]
         if same[0].means not in ("gradient", "class sums"):
@@ -71,7 +79,7 @@ def summed(exhibits: Sequence[Exhibit], config: RunConfig) -> list[Exhibit]:
                 if answer.request is None:
                     raise RunError(NO_MODEL)
                 by_exchange.setdefault(answer.request.scalars["server-round"], {})[exhibit.institution] = answer
-        read = [made for answers in by_exchange.values() if (made := _sum(stage, [*answers.values()], config))]
+        read = [made for at, by in by_exchange.items() if (made := _sum(stage, by, told.get(at, []), config))]
         if not read:
             raise RunError(
                 "a sum under masks needs the answers of all institutions to one exchange; no such exchange was "
@@ -81,13 +89,22 @@ def summed(exhibits: Sequence[Exhibit], config: RunConfig) -> list[Exhibit]:
     return sums
 
 
-def _sum(stage: str, answers: Sequence[Answer], config: RunConfig) -> Answer | None:
-    """Add up the answers of an exchange; None if their masks do not cancel. The units are those without masks."""
+def _sum(stage: str, by_name: Mapping[str, Answer], told: Sequence[Answer], config: RunConfig) -> Answer | None:
+    """Add up the answers of an exchange; None if their masks do not cancel. The units are those without masks.
+
+    Given are the answers by institution, and those that tell keys of their masks, if any.
+    """
+    survivors = told[0].request.scalars["survivors"] if told and told[0].request else [*by_name]
+    answers = [answer for name, answer in by_name.items() if name in survivors]
     asked, total = answers[0].request, dict[str, Any]()
     assert asked is not None
     form = {**asked.arrays, **REQUESTS[stage].added(asked.scalars)}
     for answer in answers:
         add(answer.content.arrays, to=total)
+    if told and len(answers) == len(survivors):
+        points = {name: bytes.fromhex(by_name[name].content.scalars["points"]) for name in survivors}
+        shares = {one.content.about["institution"]: bytes.fromhex(one.content.scalars["shares"]) for one in told}
+        strip(total, asked.scalars["cohort"], points, shares)
     sizes = [int(answer.content.scalars["num-examples"]) for answer in answers]
     try:
         if (plan := PrivacyPlan.of(config)) and plan.institutions:

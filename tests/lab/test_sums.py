@@ -31,6 +31,7 @@ METHODS = {
     "statistics": ["strategy=fedstats", "rounds=1", "dp=statistics"],
 }
 SHARED = ["nodes=3", "masked=true", "noise=shared", "colluders=0"]
+RECOVERED = ["nodes=4", *SHARED[1:], "dropouts=1", "partition.size=300"]
 LONE = 5  # classes with one image each
 
 
@@ -47,15 +48,15 @@ def results(tmp_path, *options):
 
 @pytest.mark.sampled(1, "part")
 @pytest.mark.parametrize("part", [1, 6])
-@pytest.mark.parametrize("hidden", [SHARED, ["nodes=1"]])
+@pytest.mark.parametrize("hidden", [SHARED, ["nodes=1"], RECOVERED])
 @pytest.mark.parametrize("method", METHODS)
 def test_no_more_is_found_than_epsilon_allows_and_too_little_noise_is(tmp_path, monkeypatch, method, hidden, part):
     whole, plain = shares.discrete_gaussian, budget.noisy
     monkeypatch.setattr(shares, "discrete_gaussian", lambda n, stream: whole(n, stream) // part)
     monkeypatch.setattr(budget, "noisy", lambda sums, sigma, stream: plain(sums, sigma / part, stream))
-    noisy = [*METHODS[method], *hidden, f"target_epsilon={EPSILON}", "delta=1e-5", "partition.size=400"]
+    noisy = [*METHODS[method], f"target_epsilon={EPSILON}", "delta=1e-5", "partition.size=400", *hidden]
     found = results(tmp_path, *noisy)["likelihood ratio, all others known"]
-    assert found["institution"] == (ALL if hidden == SHARED else "institution-1")
+    assert found["institution"] == ("institution-1" if hidden == ["nodes=1"] else ALL)
     assert found["stated"]["epsilon"] == pytest.approx(EPSILON, rel=0.01)
     assert found["noise"] == pytest.approx(1 / part, rel=0.05)
     assert (found["shown"] > found["stated"]["epsilon"]) == (part == 6)
