@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.deployment, pytest.mark.xdist_group("deployment")]
 def test_a_killed_supernode_costs_no_sum(tmp_path):
     with deployed(tmp_path, refusing=False, taking_part=FOUR, study=STUDY) as deployment:
         for clinic in FOUR:
-            (deployment.place / clinic / "policy.yaml").write_text("")
+            (deployment.place / clinic / "policy.yaml").write_text("masked: true\n")
         ledger = deployment.runs / "killed" / "ledger.jsonl"
 
         def asked():
@@ -28,7 +28,7 @@ def test_a_killed_supernode_costs_no_sum(tmp_path):
             )
 
         with deployment.begun("killed", *STUDY, "rounds=3", "evaluate_every=3") as run:
-            until(asked, 400, deployment.logs)
+            until(lambda: asked() or run.poll() is not None, 400, deployment.logs)
             deployment.kill("clinic-d")
             said = run.communicate(timeout=500)[0]
         line = "the sum of exchange 2 is read though clinic-d did not answer"
