@@ -177,7 +177,8 @@ class Masking(Cover):
         if told and not np.array_equal(told[TOLD], names):
             raise RefusedError(
                 f"keys are told for one sum; those of exchange {exchange} were told for other institutions than "
-                f"{', '.join(survivors)[:200]}: refused, since two sums would show what one adds"
+                f"{', '.join(survivors)[:200]}: refused, since two sums would show what one adds; where sums are made "
+                "once, begin a new run"
             )
         if not told:
             self.store.save(TOLD, self.run, place, {TOLD: names}, self.durable)
@@ -236,8 +237,7 @@ class Masking(Cover):
             masks = self._cancelling(numbers, "<i8", exchange, self.run)
             recovers = self._recoverable(masks, exchange) if self.spare else {}
             masked = {
-                name: np.add(mask, numbers[name].view(np.int64), out=mask).view(np.uint64)
-                for name, mask in masks.items()
+                name: np.add(of, numbers[name].view(np.int64), out=of).view(np.uint64) for name, of in masks.items()
             }
             if numbers[MASKED].any():
                 log(WARNING, "the weights have diverged: random numbers leave; lower training.lr and begin a new run")

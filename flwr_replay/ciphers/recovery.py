@@ -3,8 +3,8 @@
 Of n institutions that are asked, e = n - (K - d) may fail. Each one, u, draws a key b_u, whose mask it adds to its
 answer beside those that cancel. A second message asks T = K - d or more that have answered, the survivors, for keys:
 
-    b_u   of each survivor u                        takes off u's own mask
-    s_uv  of each survivor u with each v that failed   takes off the mask that v's would have cancelled
+    b_u    of each survivor u                           takes off u's own mask
+    s_uv   of each survivor u with each v that failed   takes off the mask that v's would have cancelled
 
 Nobody tells a key. u makes shares of its n secrets, b_u and all s_uv. T shares give a secret, fewer tell nothing of it:
 
@@ -19,12 +19,13 @@ A server that tells everybody what it likes, and t institutions that help it, re
 - Let b_u be read: T - t honest ones have u as a survivor. Then s_uv is read only if T - t of these leave v out, since
   T - t others, who leave u out, are not there: 2 (T - t) > n - t. So b_v is not read. Those whose b_u is read are thus
   in one sum, and in no other.
-- It is read only if T - t honest ones leave out each other honest v. All n - t leave out e each, so there are e such v
-  at most: (e + 1) (T - t) > e (n - t).
+- It is read only if T - t honest ones leave out each other honest v. All n - t leave out e each, at most, so there are
+  e such v, at most: (e + 1) (T - t) > e (n - t).
 
-Both conditions hold if K - t > d (d + 1), which `flwr_replay/config/run.py` asks for.
+Both conditions hold if K - t > d (d + 1), which `flwr_replay/config/run.py` asks for. Where an institution answers
+several exchanges with the same sums (dp=statistics), it has one set of survivors in all of them, and there is one sum.
 
-With a wrong share a key is wrong, and the sum is random. Its check shows it.
+With a wrong share a key is wrong, and the sum is random. Its check shows it, but not whose share it was.
 
 Source: Bonawitz et al. 2017 (doi:10.1145/3133956.3133982), section 4: two masks, Shamir's shares. Deviations: by pinned
 keys nothing is sent from one institution to another. K, d and t are such that survivors need not be signed.

@@ -300,6 +300,7 @@ def saying(caplog):
     return caplog
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("forgetful", [False, True])
 @pytest.mark.parametrize(
     ("failing", "without"),
@@ -367,6 +368,7 @@ def test_too_few_bytes_are_one_institutions_failure(folder, stage, line):
     assert done.result["rounds"] == 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [GRADIENT, SUMS], ids=["gradient", "statistics"])
 @pytest.mark.parametrize("asked", [1, 4, 7])
 def test_a_run_that_broke_off_while_keys_were_told_reads_the_same_sum(folder, options, asked):
