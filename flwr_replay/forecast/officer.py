@@ -184,6 +184,7 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
         "masked": config.masked,
         "pinned": [stage for stage, _ in policy.weights if stage in strategy.all_stages()],
         "min-count": policy.min_count,
+        "tests": policy.max_evaluations,
         "claim": claim(strategy),
         "private": plan is not None and plan.config.secret,
         "options": to_yaml(config),

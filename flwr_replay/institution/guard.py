@@ -40,16 +40,8 @@ from flwr_replay.errors import (
     one_line,
 )
 from flwr_replay.generators.sizes import bytes_of as generator_bytes
+from flwr_replay.institution import floor
 from flwr_replay.institution.budget import PrivacyBudget
-from flwr_replay.institution.floor import (
-    TESTED,
-    check_counts,
-    check_declared,
-    check_known,
-    check_options,
-    floored,
-    released,
-)
 from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.policy import Policy
@@ -132,11 +124,11 @@ def _answered(
                     return call_next(opened, context)
             except FlwrReplayError:
                 if policy.min_count:
-                    check_known(institution, config)  # its line may have the number of examples
+                    floor.check_known(institution, config)  # its line may have the number of examples
                 raise
 
         if tests and policy.min_count:
-            counts = released(institution).tested(opened.content, lambda: floored(policy, called()))
+            counts = floor.released(institution).tested(opened.content, lambda: floor.floored(policy, called()))
             reply = Message(RecordDict({"metrics": MetricRecord(counts)}), reply_to=message)
         else:
             reply = called()
@@ -144,7 +136,7 @@ def _answered(
             store.note_data(run)
         leaving = check_answer(reply, answer, policy, config)
         if policy.min_count and not tests:
-            check_counts(institution, config, answer, metrics_in(reply.content))
+            floor.check_counts(institution, config, answer, metrics_in(reply.content))
         names = {row.field for row in leaving}
         if budget and (sent := {field: mechanism for field, mechanism in dp_fields.items() if field in names}):
             _check_account(budget, run, sent, charged_before, metrics_in(reply.content))
@@ -164,9 +156,8 @@ def check_answer(reply: Message, answer: type[Payload] | None, policy: Policy, c
     plan = _plan(config)
     counts_only = policy.allowed_metrics != "exact"
     if answer and (counts_only or (config.hiding.sums_only and not issubclass(answer, Evaluation))):
-        _keep_counts(
-            reply, answer, policy
-        )  # masks are no use if a loss at weights of the server's choice gives the gradient
+        # masks are no use if a loss at weights of the server's choice gives the gradient
+        _keep_counts(reply, answer, policy)
     leaving = list(rows(reply.content, answer))
     if plan:
         plan.check_withheld(answer, {row.field for row in leaving})
@@ -191,7 +182,7 @@ def run_rules(policy: Policy, config: RunConfig) -> dict[str, Callable[[], None]
     """Return what a policy asks of a run as a whole: by the policy's key, a check that refuses."""
     plan = _plan(config)
     rules: dict[str, Callable[[], None]] = {
-        **({"min-count": partial(check_options, policy, config)} if policy.min_count else {}),
+        **({"min-count": partial(floor.check_options, policy, config)} if policy.min_count else {}),
         "strategies": lambda: policy.check_strategy(config.strategy.name),
         "recording": lambda: policy.check_recording(config.record),
         "limits": lambda: _check_options(policy, config),
@@ -242,7 +233,7 @@ def check_release(answer: type[Payload], policy: Policy, config: RunConfig) -> N
     plan = _plan(config)
     policy.check_release(answer, plan.promise if plan else None)
     if policy.min_count:
-        check_declared(policy, answer, plan.promise if plan else None, config)
+        floor.check_declared(policy, answer, plan.promise if plan else None, config)
     if plan:
         plan.check_covered(answer)
 
@@ -355,7 +346,7 @@ def _keep_counts(reply: Message, answer: type[Payload], policy: Policy) -> None:
         name: value
         for name, value in metrics.items()
         if name in fields
-        and (name in TESTED or not policy.min_count or not tested)
+        and (name in floor.TESTED or not policy.min_count or not tested)
         and (fields[name].counted if tested else answer is Present or not fields[name].withheld)
     }
     if tested and not kept.keys() - {"num-examples"}:

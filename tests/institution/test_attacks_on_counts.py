@@ -415,6 +415,7 @@ def test_a_run_of_hospitals_with_a_floor_has_an_accuracy_and_no_cells(folder):
         line["field"] for line in found["fields"] if line["verdict"] == "allowed" and line["stage"] == "evaluate"
     }
     assert allowed == {"num-examples", "confusion"}
+    assert "All runs together have 1 such tests" in write_officer_page(folder, found)[0].read_text()
     assert "No number of fewer than 10 examples leaves" in write_officer_page(folder, found)[0].read_text()
     found = findings(*planned([*options, f"data_dir={folder / 'a.npz'}", "partition=natural"], ["a"]), None)
     assert "min-count is off" in write_officer_page(folder, found)[0].read_text()
