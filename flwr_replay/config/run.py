@@ -105,16 +105,21 @@ class RunConfig:
         )
         within("", self, record_mb=Range(0, inf, "must be positive, in MB", "(]"))
         self.strategy.check_task(self.task)
-        if self.training.batch_sizes:
+        balanced = self.training.batches == "balanced"
+        for option in ["batch-sizes"] * bool(self.training.batch_sizes) + ["batches=balanced"] * balanced:
             require(
                 self.strategy.traits.own_batches,
-                "training.batch-sizes is for methods whose institutions train on batches of their own; got strategy="
+                f"training.{option} is for methods whose institutions train on batches of their own; got strategy="
                 f"{self.strategy.name}: leave it out",
             )
             require(
                 not self.privacy.mechanisms,
-                "training.batch-sizes is not for training under DP: leave it out, or dp=none",
+                f"training.{option} is not for training under DP: leave it out, or dp=none",
             )
+        require(
+            not balanced or self.task.kind == "classification",
+            f"training.batches=balanced draws classes equally often; got task={self.task.name}: leave it out",
+        )
         if self.training.changes:
             require(
                 self.task.size > 1 and self.task.format != "bags",

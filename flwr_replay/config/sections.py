@@ -262,11 +262,13 @@ class TrainingConfig(Named):
     weight_decay: float = 0.0
     batch_size: int = 32
     batch_sizes: tuple[int, ...] = ()  # of the institutions, by turns; empty: batch_size
+    batches: str = "shuffled"  # shuffled | balanced: classes are drawn equally often (Alhamoud et al. 2024)
     augment: str = "none"  # none, or some of flip, rot90, rotate, shift, crop, with commas between
     lr_step: int = 0  # rounds after which the learning rate is divided by ten; 0: never (paper: 35)
 
     def __post_init__(self) -> None:
         one_of("training.optimizer", self.optimizer, ("sgd", "adam"))
+        one_of("training.batches", self.batches, ("shuffled", "balanced"))
         for change in self.changes:
             one_of("training.augment", change, ("none", *CHANGES))
         require("none" not in self.changes, f"training.augment=none stands alone; got {self.augment!r}: leave it out")

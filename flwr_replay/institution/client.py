@@ -249,7 +249,8 @@ class InstitutionClient(NumPyClient):
         dp = self.budget.begin("classifier", epochs, request) if self.budget else None
         sampler, rng = self.replay_sampler(request), self.shuffle(request.server_round, "replay")
         augment = self.augmentation(dp, request.server_round)
-        return Learner(model, optimizer, self.task, self.batch_size, sampler, rng, dp, augment)
+        balanced = self.training.batches == "balanced"
+        return Learner(model, optimizer, self.task, self.batch_size, sampler, rng, dp, augment, balanced)
 
     def augmentation(self, dp: DPTraining | None, *purpose: object) -> Augment | None:
         """Return what changes the images of a training at random; under DP its draws are as secret as the masks."""

@@ -19,7 +19,7 @@ from flwr_replay.institution.budget import DPTraining
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.augment import Augment, changed
 from flwr_replay.learning.tasks import Task
-from flwr_replay.learning.training import batches, mean_loss, step
+from flwr_replay.learning.training import balanced_rows, batches, mean_loss, step
 
 __all__ = ["Learner"]
 
@@ -45,6 +45,8 @@ class Learner:
         Charged steps of DP-SGD; None: plain steps on shuffled batches.
     augment : Augment | None
         Changes the images of a batch at random, and masks with them; None: they stay as they are.
+    balanced : bool
+        Draw classes equally often, with repetition; else every example once.
     """
 
     def __init__(
@@ -57,9 +59,10 @@ class Learner:
         rng: torch.Generator,
         dp: DPTraining | None = None,
         augment: Augment | None = None,
+        balanced: bool = False,
     ) -> None:
         self.model, self.optimizer, self.task, self.batch_size = model, optimizer, task, batch_size
-        self.sampler, self.rng, self.dp, self.augment = sampler, rng, dp, augment
+        self.sampler, self.rng, self.dp, self.augment, self.balanced = sampler, rng, dp, augment, balanced
         self.losses: list[Tensor] = []
         self.seen = 0  # examples, with repetition; under DP their expected number
         self.began = self.told = time.monotonic()
@@ -67,7 +70,8 @@ class Learner:
 
     def batches(self, data: Shard, shuffle: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield x_U and its labels, one pass over the real examples."""  # Qu et al. 2022, Alg. 1, lines 2-4
-        plain = batches(data.x, data.y, self.batch_size, shuffle)
+        among = balanced_rows(data.y, shuffle) if self.balanced else None
+        plain = batches(data.x, data.y, self.batch_size, shuffle, among=among)
         real = self.dp.batches(data) if self.dp else plain
         mixed = self.sampler.mixed_batches(real, self.batch_size, self.rng) if self.sampler else real
         return changed(mixed, self.augment)

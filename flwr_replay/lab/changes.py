@@ -30,6 +30,7 @@ from flwr_replay.lab.trials import Trial, drawn_rows
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import (
     at_once,
+    balanced_rows,
     held_out,
     iterations,
     late_steps,
@@ -237,7 +238,8 @@ class OfChange(Trial):
         optimizer = make_optimizer(model, self.training, self.lr)
         seen: list[Tensor] = []
         for _ in range(self.passes):
-            for chosen in drawn_rows(len(y), self.batch_size, shuffle):
+            among = balanced_rows(y, shuffle) if self.training.batches == "balanced" else None
+            for chosen in drawn_rows(len(y), self.batch_size, shuffle, among=among):
                 seen.append(chosen)
                 step(model, optimizer, self.task.loss(model(x[chosen]), y[chosen]))
         return self.changed(model), torch.cat(seen)[: self.mixed]

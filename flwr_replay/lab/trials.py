@@ -91,10 +91,12 @@ class Trial(ABC):
         return torch.randperm(number, generator=rng)[:AT_ONCE]
 
 
-def drawn_rows(number: int, batch_size: int, shuffle: torch.Generator, only: slice = slice(None)) -> Iterator[Tensor]:
+def drawn_rows(
+    number: int, batch_size: int, shuffle: torch.Generator, only: slice = slice(None), among: Tensor | None = None
+) -> Iterator[Tensor]:
     """Yield the rows of the batches of one pass over so many examples, as `flwr_replay.learning.training.batches`."""
     numbered = torch.arange(number)
-    for rows, _ in batches(numbered[:, None], numbered, batch_size, shuffle, only):
+    for rows, _ in batches(numbered[:, None], numbered, batch_size, shuffle, only, among):
         yield rows[:, 0].long()
 
 

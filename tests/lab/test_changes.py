@@ -25,6 +25,7 @@ FEW = ["model=mlp", "partition.size=8", "training.batch-size=8"]
 GOSSIP = ["rounds=2", "topology=exponential-half", "dp=none", *FEW]
 RUNS = {
     "encoder": ["strategy=fedreplay", "encoder-epochs=2", "model=mlp", "partition.size=9", "training.batch-size=4"],
+    "balanced": ["strategy=fedavg", "batches=balanced", "model=mlp", "partition.size=9", "training.batch-size=4"],
     "half": ["strategy=splitnn", "rounds=2", "model=mlp", "partition.size=9", "training.batch-size=4"],
     "unlabelled": ["strategy=splitnn", "share-labels=false", "model.norm=batch", *FEW[1:]],
     "push": ["strategy=avgpush", "optimizer-state=reset", *GOSSIP],
@@ -66,6 +67,14 @@ def test_what_came_back_is_computed_anew_from_the_originals_and_from_no_others(r
     other = replace(own, x_NCHW=own.x_NCHW.roll(1, 0))  # the right images, with other labels
     with pytest.raises(DataError, match="originals must be the run's"):
         trial.rows(other)
+
+
+def test_balanced_batches_are_drawn_anew_with_their_repetitions(runs, tmp_path):
+    trial = trial_of(without_digests(runs / "balanced", tmp_path))
+    own = originals_of(trial.evidence.config, "institution-1")
+    assert len(trial.rows(own)) == trial.mixed == 8
+    with pytest.raises(DataError, match="originals must be the run's"):
+        trial.rows(replace(own, x_NCHW=own.x_NCHW.roll(1, 0)))
 
 
 @pytest.mark.sampled(1)
