@@ -11,15 +11,20 @@ from flwr_replay.wire.recording import FOLDER
 DIGITS = ["task=digits", "nodes=2", "partition=iid", "device=cpu", "record=all"]
 
 
-def recorded_runs(folder, runs):
-    """Run with the options of each name; return the folder with the run directories."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FLWR_REPLAY_HOME", str(folder / "home"))
-        for name, options in runs.items():
-            once = [] if any(option.startswith("rounds=") for option in options) else ["rounds=1"]
-            words = [*DIGITS, *once, *options, f"run_name={name}", "--runs-dir", str(folder)]
-            assert command(patch, "run", *words) == 0, name
-    return folder
+class Recorded:
+    """Run directories by name, as `recorded / name`; each is run, with its options, when a test first asks for it."""
+
+    def __init__(self, folder, runs):
+        self.folder, self.runs = folder, runs
+
+    def __truediv__(self, name):
+        if name in self.runs and not (self.folder / name).exists():
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("FLWR_REPLAY_HOME", str(self.folder / "home"))
+                once = [] if any(option.startswith("rounds=") for option in self.runs[name]) else ["rounds=1"]
+                words = [*DIGITS, *once, *self.runs[name], f"run_name={name}", "--runs-dir", str(self.folder)]
+                assert command(patch, "run", *words) == 0, name
+        return self.folder / name
 
 
 def attacked(monkeypatch, capsys, run, *options, whom="institution-1"):

@@ -9,7 +9,7 @@ from flwr_replay import compare, load_model, run
 from flwr_replay.cli.main import app
 from flwr_replay.errors import ConfigError, RunError
 
-TINY = {"task": "digits", "nodes": 2, "rounds": 2, "model.width": 4}
+TINY = {"task": "digits", "partition.size": 60, "nodes": 2, "rounds": 2, "model.width": 4}
 
 
 @pytest.fixture(autouse=True)

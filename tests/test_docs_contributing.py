@@ -49,7 +49,7 @@ from flwr_replay.config.halves import load_strategy
 from flwr_replay.errors import ConfigError
 from flwr_replay.check import check_strategy
 from flwr_replay.cli.main import strategies
-check_strategy("mine")
+check_strategy("mine", ["partition.size=70"])
 strategies()
 with pytest.raises(ConfigError, match="strategies/loose.py: .*write @dataclass.frozen=True, kw_only=True"):
     load_strategy("loose")

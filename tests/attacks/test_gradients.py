@@ -141,7 +141,7 @@ def test_images_behind_a_change_are_found(digits: tuple[torch.Tensor, torch.Tens
     assert control.identified.value == 0
 
 
-@pytest.mark.sampled(3, of="slow learning")
+@pytest.mark.sampled(2, of="slow learning")
 def test_norm_statistics_help(digits: tuple[torch.Tensor, torch.Tensor]) -> None:
     x, y, model = digits[0][:4], digits[1][:4], network("cnn")
     change = change_of(model, F.cross_entropy, x, y, LocalSteps())

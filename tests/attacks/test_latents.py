@@ -55,7 +55,7 @@ def test_a_batch_that_was_normalised_together_is_inverted_together(digits: torch
     assert (latents_of(encoder, digits[:32], batch=16) - sent).abs().mean() > 0.1
 
 
-@pytest.mark.sampled(3, of="slow learning")
+@pytest.mark.sampled(2, of="slow learning")
 def test_many_images_are_inverted_in_parts(digits: torch.Tensor) -> None:
     encoder = orthogonal()
     found = invert(encoder, latents_of(encoder, digits[:300]), FORM, Search(alpha=0), seed=0)

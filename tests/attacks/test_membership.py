@@ -57,7 +57,7 @@ def references(noisy: Data) -> list[nn.Module]:
     return reference_models(fresh, F.cross_entropy, noisy[0][600:1400], noisy[1][600:1400], TRAINING, EPOCHS, 400, 6, 0)
 
 
-@pytest.mark.sampled(3, of="slow learning")
+@pytest.mark.sampled(2, of="slow learning")
 def test_lira_finds_members_of_an_overfitted_model(noisy: Data, references: list[nn.Module]) -> None:
     x, y = noisy
     model = trained(x[:300], y[:300])
@@ -70,7 +70,7 @@ def test_lira_finds_members_of_an_overfitted_model(noisy: Data, references: list
     assert found.tpr_at_1_percent.value > 0.05
 
 
-@pytest.mark.sampled(3, of="slow learning")
+@pytest.mark.sampled(2, of="slow learning")
 def test_lira_is_at_chance_on_a_model_that_never_saw_them(noisy: Data, references: list[nn.Module]) -> None:
     x, y = noisy
     model = trained(x[1400:1700], y[1400:1700])

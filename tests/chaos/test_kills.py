@@ -11,7 +11,7 @@ from chaos_runs import Place, check, check_stated, jobs, moments, secretly, some
 
 JOBS = jobs()
 MORE = ("cwt", "fedreplay", "local dp=classifier", "splitnn")  # struck more often
-SOME = sorted({*MORE, *some("kills", JOBS, 4)})  # of a commit; of all: FLWR_REPLAY_MOMENTS=all
+SOME = sorted({*MORE, *some("kills", JOBS, 2)})  # of a commit; of all: FLWR_REPLAY_MOMENTS=all
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,7 +39,7 @@ def test_a_run_that_is_killed_states_no_smaller_epsilon(name, tmp_path):
     check_stated(once, place, len(found))
 
 
-@pytest.mark.parametrize("name", some("disks", JOBS, 3))
+@pytest.mark.parametrize("name", some("disks", JOBS, 2))
 def test_a_run_whose_disk_fails_ends_as_an_undisturbed_one(name, tmp_path):
     once, ended = whole(tmp_path / "once", JOBS[name])
     place = Place(tmp_path / "struck", JOBS[name])

@@ -125,7 +125,7 @@ def test_in_honest_steps_of_other_methods_nothing_is_found(audit, words):
     assert report["steps"] == report["charged"] > 0
 
 
-@pytest.mark.sampled(3, of="slow audits")
+@pytest.mark.sampled(2, of="slow audits")
 def test_mislabelled_images_are_found_without_dp_and_nothing_is_claimed(audit):
     learns = ["model=mlp", "model.width=64", "rounds=4", "local-epochs=40", "lr=0.1"]
     code, out, _ = audit("strategy=fedavg", *TASK, *learns, "--kind", "images", "--canaries", "200", "--json")

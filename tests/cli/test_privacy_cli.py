@@ -64,7 +64,7 @@ def test_the_noise_that_is_printed_keeps_the_epsilon(privacy):
     assert f"noise {report['noise']:g}\n" in privacy("noise", "--epsilon", "8", *FIG7)[1]
 
 
-@pytest.mark.sampled(3, of="slow audits")
+@pytest.mark.sampled(2, of="slow audits")
 def test_figure_7_is_drawn_with_the_papers_points_beside_ours(privacy, tmp_path):
     code, out, _ = privacy("plot", "--examples", "1144,4575", "--out", "pictures/fig7.png")
     assert code == 0

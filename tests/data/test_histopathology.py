@@ -46,7 +46,7 @@ def test_all_methods_are_tested_at_home_and_elsewhere(job, method):
     assert reported == sum(line["bytes"] for line in lines)
 
 
-@pytest.mark.sampled(3, of="slow runs")
+@pytest.mark.sampled(2, of="slow runs")
 def test_it_is_learned(job):
     result, _ = run_inline(["strategy=proxyfl", *job, "rounds=30", "batch_size=5", "private_lr=0.01"], Display())
     assert result["final"]["global"]["external-subtype-accuracy"] > 0.8

@@ -279,7 +279,7 @@ def best_of(folder):
     return file
 
 
-@pytest.mark.sampled(3, of="slow runs")
+@pytest.mark.sampled(2, of="slow runs")
 def test_the_best_round_is_kept_as_it_was_tested_also_over_a_resumption(tmp_path, monkeypatch, capsys):
     options = ["task=digits", "strategy=cwt", "rounds=5", "seed=1", "partition=ks", "partition.ks=0.9", "lr=0.1"]
     options += ["split=test"]
@@ -360,7 +360,7 @@ def test_images_of_a_wrong_range_are_refused_by_the_model(change, said, ran):
     assert model(x[:0] / 255).shape == (0, 10)
 
 
-@pytest.mark.sampled(3, of="slow runs")
+@pytest.mark.sampled(2, of="slow runs")
 def test_a_segmentation_is_exported_with_its_card(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     for n in range(30):

@@ -105,7 +105,7 @@ def fitted(prior, codes, labels, steps, lr=1e-2):
     return losses
 
 
-@pytest.mark.sampled(3, of="slow learning")
+@pytest.mark.sampled(2, of="slow learning")
 def test_a_toy_distribution_is_learned():
     """Class 0: all codes are 0. Class 1: all are 2. Class 2: top codes 1 or 3 evenly, bottom codes as the one above."""
     prior, n = tiny(classes=3), 600

@@ -85,7 +85,7 @@ def test_nearest_and_nearest_other_are_those_of_a_loop():
     torch.testing.assert_close(nearest_other(b), slow)
 
 
-@pytest.mark.sampled(3, of="slow learning")
+@pytest.mark.sampled(2, of="slow learning")
 def test_local_features_learn_the_institutions_task_and_depend_on_the_seed_alone():
     x = torch.cat([torch.full((20, 1, 8, 8), 30), torch.full((20, 1, 8, 8), 220)]).byte()
     y = torch.repeat_interleave(torch.arange(2), 20)
@@ -219,7 +219,7 @@ def test_without_its_weight_the_training_is_the_plain_one():
     assert said["privacy"] >= 0
 
 
-@pytest.mark.sampled(3, of="slow learning")
+@pytest.mark.sampled(2, of="slow learning")
 def test_the_privacy_loss_sees_images_without_their_noise():
     x, y = images()
     found = []

@@ -155,7 +155,7 @@ def test_a_damaged_file_is_one_line(folder):
 # --- under DP ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3, of="slow replay")
+@pytest.mark.sampled(2, of="slow replay")
 def test_every_step_that_leaves_under_dp_was_charged_once_whatever_is_repeated(folder, monkeypatch):
     taken, step = [], DPTraining.step
     monkeypatch.setattr(DPTraining, "step", lambda self, *how: (taken.append(self), step(self, *how))[1])

@@ -139,7 +139,7 @@ def test_the_forecast_says_what_the_ledger_will_say(tmp_path, name):
     assert found == expected
 
 
-@pytest.mark.sampled(3, of="slow replay")
+@pytest.mark.sampled(2, of="slow replay")
 def test_a_crash_after_an_answer_costs_nothing_and_every_message_may_meet_a_new_process(folder, once):
     usual = once("feder, codes")
     ran = broken(started, folder, *RUNS["feder, codes"], breaking=[("train-slice", "b")], forgetful=True)

@@ -178,7 +178,7 @@ def test_a_sealed_run_keeps_the_contract(job, monkeypatch, tmp_path):
     assert all(one.read_text() != other.read_text() for one, other in pairwise(keys))
 
 
-@pytest.mark.sampled(3, of="slow replay")
+@pytest.mark.sampled(2, of="slow replay")
 def test_sealed_buffers_reach_who_trains_on_them(monkeypatch, tmp_path):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     job = ["strategy=feder", "task=digits", "nodes=2", "rounds=2", "partition.size=60", "--runs-dir", str(tmp_path)]
@@ -193,7 +193,7 @@ def test_sealed_buffers_reach_who_trains_on_them(monkeypatch, tmp_path):
     assert read_json(plain / "result.json")["final"] == read_json(ran / "result.json")["final"]
 
 
-@pytest.mark.sampled(3, of="slow replay")
+@pytest.mark.sampled(2, of="slow replay")
 def test_models_that_stay_end_with_the_same_bits(folder):
     options = ["strategy=feder", "mode=buffer-only", "generator.epochs=1", "generator.width=4"]
     plain, ran = run(folder, *options), sealed(folder, *options)

@@ -87,7 +87,7 @@ def visits(file):
     return found
 
 
-@pytest.mark.sampled(1, of="cluster")
+@pytest.mark.sampled(1, of="Ray")
 def test_a_machine_dies_and_the_others_go_on_to_the_bits_of_one_process(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     work, seen = tmp_path / "work", tmp_path / "seen"
@@ -117,7 +117,7 @@ def test_a_machine_dies_and_the_others_go_on_to_the_bits_of_one_process(cluster,
     assert list(second.values()) == [{"0"}]
 
 
-@pytest.mark.sampled(1, of="cluster")
+@pytest.mark.sampled(1, of="Ray")
 def test_killed_workers_are_replaced_and_asked_again(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     options, killed = [*FEW, "strategy=fedavg", "rounds=2", "model=mlp", "width=4", "device=cpu"], []
@@ -135,7 +135,7 @@ def test_killed_workers_are_replaced_and_asked_again(cluster, tmp_path, monkeypa
         assert (folder / name).read_bytes() == (one / name).read_bytes()
 
 
-@pytest.mark.sampled(1, of="cluster")
+@pytest.mark.sampled(1, of="Ray")
 def test_each_machine_keeps_its_institutions_state_and_a_resumed_run_finds_it(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "first"))
     own = {"FLWR_REPLAY_HOME": str(tmp_path / "second")}
@@ -189,7 +189,7 @@ def test_the_actors_end_with_the_process_that_started_them(cluster, tmp_path):
     assert not cluster.actors()
 
 
-@pytest.mark.sampled(1, of="cluster")
+@pytest.mark.sampled(1, of="Ray")
 def test_flowers_own_simulation_joins_the_cluster(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "replay"))
     own = {"RAY_ADDRESS": cluster.address, "FLWR_HOME": str(tmp_path / "flwr"), **QUIET}
@@ -220,15 +220,13 @@ def test_flowers_own_simulation_joins_the_cluster(cluster, tmp_path, monkeypatch
     assert (folder / "metrics.jsonl").read_bytes() == (one / "metrics.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
+@pytest.mark.sampled(1, of="Ray")
+def test_what_the_cluster_cannot_give_is_refused(cluster, tmp_path):
+    for options, reason in (
         (["client-gpus=4"], f"client-cpus=1 and client-gpus=4; there are .*{HEAD} CPUs, {HEAD} GPUs"),
         (["client-cpus=99", "device=cpu"], "a machine of the cluster must have client-cpus=99"),
         (["client-gpus=1", "device=cpu"], "client-gpus must be 0 with device=cpu; got 1"),
-    ],
-)
-def test_what_the_cluster_cannot_give_is_refused(cluster, tmp_path, options, reason):
-    with pytest.raises(ConfigError, match=reason):
-        on_cluster(cluster, [*SMALL, *options], tmp_path, Display())
-    assert not list(tmp_path.iterdir())
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            on_cluster(cluster, [*SMALL, *options], tmp_path, Display())
+        assert not list(tmp_path.iterdir())

@@ -44,6 +44,7 @@ JOBS = {
     "proxyfl": ("rounds=1", "model=mlp", "private_models=[lenet5]", "noise=seeded", "epsilon=50"),
 }
 RUNS = {name: JOBS[name] for name in some("deployment", JOBS, 1)}  # of a commit; of all both
+BRIEF = ("evaluate_every=100", "split=test")  # each message of a test costs as much as one of a training
 MOST = 600  # seconds for an exchange, on a busy machine
 ENDS = 60  # seconds after its SuperLink, in which a ServerApp and `flwr run` have ended
 AT_ONCE = 60  # seconds; without a reason Flower waits as long for a sign of life
@@ -54,7 +55,7 @@ def said(deployment: Any) -> dict[str, str]:
     """Run all methods to their ends; what each `flwr run` said, by method."""
 
     def run(name: str) -> str:
-        output: str = deployment.run(name, f"strategy={name}", *RUNS[name], "evaluate_every=100", "lr=0.05")
+        output: str = deployment.run(name, f"strategy={name}", *RUNS[name], *BRIEF, "lr=0.05")
         return output
 
     with ThreadPoolExecutor(len(RUNS)) as pool:
@@ -69,7 +70,7 @@ def simulated(deployment: Any, tmp_path_factory: pytest.TempPathFactory) -> Iter
         patch.setenv("FLWR_REPLAY_HOME", str(home))
         folders = {}
         for name, options in RUNS.items():
-            overrides = [*deployment.task, f"strategy={name}", *options, "evaluate_every=100", "lr=0.05"]
+            overrides = [*deployment.task, f"strategy={name}", *options, *BRIEF, "lr=0.05"]
             overrides += ["partition=natural", f"data_dir='{deployment.data}'", f"nodes={len(CLINICS)}"]
             _, folders[name] = run_inline([*overrides, f"runs_dir='{home}'", f"run_name={name}"], LogDisplay())
         yield folders
@@ -229,6 +230,7 @@ def test_what_each_run_leaves_is_apart_and_private_models_stay(deployment: Any, 
             assert not any("private" in row["field"] and "arrays" in row["field"] for row in seen)
 
 
+@pytest.mark.sampled(1, of="deployments that end")
 def test_another_encoder_is_refused_at_the_roll_call_by_both_hashes_and_who_has_none_says_so(
     deployment: Any, said: dict[str, str]
 ) -> None:
@@ -241,7 +243,7 @@ def test_another_encoder_is_refused_at_the_roll_call_by_both_hashes_and_who_has_
         config = compose([*plain, *model, f"model.weights={file}"])
         hashes.append(encoder_digest(config.model, config.task))
     words = (*model, f"model.weights={deployment.data.parent / CLINICS[0]}.safetensors", "strategy=fedavg", "rounds=1")
-    output = replace(deployment, task=plain).said("encoder", *words, "evaluate_every=100", further='width=""')
+    output = replace(deployment, task=plain).said("encoder", *words, *BRIEF, further='width=""')
     assert (deployment.runs / "encoder" / "result.json").exists(), output
     refused = {
         line.split(" takes no part")[0].split()[-1]: line for line in output.splitlines() if "takes no part" in line
@@ -260,7 +262,7 @@ def test_whatever_is_killed_one_command_goes_on(deployment: Any, tmp_path: Path)
 
     First the ServerApp, then the SuperLink, for every other commit with a SuperNode. ClientApps: tests/chaos/outer.py.
     """
-    name, options = "killed", ("strategy=cwt", "rounds=2", "evaluate_every=100", "lr=0.05")
+    name, options = "killed", ("strategy=cwt", "rounds=2", *BRIEF, "lr=0.05")
     run, rng, pipe = deployment.runs / name, moments(name), subprocess.PIPE
     command = f"./run.sh {run}/resume.toml"
     goes_on = partial(subprocess.Popen, command, shell=True, cwd=deployment.coordinator, env=deployment.environment)

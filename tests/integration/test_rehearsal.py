@@ -51,7 +51,9 @@ def test_a_rehearsal_runs_shows_and_stops(play, tmp_path):
     policies.mkdir()
     (policies / "clinic-a.yaml").write_text("strategies: [cwt]\nsealed: true\n")
     (policies / "clinic-b.yaml").write_text("kinds: [model, statistic]\n")
-    process = started(place, play, "rounds=1", "sealed=true", "--tls", "--record", "--policy", str(policies))
+    process = started(
+        place, play, "rounds=1", "split=test", "sealed=true", "--tls", "--record", "--policy", str(policies)
+    )
     said = process.rest()
     assert process.returncode == 0, said
     result = read_json(place / "runs" / "rehearsal" / "result.json")

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from attacked_runs import DIGITS, attacked, recorded_runs, without_digests
+from attacked_runs import DIGITS, Recorded, attacked, without_digests
 from harness import SHARDS, command, node_configs, run, write_shards
 
 from flwr_replay.errors import DataError
@@ -47,8 +47,8 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Run once for each kind of numbers; return the folder with the run directories."""
-    return recorded_runs(tmp_path_factory.mktemp("runs"), RUNS)
+    """Return a run for each kind of numbers."""
+    return Recorded(tmp_path_factory.mktemp("runs"), RUNS)
 
 
 @pytest.mark.sampled(2)
@@ -77,7 +77,7 @@ def test_images_are_found_and_judged(runs, monkeypatch, capsys, run, field, atta
     assert "http" not in page.replace("http-equiv", "")
 
 
-@pytest.mark.sampled(3, of="slow audits")
+@pytest.mark.sampled(2, of="slow audits")
 def test_labels_and_membership_beside_images(runs, monkeypatch, capsys):
     _, results, _ = attacked(monkeypatch, capsys, runs / "gradient", "--aux", "undealt")
     labels = results["arrays", "label counts"]["labels"]
@@ -108,7 +108,7 @@ def test_a_prior_tells_of_members_and_drawn_labels_of_nobody(runs, monkeypatch, 
     assert "as they are" in nothing_tried("labels", drawn=False)  # masks, numbers
 
 
-@pytest.mark.sampled(3, of="slow audits")
+@pytest.mark.sampled(2, of="slow audits")
 def test_a_gossip_begins_with_weights_that_the_server_knows(runs, monkeypatch, capsys):
     """With eight examples in one batch the first answer is one step from the fresh weights of a seed that was sent."""
     _, results, _ = attacked(monkeypatch, capsys, runs / "gossip", "--aux", "undealt")
@@ -146,7 +146,7 @@ def test_masks_are_members_by_no_label():
         ask()
 
 
-@pytest.mark.sampled(3, of="slow audits")
+@pytest.mark.sampled(2, of="slow audits")
 def test_what_cannot_be_computed_anew_accuses_nobody(tmp_path, monkeypatch, capsys):
     """Batches with replays, and one institution that trains on the examples of all, are no fault of the data."""
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
@@ -162,7 +162,7 @@ def test_what_cannot_be_computed_anew_accuses_nobody(tmp_path, monkeypatch, caps
         assert any(says in one for one in said), said
 
 
-@pytest.mark.sampled(3, of="slow audits")
+@pytest.mark.sampled(2, of="slow audits")
 def test_replayed_codes_of_others_are_not_judged(runs, tmp_path, monkeypatch, capsys):
     shutil.copytree(runs / "codes", tmp_path / "run", ignore=shutil.ignore_patterns("attacks"))
     _, results, _ = attacked(monkeypatch, capsys, tmp_path / "run", "--aux", "undealt", whom="institution-2")
@@ -197,7 +197,7 @@ def test_others_images_are_not_behind_noise(runs, tmp_path):
         trial.rows(replace(own, x_NCHW=own.x_NCHW[1:], y_N=own.y_N[1:]))
 
 
-@pytest.mark.sampled(3, of="slow audits")
+@pytest.mark.sampled(2, of="slow audits")
 def test_secret_noise_cannot_be_computed_anew(runs, tmp_path, monkeypatch, capsys):
     run = without_digests(runs / "private", tmp_path)
     _, results, _ = attacked(monkeypatch, capsys, run, "--aux", "undealt", "--attack", "gradient matching")
@@ -205,7 +205,7 @@ def test_secret_noise_cannot_be_computed_anew(runs, tmp_path, monkeypatch, capsy
     assert "scores" not in results["arrays", "gradient matching"]
 
 
-@pytest.mark.sampled(3, of="slow audits")
+@pytest.mark.sampled(2, of="slow audits")
 def test_the_attacker_never_sees_an_original(runs, monkeypatch, capsys, tmp_path):
     """With originals of NaN all reconstructions are the same, and only the scores change."""
     from flwr_replay.lab import attack
@@ -265,7 +265,7 @@ def test_other_data_of_the_same_number_are_refused_before_anything_is_written(tm
     assert "originals must be the run's" in err
 
 
-@pytest.mark.sampled(3, of="slow audits")
+@pytest.mark.sampled(2, of="slow audits")
 def test_an_interrupted_command_goes_on_and_other_options_are_refused(runs, monkeypatch, capsys):
     run = runs / "activations"
     attacked(monkeypatch, capsys, run, "--aux", "undealt")

@@ -79,7 +79,7 @@ def test_in_an_honest_dp_sgd_nothing_is_found(target):
     assert area > 0.5
 
 
-@pytest.mark.sampled(3, of="slow audits")
+@pytest.mark.sampled(2, of="slow audits")
 def test_guesses_show_something_where_there_is_little_noise():
     _, bound, area, claim = audited(8)
     assert 0 < bound < claim
@@ -270,7 +270,7 @@ def recorded(rng, cost, noise=1.0, growth=0.0, rate=1.0, examples=200):
     return seen
 
 
-@pytest.mark.sampled(3, of="slow audits")
+@pytest.mark.sampled(2, of="slow audits")
 def test_false_alarms_are_rarer_than_stated_and_what_is_stated_as_detectable_is_found():
     rng, cost, share = np.random.default_rng(0), SampledGaussian(0.1, 1.5, 20), 0.005 / len(FINDINGS)
     least = recorded(rng, cost).undetected(share)

@@ -82,7 +82,7 @@ def test_a_classifier_that_has_learned_them_gives_them_away():
     assert np.allclose(probe.scores_m, 2 * twice)  # every release counts
 
 
-@pytest.mark.sampled(3, of="slow audits")
+@pytest.mark.sampled(2, of="slow audits")
 def test_a_generator_that_has_learned_images_of_noise_gives_them_away():
     config = compose([*DIGITS, "replay=vqvae2", "generator.width=16"])
     probe, plan = ImageCanaries(CANARIES, data(), config, noise=True), ReplayPlan.of(config)

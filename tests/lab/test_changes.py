@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attacked_runs import attacked, recorded_runs, without_digests
+from attacked_runs import Recorded, attacked, without_digests
 from harness import same
 
 from flwr_replay.attacks.attacker import Attacker, Auxiliary
@@ -37,8 +37,8 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Run once for each kind of change; return the folder with the run directories."""
-    return recorded_runs(tmp_path_factory.mktemp("runs"), RUNS)
+    """Return a run for each kind of change."""
+    return Recorded(tmp_path_factory.mktemp("runs"), RUNS)
 
 
 def trial_of(run, institution="institution-1"):

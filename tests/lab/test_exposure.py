@@ -92,7 +92,7 @@ def test_both_sides_have_as_many_images_of_each_class():
             assert len(set(chosen.tolist())) == len(chosen)
 
 
-@pytest.mark.sampled(3, of="slow audits")
+@pytest.mark.sampled(2, of="slow audits")
 def test_a_generator_that_copies_is_found_out(hospitals, synthetic, monkeypatch):
     own = hospitals[1]["a"]
     monkeypatch.setattr(SynthesisStages, "complete", lambda stages, run: Copies(*own))
@@ -135,12 +135,12 @@ def test_the_command_says_each_attack_and_keeps_its_pictures_for_the_owner(hospi
     assert all(stat.S_IMODE(file.stat().st_mode) & 0o077 == 0 for file in [folder, *folder.iterdir()])
 
 
-@pytest.mark.sampled(3, of="slow audits")
+@pytest.mark.sampled(2, of="slow audits")
 def test_the_same_attack_finds_the_same(synthetic):
     assert synthetic("--json", "--samples", "16")[1] == synthetic("--json", "--samples", "16")[1]
 
 
-@pytest.mark.sampled(3, of="slow audits")
+@pytest.mark.sampled(2, of="slow audits")
 def test_a_generator_under_dp_is_its_runs_and_the_command_says_what_is_guaranteed(hospitals, synthetic):
     folder = hospitals[0]
     under_dp = ["dp=generator+prior", "codebook=gradient", "generator.classes=[all]"]

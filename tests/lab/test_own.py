@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attacked_runs import attacked, recorded_runs
+from attacked_runs import Recorded, attacked
 from torch.nn.functional import cross_entropy
 
 from flwr_replay.check import check_attack
@@ -22,7 +22,7 @@ FITTED = ["strategy=fedavg", "model=mlp", "partition.size=60", "local-epochs=20"
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Run once; return the folder with the run's directory."""
-    return recorded_runs(tmp_path_factory.mktemp("runs"), {"fitted": FITTED})
+    return Recorded(tmp_path_factory.mktemp("runs"), {"fitted": FITTED})
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from attacked_runs import recorded_runs
+from attacked_runs import Recorded
 from harness import command
 from torch import nn
 
@@ -93,7 +93,7 @@ def runs(tmp_path_factory):
     """Record FedReplay, and SplitNN with two batches in a visit."""
     few = [*ENCODERS["cnn"], "partition.size=64"]
     of = {name: [f"strategy={name}", *few] for name in ("fedreplay", "splitnn")}
-    return recorded_runs(tmp_path_factory.mktemp("runs"), of)
+    return Recorded(tmp_path_factory.mktemp("runs"), of)
 
 
 @pytest.mark.parametrize(("run", "stages"), [("fedreplay", ["extract"]), ("splitnn", ["enter", "next-batch"])])

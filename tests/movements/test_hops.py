@@ -83,7 +83,7 @@ def test_every_round_is_one_cycle_over_those_present(seed, count):
             assert all(turn == (turn.institution, turn.institution, "") for turn in turns.values())
 
 
-@pytest.mark.sampled(3, of="slow runs")
+@pytest.mark.sampled(2, of="slow runs")
 @given(st.integers(0, 50))
 def test_the_fast_do_not_wait_for_the_slow_until_their_models_do(seed):
     queues, turns = Queues(seed, [1, 1, 9]), []

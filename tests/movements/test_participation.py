@@ -249,7 +249,7 @@ def test_a_draw_of_one_leaves_nobody_to_exchange_with(hospitals, strategy, fract
     assert (said in summary(found.result, found.folder)) == (strategy == "avgpush" and fraction == 0.2)
 
 
-@pytest.mark.sampled(3, of="slow runs")
+@pytest.mark.sampled(2, of="slow runs")
 def test_a_queues_model_that_its_institution_never_trained_has_a_card(hospitals):
     job = ["strategy=feder", "generator.epochs=1", "order=queue", "fraction=0.6", "rounds=4"]
     found = ran(hospitals, *job, failing=[("train-with-buffers", "e")])

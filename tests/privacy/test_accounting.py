@@ -31,7 +31,7 @@ def event(cost):
     return dp_accounting.SelfComposedDpEvent(once, cost.steps)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("examples", "epochs", "delta", "steps", "rdp", "prv"),
     [

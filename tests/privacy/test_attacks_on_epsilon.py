@@ -164,7 +164,7 @@ def test_state_of_another_setting_is_refused_though_the_run_has_lost_what_it_was
 # --- errors and metrics that tell -------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3, of="slow learning")
+@pytest.mark.sampled(2, of="slow learning")
 def test_a_private_model_that_diverges_is_not_reported(folder):
     server = HostileServer(folder, *TASK, "strategy=proxyfl", "dp=proxy", "beta=0", "sigma=2")
     for exchange, lr in ((1, 0.1), (2, 1e30), (3, 0.1)):

@@ -32,7 +32,7 @@ def test_the_bound_grows_with_what_is_right_and_shrinks_with_the_significance():
     assert by_steinke(Guesses(200, 100, 80), 1e-5, 0.001) < found[2]
 
 
-@pytest.mark.sampled(3, of="slow learning")
+@pytest.mark.sampled(2, of="slow learning")
 def test_audits_of_randomised_response_are_rarely_above_its_epsilon():
     epsilon, m, rng, bounds = 1.0, 200, np.random.default_rng(0), []
     for _ in range(400):

@@ -100,7 +100,7 @@ def install(tmp_path, monkeypatch):
         sys.modules.pop(module, None)
 
 
-@pytest.mark.sampled(3, of="slow learning")
+@pytest.mark.sampled(2, of="slow learning")
 def test_passes_under_another_name_are_planned_charged_and_forecast(install, tmp_path):
     overrides = [install("sweeping", "rounds * self.sweeps"), *DP, "target-epsilon=2", f"runs_dir={tmp_path}/runs"]
     run = Simulation.of(compose(overrides))

@@ -217,7 +217,7 @@ def test_rounds_in_metrics_are_rounds_and_exchanges_stand_beside_them(tmp_path, 
     assert {(line["round"], line["exchange"]) for line in lines} == {(1, 2), (2, 4), (3, 6)}
 
 
-@pytest.mark.sampled(3, of="slow studies")
+@pytest.mark.sampled(2, of="slow studies")
 def test_a_comparison_and_a_study_have_pages(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     options = ["task=digits", "nodes=2", "rounds=1", "seeds=2", "model.width=4", "model.norm=group", "delta=1e-3"]

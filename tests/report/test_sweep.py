@@ -9,10 +9,18 @@ from flwr_replay.report.pages import sweeps
 from flwr_replay.studies.compare import compare_strategies
 
 
-@pytest.mark.sampled(3, of="slow studies")
+@pytest.mark.sampled(2, of="slow studies")
 def test_a_sweep_has_a_picture_of_the_metric_by_the_option(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
-    options = ["task=digits", "nodes=2", "rounds=2", "seeds=2", "model=mlp", "model.width=4", "fedavg.lr=0.01|0.1|1"]
+    options = [
+        "partition.size=60",
+        "nodes=2",
+        "rounds=2",
+        "seeds=2",
+        "model=mlp",
+        "model.width=4",
+        "fedavg.lr=0.01|0.1|1",
+    ]
     _, report = compare_strategies(["fedavg", "cwt:lr=0.1", "local"], options, "", 1, tmp_path)
     folder, rows = Path(report["folder"]), report["strategies"]
     text = (folder / "report.html").read_text()
@@ -42,7 +50,15 @@ def test_a_sweep_has_a_picture_of_the_metric_by_the_option(tmp_path, monkeypatch
 
 def test_a_metric_of_test_examples_alone_is_not_said_to_be_of_validation_examples(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
-    options = ["task=digits", "nodes=2", "rounds=1", "model=mlp", "model.width=4", "external=true", "fedavg.lr=0.01|1"]
+    options = [
+        "partition.size=60",
+        "nodes=2",
+        "rounds=1",
+        "model=mlp",
+        "model.width=4",
+        "external=true",
+        "fedavg.lr=0.01|1",
+    ]
     _, report = compare_strategies(["fedavg"], options, "", 1, tmp_path, "external-accuracy")
     ((_, told),) = [drawn(chart.svg)[1:] for chart, _ in sweeps(report).values()]
     assert not [text for text, _ in told if "validation" in text]

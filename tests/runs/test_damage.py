@@ -6,6 +6,7 @@ Runs are broken off and damaged, each kind of file in each way, and resumed as t
 import logging
 import shutil
 from contextlib import suppress
+from functools import cache
 
 import pytest
 from harness import Stopping, older
@@ -18,7 +19,7 @@ from flwr_replay.files.atomic import home
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.options import resolve
 
-SMALL = ["model=mlp", "model.width=4", "nodes=2", "device=cpu"]
+SMALL = ["model=mlp", "model.width=4", "nodes=2", "partition.size=100", "device=cpu"]
 PRIVATE = ["privacy.dp=classifier", "privacy.noise=seeded", "privacy.sigma=2"]
 JOBS = {
     "fedreplay": [*SMALL, "strategy=fedreplay", "encoder-epochs=1", "rounds=4", "forgetting=true", "latent-dtype=int8"],
@@ -62,17 +63,21 @@ def damage(path, way):
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory):
-    """Break each job off, and run it whole; return the folder of all, and the final weights and metrics of each."""
-    place, wholes = tmp_path_factory.mktemp("damage"), {}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, options in JOBS.items():
+    """Return what breaks a job off, and runs it whole, once: its folder, and the final weights and metrics."""
+    place = tmp_path_factory.mktemp("damage")
+
+    @cache
+    def both(name):
+        with pytest.MonkeyPatch.context() as patch:
             patch.setenv("FLWR_REPLAY_HOME", str(place / name))
-            whole, folder = run_inline([*options, "run_name=whole", f"runs_dir={place}/{name}/runs"], Display())
-            wholes[name] = weights(folder), whole["final"]
+            options = [*JOBS[name], f"runs_dir={place}/{name}/runs"]
+            whole, folder = run_inline([*options, "run_name=whole"], Display())
             with suppress(KeyboardInterrupt):
-                run_inline([*options, "run_name=broken", f"runs_dir={place}/{name}/runs"], Stopping(STOP[name]))
+                run_inline([*options, "run_name=broken"], Stopping(STOP[name]))
                 raise AssertionError("the run must break off")
-    return place, wholes
+        return place / name, (weights(folder), whole["final"])
+
+    return both
 
 
 def weights(folder):
@@ -82,10 +87,10 @@ def weights(folder):
 @pytest.fixture
 def resume(broken, tmp_path, monkeypatch, caplog):
     """Copy a broken run and its institutions, and let a test damage a file and resume."""
-    place, wholes = broken
 
     def resumed(job, damaged):
-        shutil.copytree(place / job, tmp_path / job)
+        place, whole = broken(job)
+        shutil.copytree(place, tmp_path / job)
         monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / job))
         folder = tmp_path / job / "runs" / "broken"
         path = damaged(folder)
@@ -95,7 +100,7 @@ def resume(broken, tmp_path, monkeypatch, caplog):
             return path, str(error)
         if reported := [failure["reason"] for failure in result["failures"]]:
             return path, reported[0]
-        assert (weights(folder), result["final"]) == wholes[job]
+        assert (weights(folder), result["final"]) == whole
         return path, ""
 
     with caplog.at_level(logging.INFO, "flwr"):
@@ -165,22 +170,22 @@ def test_checkpoints_that_are_gone_are_reported(resume):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_result_is_the_run_s_own(broken, tmp_path, monkeypatch, way):
-    place, wholes = broken
-    shutil.copytree(place / "fedreplay", tmp_path / "home")
+    place, whole = broken("fedreplay")
+    shutil.copytree(place, tmp_path / "home")
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     folder = tmp_path / "home" / "runs" / "whole"
     damage(folder / "result.json", way)
     with pytest.raises(FlwrReplayError, match=r"result\.json must be"):
         run_inline(resolve([], "", str(folder))[0], Display())
     shutil.rmtree(folder / "result.json") if way == "folder" else (folder / "result.json").unlink()
-    assert run_inline(resolve([], "", str(folder))[0], Display())[0]["final"] == wholes["fedreplay"][1]
+    assert run_inline(resolve([], "", str(folder))[0], Display())[0]["final"] == whole[1]
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", [way for way, change in WAYS.items() if change])
 def test_a_damaged_model_of_the_best_round_is_reported_and_the_run_goes_on(broken, tmp_path, monkeypatch, caplog, way):
-    place, wholes = broken
-    shutil.copytree(place / "fedavg", tmp_path / "home")
+    place, whole = broken("fedavg")
+    shutil.copytree(place, tmp_path / "home")
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     folder = tmp_path / "home" / "runs" / "broken"
     paths = [*(folder / "best").iterdir()]
@@ -188,7 +193,7 @@ def test_a_damaged_model_of_the_best_round_is_reported_and_the_run_goes_on(broke
         damage(path, way)
     with caplog.at_level(logging.INFO, "flwr"):
         result, _ = run_inline(resolve([], "", str(folder))[0], Display())
-    assert (weights(folder), result["final"]) == wholes["fedavg"]
+    assert (weights(folder), result["final"]) == whole
     lines = [line for line in caplog.messages if "goes on without the best round's model" in line]
     assert any(str(path) in line for path in paths for line in lines)
     kept = result["best-model"]["file"]

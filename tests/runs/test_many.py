@@ -56,7 +56,7 @@ class Open(Display):
         self.most = max(self.most, sum(path.startswith(f"{home().resolve()}/state/") for path in held))
 
 
-@pytest.mark.sampled(3, of="slow runs")
+@pytest.mark.sampled(2, of="slow runs")
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not list open files")
 def test_many_institutions_have_few_files_open_and_five_each_on_the_disk(tmp_path):
     display = Open()

@@ -15,7 +15,7 @@ from flwr_replay.errors import ConfigError
 from flwr_replay.runs.tracking import TRACKERS, TensorBoard, Tracking
 from flwr_replay.studies.cells import A_RUN_WRITES
 
-TINY = {"task": "digits", "strategy": "cwt", "nodes": 2, "rounds": 2, "model.width": 4, "run_name": "x"}
+TINY = {"strategy": "cwt", "partition.size": 60, "nodes": 2, "rounds": 2, "model.width": 4, "run_name": "x"}
 
 
 @pytest.fixture(scope="module")

@@ -119,7 +119,7 @@ def test_a_run_that_broke_off_goes_on_with_the_same_bits(folder, tmp_path, optio
     assert whole.result.get("agreement") == resumed.result.get("agreement")
 
 
-@pytest.mark.sampled(3, of="slow runs")
+@pytest.mark.sampled(2, of="slow runs")
 def test_a_generator_that_is_trained_in_many_messages_is_the_same(folder, tmp_path):
     runs = []
     for steps in (1, 1000):
@@ -132,7 +132,7 @@ def test_a_generator_that_is_trained_in_many_messages_is_the_same(folder, tmp_pa
 # --- queues, agreement, architectures ---------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3, of="slow runs")
+@pytest.mark.sampled(2, of="slow runs")
 def test_a_queue_says_what_decided_the_order(start):
     timed, arrived = start("order=queue", "durations=[1,3,2]"), start("order=queue", "rounds=6")
     assert timed.result["order-decided-by"] == "durations"

@@ -191,7 +191,7 @@ def test_two_comparisons_never_share_a_folder_at_the_same_time(runs: Path, first
 # --- pairs and variants -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3, of="slow studies")
+@pytest.mark.sampled(2, of="slow studies")
 def test_the_same_seed_begins_alike(tmp_path: Path) -> None:
     # With a learning rate of nearly nothing every method ends with the weights it began with.
     _, report = compare(tmp_path, "central,cwt,fedavg,local", "seeds=2", "lr=1e-30", "rounds=1", "momentum=0")
@@ -363,7 +363,7 @@ def test_a_run_without_the_metric_asked_for_is_none_that_counts():
     assert (found["a"]["values"], found["a"]["mean"]) == ({}, None)
 
 
-@pytest.mark.sampled(3, of="slow studies")
+@pytest.mark.sampled(2, of="slow studies")
 def test_masked_sealed_and_plain_methods_stand_in_one_comparison(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     _, report = compare(tmp_path, "fedavg,cwt:sealed=true", "fedavg.masked=true|false", "seeds=1", "rounds=1")

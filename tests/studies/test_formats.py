@@ -32,11 +32,11 @@ def test_a_table_for_spreadsheets_tells_the_noise(tmp_path, monkeypatch, capsys)
         assert (row["metric"], row["values"]) == ("accuracy", f"0:{row['mean']}")
 
 
-@pytest.mark.sampled(3, of="slow studies")
+@pytest.mark.sampled(2, of="slow studies")
 def test_a_swept_comparison_is_written_in_every_format(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    words = ["compare", "cwt", "task=digits", "nodes=2", "rounds=1", "seeds=1", "model.width=4", "lr=0.01|0.1"]
+    words = ["compare", "cwt", "partition.size=60", "nodes=2", "rounds=1", "seeds=1", "model.width=4", "lr=0.01|0.1"]
     found = {}
     for form in ("text", "md", "csv", "latex", "json"):
         app([*words, "--format", form], standalone_mode=False)

@@ -60,7 +60,7 @@ def test_every_part_composes(module):
             PrivacyPlan.of(config)
 
 
-@pytest.mark.sampled(3, of="slow studies")
+@pytest.mark.sampled(2, of="slow studies")
 def test_a_report_has_all_tables_and_the_overview_of_a_group(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     common = ["task=diabetes", "nodes=2", "rounds=1", "seeds=2", "model.width=4"]

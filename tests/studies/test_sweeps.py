@@ -35,7 +35,7 @@ def test_what_is_no_sweep_is_refused(names, option, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.sampled(3, of="slow studies")
+@pytest.mark.sampled(2, of="slow studies")
 def test_methods_on_several_partitions_are_compared_on_the_same_one(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     options = ["partition=iid|ks", "nodes=2", "rounds=1", "seeds=1", "model=mlp", "model.width=4"]
@@ -56,7 +56,7 @@ def test_methods_on_several_partitions_are_compared_on_the_same_one(tmp_path, mo
     assert "where data differ, pairing takes out less" in alone
 
 
-@pytest.mark.sampled(3, of="slow studies")
+@pytest.mark.sampled(2, of="slow studies")
 def test_a_sweep_takes_any_option_of_a_run(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     options = ["nodes=2|3", "forgetting=true|false", "rounds=1", "seeds=1", "model=mlp", "model.width=4"]

@@ -150,7 +150,7 @@ def test_the_three_kinds_of_codes_are_as_many_and_differ(learned):
     assert torch.equal(found["paper"][of_c], found["last-pass"][of_c])
 
 
-@pytest.mark.sampled(3, of="slow replay")
+@pytest.mark.sampled(2, of="slow replay")
 def test_fedavg_with_replay_is_its_plain_loop(folder, shards, learned):
     ran = run(folder, *LEARNING, "strategy=fedavg", "replay=vqvae2")
     model, e, labels = learned("paper")

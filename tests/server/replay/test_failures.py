@@ -121,7 +121,7 @@ def test_visits_that_are_lost_in_the_only_round_are_made_again_at_once(folder, k
     assert ran.result["replay-lacks"] == {}
 
 
-@pytest.mark.sampled(3, of="slow replay")
+@pytest.mark.sampled(2, of="slow replay")
 def test_a_last_pass_that_one_misses_is_made_again(folder):
     options = [*FEDAVG, "replay=vqvae2", "replay.codes=last-pass"]
     whole = run(folder, *options)

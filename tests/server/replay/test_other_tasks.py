@@ -78,7 +78,7 @@ def test_drawn_ages_are_the_middles_of_their_bins_in_months(tmp_path, hands, pri
     np.testing.assert_allclose(sorted(labels), np.repeat(middles, counts), rtol=1e-5)
 
 
-@pytest.mark.sampled(3, of="slow replay")
+@pytest.mark.sampled(2, of="slow replay")
 def test_masks_come_out_of_the_codes(tmp_path):
     pixels_of = np.random.default_rng(0)
     for number in range(6):

@@ -67,7 +67,7 @@ def test_many_messages_give_the_bits_of_one(hospitals, whole, job):
     assert ["arrays" in reply.content for _, reply in trainings] == [False] * (len(steps) - 1) + [True]
 
 
-@pytest.mark.sampled(3, of="slow replay")
+@pytest.mark.sampled(2, of="slow replay")
 def test_the_accounts_of_many_messages_state_what_those_of_one_do(hospitals, whole):
     many = run(hospitals["under DP"], *JOBS["under DP"], EACH_STEP)
     for name in DP_SIZES:
@@ -78,7 +78,7 @@ def test_the_accounts_of_many_messages_state_what_those_of_one_do(hospitals, who
         assert costs[0] == costs[1]
 
 
-@pytest.mark.sampled(3, of="slow replay")
+@pytest.mark.sampled(2, of="slow replay")
 def test_messages_between_the_first_and_the_last_say_numbers_of_steps_alone(hospitals):
     """The same with secret noise; without DP no loss either."""
     ran = run(hospitals["under DP"], *JOBS["under DP"][:-1], EACH_STEP)
@@ -163,7 +163,7 @@ def test_an_institution_that_is_gone_is_waited_for(hospitals, whole, monkeypatch
     assert ("roll-call", "b") in asked[:again][-2:]
 
 
-@pytest.mark.sampled(3, of="slow replay")
+@pytest.mark.sampled(2, of="slow replay")
 def test_an_institution_that_does_not_return_fails_its_visit_and_the_others_go_on(hospitals, monkeypatch):
     monkeypatch.setattr(pieces, "PAUSE", 0.01)
 
@@ -208,7 +208,7 @@ def test_an_answer_that_would_not_end_a_training_fails_the_visit(hospitals, chan
     assert ran.grid.who("train")
 
 
-@pytest.mark.sampled(3, of="slow replay")
+@pytest.mark.sampled(2, of="slow replay")
 def test_weights_of_another_form_at_the_end_are_refused(hospitals):
     def wider(grid, message, reply):
         if grid.asked[-1][:2] == ("train-generator", "b") and "arrays" in reply.content:

@@ -199,7 +199,7 @@ def test_nothing_is_called_protected_that_unprotected_functions_of_the_same_pati
         run(folder, *options)
 
 
-@pytest.mark.sampled(3, of="slow replay")
+@pytest.mark.sampled(2, of="slow replay")
 def test_noisy_counts_of_a_small_institution_are_taken_for_what_they_are(folder):
     ran = run(folder, *END_TO_END, "classes=10", "count-sigma=10", SEEDED)
     assert not ran.result["failures"]
@@ -330,7 +330,7 @@ def test_what_is_replayed_does_not_depend_on_the_private_batches(folder, monkeyp
     assert len(drawn[0]) >= 4
 
 
-@pytest.mark.sampled(3, of="slow replay")
+@pytest.mark.sampled(2, of="slow replay")
 def test_end_to_end_a_label_above_the_classes_is_not_told(tmp_path, caplog):
     """The server chooses task.classes, and could ask by it whether anybody has a rare class."""
     left = []
