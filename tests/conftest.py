@@ -38,6 +38,11 @@ LONGEST = (
     "test_clinical_studies.py",
     "test_fuzz_answers.py",
     "test_processes.py",
+    "test_encoders.py",
+    "test_own_encoders.py",
+    "test_feder.py",
+    "test_packaging.py",
+    "test_own_app.py",
 )
 
 

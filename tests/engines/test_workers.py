@@ -40,7 +40,7 @@ def lines(folder, name):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-@pytest.mark.sampled(1, of="processes that are killed")
+@pytest.mark.sampled(1, of="worker processes")
 def test_killed_workers_are_replaced_and_the_run_goes_on_to_the_bits_of_one_process(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     display = Killing(after=2)

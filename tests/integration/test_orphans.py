@@ -120,7 +120,7 @@ def test_whoever_is_killed_no_process_stays_and_the_run_goes_on(started, tmp_pat
     check_resumed(tmp_path / "x", may_fail=killed == "Ray's actor")  # it may have died between two answers
 
 
-@pytest.mark.sampled(1, of="processes that are killed")
+@pytest.mark.sampled(1, of="worker processes")
 def test_a_killed_command_leaves_none_of_its_workers_and_the_run_goes_on(started, tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     words = ["run", "--engine", "inline", "--workers", "2", "strategy=fedavg", *SMALL]
@@ -133,7 +133,7 @@ def test_a_killed_command_leaves_none_of_its_workers_and_the_run_goes_on(started
     check_resumed(tmp_path / "x")
 
 
-@pytest.mark.sampled(1, of="processes that are killed")
+@pytest.mark.sampled(1, of="worker processes")
 def test_a_killed_comparison_leaves_no_worker(started, tmp_path):
     run = start(started, tmp_path, "compare", "cwt,fedavg", *SMALL, "seeds=1", "--jobs", "2")
     wait_for("to start", run)

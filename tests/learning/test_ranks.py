@@ -100,7 +100,7 @@ def test_what_fails_in_a_rank_is_one_line(store, several, forks):
         epoch(several, module, make_optimizer(module, training, 0.1), training, store, 0)
 
 
-@pytest.mark.sampled(1, of="processes that are killed")
+@pytest.mark.sampled(1, of="worker processes")
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
 def test_none_outlives_the_run(tmp_path, by):
     job = ["strategy=fedreplay", "encoder=random", "model.norm=group", "partition.size=60", "nodes=2", "rounds=5000"]

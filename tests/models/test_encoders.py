@@ -189,7 +189,7 @@ def test_features_are_computed_once_and_change_no_result(tmp_path, monkeypatch):
     assert result["bytes"]["up"] < 2 * 2 * 60_000  # two rounds of two heads of 1,280 x 10
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, of="encoders of real size")
 @pytest.mark.parametrize("strategy", ["cwt", "fedreplay", "splitnn", "local"])
 def test_methods_train_the_head_alone(strategy, tmp_path, monkeypatch):
     result, _ = head_run(tmp_path, monkeypatch, "partition=iid", "training.lr=0.1", strategy=strategy)

@@ -79,7 +79,7 @@ def weights(net, file, x):
 NETS = {"xray": xray, "efficientnet": efficientnet}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, of="encoders of real size")
 @pytest.mark.parametrize("name", NETS)
 def test_an_own_encoder_serves_every_method(name, tmp_path, monkeypatch):
     torch.manual_seed(0)

@@ -1,12 +1,14 @@
 """DP-SGD beside a slow loop over single examples, plain SGD, and its formula."""
 
-import subprocess
+import logging
+import os
 import sys
 from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
 import torch
+from harness import forked
 from torch import nn
 from torch.nn import functional
 
@@ -387,7 +389,15 @@ def test_a_model_is_as_before_also_where_the_loss_fails():
     assert not any(map(any, hooks))
 
 
-def test_opacus_leaves_the_root_logger_as_it_is():
-    code = "import logging, torch; from flwr_replay.privacy.dpsgd import refuse_mixing as check; "
-    code += "check(torch.nn.Linear(2, 2)); print(logging.root.handlers)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+def test_opacus_leaves_the_root_logger_as_it_is(tmp_path):
+    """In a fork, which imports it for the first time."""
+
+    def first_import():
+        for name in [name for name in sys.modules if name.partition(".")[0] == "opacus"]:
+            del sys.modules[name]
+        logging.root.handlers.clear()
+        refuse_mixing(nn.Linear(2, 2))
+        (tmp_path / "found").write_text(f"{'opacus' in sys.modules} {logging.root.handlers}")
+
+    os.waitpid(forked(first_import), 0)
+    assert (tmp_path / "found").read_text() == "True []"

@@ -85,7 +85,7 @@ def test_it_ends_where_the_common_loss_is_flat_and_fedavg_drifts(tmp_path, monke
     config, options = compose(averaging.JOB), ["batch_size=100", "lr=0.1", "momentum=0", "weight_decay=0.03"]
 
     def slope(strategy):
-        state = run(tmp_path, strategy, *options, "rounds=20", "strategy.local_epochs=5")[0]
+        state = run(tmp_path, strategy, *options, "rounds=60", "strategy.local_epochs=5")[0]
         model = backbone(config.model, config.task)(0)
         load_arrays(model, state)
         trained = [p for p in model.parameters() if p.requires_grad]

@@ -177,6 +177,7 @@ def test_another_comparison_replaces_nothing_of_the_first(
     assert everything(folder).keys() == after.keys()  # the same comparison has the same folder
 
 
+@pytest.mark.sampled(1, of="worker processes")
 def test_processes_give_the_same_bits_as_this_one(tmp_path: Path, first: tuple[str, dict[str, Any]]) -> None:
     _, apart = compare(tmp_path, "local,fedavg", "seeds=1", jobs=2)
     for label in ("local", "fedavg"):
