@@ -82,7 +82,7 @@ def test_a_model_of_which_institutions_keep_a_part_is_refused(own_models, monkey
         check_strategy("fedavg", [SMALL])
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "job",
     [
@@ -125,7 +125,7 @@ def test_options_keep_the_contract(job):
     check_strategy(name, [*options, SMALL, *GENERATOR, *FEW.get(name, [])])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "job",
     [
@@ -152,7 +152,7 @@ def test_replay_and_privacy_keep_the_contract(job):
     check_strategy(name, [*options, *GENERATOR, *FEW.get(name, []), "partition.size=40"])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", sorted({*choices("strategy")} - CLASSES))
 def test_a_regression_keeps_the_contract(name):
     check_strategy(name, ["task=diabetes", "model=mlp"])

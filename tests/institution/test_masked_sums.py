@@ -55,7 +55,7 @@ def sent(ran, stage="train"):
     return {name: arrays_in(ran.grid.of(stage, name)[0][1].content) for name in NAMES}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -51,7 +51,7 @@ def runs(tmp_path_factory):
     return Recorded(tmp_path_factory.mktemp("runs"), RUNS)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("run", "field", "attack", "least"),
     [

@@ -138,7 +138,7 @@ NOISES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("change", "found"), NOISES.values(), ids=NOISES)
 def test_noise_that_is_less_than_charged_is_found(monkeypatch, change, found):
     monkeypatch.setattr(budget, "noisy_step", Noise(change))

@@ -47,7 +47,7 @@ def trial_of(run, institution="institution-1"):
     return trial_on(evidence.exhibits[-1], evidence)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("run", "last", "whom", "number"),
     [

@@ -38,7 +38,7 @@ def timms(name, **options):
     return ModelConfig(library="timm", name=name, **options)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", STAGES)
 def test_stages_compute_what_timm_does(name):
     size = 224 if name.startswith("vit") else 64

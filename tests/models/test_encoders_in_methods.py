@@ -68,7 +68,7 @@ def keeps_the_contract(name, options, monkeypatch, tmp_path):
     assert not [one for one in sent for name, _ in encoder.stages.named_buffers() if one.endswith(name)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("encoder", ENCODERS)
 @pytest.mark.parametrize("name", choices("strategy"))
 def test_every_method_keeps_its_contract_beside_an_encoder(name, encoder, monkeypatch, tmp_path):

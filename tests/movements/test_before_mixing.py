@@ -52,7 +52,7 @@ def accuracy(folder, name, weights):
         return float((model.eval()(x).argmax(1).numpy() == shard["test_labels"].ravel()).mean())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("job", "prefix"), [("fedavg", ""), ("fml", "proxy-"), ("fml proxy-optimizer=travels optimizer=adam", "proxy-")]
 )
@@ -93,7 +93,7 @@ def test_who_has_not_trained_in_this_exchange_has_nothing_to_test(folder):
     assert len(tests) == 2 * (4 + 3)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("job", MIXES)
 def test_the_contract_is_kept(job, tmp_path, monkeypatch):
     """The forecast is the ledger, a resumed run ends with the same bits and metrics, one institution may fail."""

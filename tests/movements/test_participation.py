@@ -152,7 +152,7 @@ def test_a_cycle_visits_a_fraction_once_each(hospitals, order):
 # --- relay ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("strategy", "stage"), [("local", "train-own"), ("avgpush", "push"), ("proxyfl", "train-proxy")]
 )
@@ -348,7 +348,7 @@ def test_a_forecast_states_no_epsilon_of_who_is_never_drawn(hospitals, monkeypat
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["fedreplay", "central", "splitnn", "syncentral"])
 def test_methods_in_which_all_must_take_part_refuse(strategy, monkeypatch, capsys, tmp_path):
     job = [f"strategy={strategy}", "task=digits", "nodes=3", "fraction=0.5", "--runs-dir", str(tmp_path / "runs")]

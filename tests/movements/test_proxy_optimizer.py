@@ -111,7 +111,7 @@ def test_proxyfl_is_a_slow_twin(shards, topology, rule, optimizer):
         close(parted(ran.model(name, ROUNDS)[0])[0], theta[name])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("rule", RULES)
 def test_fml_is_a_slow_twin(shards, rule, optimizer):

@@ -155,7 +155,7 @@ def test_a_patients_images_are_held_out_together(tmp_path):
     np.testing.assert_array_equal(held.test.x, plain.test.x)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -24,7 +24,7 @@ def run(tmp_path, strategy):
     return run_inline([f"strategy={strategy}", *JOB, f"runs_dir={tmp_path}", f"run_name={strategy}"], Display())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("strategy", "exchanges", "taught"), [("cwt", 6, 1), ("fedavg", 2, 3), ("fedreplay", 2, 0), ("local", 2, 3)]
 )

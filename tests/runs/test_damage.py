@@ -146,7 +146,7 @@ def test_damage_at_an_institution(resume, name, way):
     check(*resume("fedavg", damaged))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_both_checkpoints_damaged_are_reported_and_nothing_begins_anew(resume, way):
     def damaged(folder):
@@ -167,7 +167,7 @@ def test_checkpoints_that_are_gone_are_reported(resume):
     assert f"{path} must hold the run's last two" in reported
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_result_is_the_run_s_own(broken, tmp_path, monkeypatch, way):
     place, whole = broken("fedreplay")
@@ -181,7 +181,7 @@ def test_a_result_is_the_run_s_own(broken, tmp_path, monkeypatch, way):
     assert run_inline(resolve([], "", str(folder))[0], Display())[0]["final"] == whole[1]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [way for way, change in WAYS.items() if change])
 def test_a_damaged_model_of_the_best_round_is_reported_and_the_run_goes_on(broken, tmp_path, monkeypatch, caplog, way):
     place, whole = broken("fedavg")

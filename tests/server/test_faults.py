@@ -145,7 +145,7 @@ def test_a_simulation_stops_once_messages_to_a_dead_worker_have_failed_alike(tmp
     assert again["rounds"] == 9
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("method", "code"), [("fedavg", 0), ("cwt", 0), ("avgpush", 0), ("fedavg", 3), ("fedavg", 5), ("fedavg", 8)]
 )

@@ -186,7 +186,7 @@ def test_an_encoder_from_a_file_is_taken_as_it_is(start, shards, tmp_path):
         start("encoder=file", option)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cut", ["conv1", "layer1", "layer2", "layer3", "layer4"])
 def test_the_backbone_is_cut_at_any_stage(start, shards, cut):
     options = ["model=resnet18", "stem=small", "model.width=4"]

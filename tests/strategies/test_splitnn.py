@@ -211,7 +211,7 @@ def test_a_run_that_breaks_off_amid_a_visit_goes_on_with_the_same_bits(tmp_path,
     assert ended["examples-seen"] == result["examples-seen"] == 2 * (4 * B + 2 * B + 5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("message", [1, 2, 3])
 @pytest.mark.parametrize("options", [[], ["optimizer-state=keep"]])
 def test_a_visit_that_breaks_off_leaves_both_parts_and_goes_to_the_next(start, shards, message, options):
@@ -315,7 +315,7 @@ def twin(shards, visits, keep=False, m=1, with_head=False):
     return {name: value.detach().numpy() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("with_head", [False, True])
 @pytest.mark.parametrize(("m", "keep"), [(1, False), (1, True), (3, False), (2, True)])
 def test_micro_batches_and_the_optimizers_kept(start, shards, with_head, m, keep):

@@ -189,7 +189,7 @@ def answering(change):
     return after
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("change", "says"),
     [
