@@ -163,8 +163,10 @@ def _further(overrides: Sequence[str], fault: str) -> Iterator[str]:
     while True:
         for option in sorted(left, key=lambda option: key_of(option) in GROUPS):
             name = re.escape(key_of(option).rpartition(".")[2].replace("_", "-"))
+            if not re.search(rf"(?<![\w-]){name}(?![\w-])", fault):
+                continue
             then = _fault(without := [other for other in left if other is not option])
-            if re.search(rf"(?<![\w-]){name}(?![\w-])", fault) and then.split("; got")[0] != fault.split("; got")[0]:
+            if then.split("; got")[0] != fault.split("; got")[0]:
                 break
         else:
             return
