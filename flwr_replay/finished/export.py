@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,7 +41,8 @@ def export(model: TrainedModel, form: str, out: Path, text: str) -> tuple[Path, 
     """Write a model as one file, and its card beside it.
 
     The file maps float32 inputs, images in [0, 1], (B, C, H, W) of any B, to the outputs of `TrainedModel.forward`. It
-    does not look at the range of what it is given.
+    does not look at the range of what it is given. ONNX names them `input` and `output`; its metadata have `classes`,
+    a JSON list.
 
     Parameters
     ----------
@@ -79,8 +81,11 @@ def export(model: TrainedModel, form: str, out: Path, text: str) -> tuple[Path, 
             if form == "torch":
                 torch.export.save(program, whole)
             else:
-                exported = torch.onnx.export(program, (), dynamo=True, verbose=False)
+                exported = torch.onnx.export(
+                    program, (), dynamo=True, verbose=False, input_names=["input"], output_names=["output"]
+                )
                 assert exported is not None  # with dynamo it returns a program
+                exported.model.metadata_props["classes"] = json.dumps(model.classes)
                 whole.write(exported.model_proto.SerializeToString())
     except ImportError as error:
         raise ConfigError(f"--format onnx needs {error.name}: {installing('onnx')}") from None

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -254,7 +255,8 @@ def outputs(file, form, x):
     import onnxruntime
 
     session = onnxruntime.InferenceSession(file)
-    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+    assert json.loads(session.get_modelmeta().custom_metadata_map["classes"])[:3] == ["z", "o", "t"]
+    return torch.from_numpy(session.run(["output"], {"input": x.numpy()})[0])
 
 
 @pytest.mark.sampled(1)
