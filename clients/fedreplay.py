@@ -72,7 +72,7 @@ class FedReplayClient(InstitutionClient):
         load_arrays(model, best_arrays)
         return Encoder(
             arrays=encoded(encoder),
-            num_examples=len(kept),
+            num_examples=len(train),
             examples_seen=seen,
             train_loss=best_loss,
             validation_loss=best,

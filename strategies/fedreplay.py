@@ -53,7 +53,6 @@ from flwr_replay.report.summary import upload_advice
 from flwr_replay.rng import derived_seed
 from flwr_replay.server.asking import stopped
 from flwr_replay.server.members import Member
-from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import StateDict, opened
 from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
 
@@ -211,12 +210,6 @@ class FedReplay(OneShot):
             max_epochs=self.config.encoder_epochs,
             patience=self.config.patience,
         )
-
-    def examples_of(self, member: Member, request: type[Request], instructions: dict[str, Any]) -> range:
-        """Allow fewer examples than all for the encoder's training: some may be held out."""
-        if member.ours and request is Encode:
-            return range(1, member.num_examples + 1)
-        return super().examples_of(member, request, instructions)
 
     # --- stage 2 ------------------------------------------------------------------------------------------------------
 

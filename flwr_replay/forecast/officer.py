@@ -134,7 +134,7 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
     stages = [*strategy.all_stages(), *(sent.request.stage_name for sent in own)]
     rules = refusals(policy, agreed, stages)
     if policy.min_count:
-        rules += [_verdict("min-count", partial(check_examples, policy, own, config)) for own in train.values()]
+        rules += [_verdict("min-count", partial(check_examples, policy, own)) for own in train.values()]
     takes_part = not any(rule["verdict"] == REFUSED for rule in rules)
     for answered, too_many in _counted(own, policy):
         for row, verdict, reason in _judged(answered, policy, config, too_many if takes_part else NO_PART):

@@ -10,12 +10,12 @@ all classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from math import ceil, inf, isqrt
 from typing import Any
 
 import numpy as np
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 
 from flwr_replay.config.run import RunConfig
 from flwr_replay.data import Examples
@@ -27,17 +27,18 @@ from flwr_replay.payloads.replay import Kept
 from flwr_replay.state.counts import Released
 from flwr_replay.wire.fields import Field
 from flwr_replay.wire.payload import Payload
-from flwr_replay.wire.records import metrics_in
+from flwr_replay.wire.records import config_in, metrics_in
 
 __all__ = [
     "TESTED",
-    "Released",
     "check_counts",
     "check_declared",
     "check_examples",
     "check_known",
     "check_options",
+    "check_room",
     "floored",
+    "released",
 ]
 
 TESTED = ("num-examples", "confusion", "hits")  # all that may leave of a test
@@ -47,10 +48,11 @@ def check_options(policy: Policy, config: RunConfig) -> None:
     """Refuse a run that lets the server choose which examples count, or that asks for more tests than are allowed."""
     if config.task.balanced:
         raise _refused(policy, "with task.balanced a number of examples is that of the smallest class: leave it out")
-    each = 1 + config.external + config.evaluate_before_mixing
-    tests = ceil(config.rounds / config.evaluate_every) * each + (config.split != "test")
-    tests += config.rounds * config.forgetting
-    if policy.allowed_metrics != "none" and tests > policy.max_evaluations:
+    if config.task.kind != "classification":
+        raise _refused(
+            policy, f"tests and sums of labels of a {config.task.kind} do not count examples: choose a classification"
+        )
+    if (tests := _tests(policy, config)) > policy.max_evaluations:
         raise _refused(
             policy,
             f"two tests can be subtracted, so of all runs together {policy.max_evaluations:,} may leave "
@@ -58,43 +60,56 @@ def check_options(policy: Policy, config: RunConfig) -> None:
         )
 
 
+def _tests(policy: Policy, config: RunConfig) -> int:
+    """Return how many tests a run asks for; of a serial one's forgetting, those of one institution."""
+    if policy.allowed_metrics == "none":
+        return 0
+    times, external = ceil(config.rounds / config.evaluate_every), int(config.external)
+    further = config.rounds * config.forgetting
+    if config.split == "test":
+        return times * (1 + config.evaluate_before_mixing + external) + further
+    return (times + 1) * (1 + config.evaluate_before_mixing) + external + further
+
+
 def check_declared(
-    policy: Policy, answer: type[Payload], promise: Callable[[type[Payload], Field], float] | None, config: RunConfig
+    policy: Policy, answer: type[Payload], promise: Callable[[type[Payload], Field], float] | None
 ) -> None:
     """Refuse a declaration with a field that has small counts, or of which nobody can say how many examples it is of.
 
     `promise` is as of `Policy.check_release`.
     """
-    if issubclass(answer, Evaluation) and config.task.kind != "classification":
-        raise _refused(policy, f"tests of a {config.task.kind} do not count examples: leave tests out, metrics: none")
     for name, field in answer.declared().items():
         limits = [policy.max_epsilon, policy.max_local_epsilon if field.kind.startswith("per-sample") else None]
         most = max((limit for limit in limits if limit is not None), default=-inf)
         if field.dp and promise and promise(answer, field) <= most:
             continue
-        what = ""
-        if field.kind.startswith("per-sample"):
-            what = "rows of single patients, whose labels can be counted"
-        elif field.means == "class sums":
-            what = "sums of features that the server's weights choose, so of any few examples"
-        elif field.kind == "statistic" and not (field.public or field.withheld or issubclass(answer, Evaluation)):
-            what = "numbers, and nobody can say of how many examples"
-        if what:
+        if what := _uncounted(answer, field):
             raise _refused(
                 policy, f"{answer.__name__}.{name} are {what}: choose dp=, with max-epsilon in the policy, or leave it"
             )
 
 
-def check_examples(policy: Policy, train: Examples, config: RunConfig) -> None:
-    """Refuse to say the number of too few training examples, or sums of labels that have few values."""
+def _uncounted(answer: type[Payload], field: Field) -> str:
+    """Say what a field is of which nobody knows how many examples it counts; empty if it is none such."""
+    if field.kind.startswith("per-sample"):
+        return "rows of single patients, whose labels can be counted"
+    if field.means == "class sums":
+        return "sums of features that the server's weights choose, so of any few examples"
+    if field.kind == "statistic" and not (field.public or field.withheld or issubclass(answer, Evaluation)):
+        return "numbers, and nobody can say of how many examples"
+    return ""
+
+
+def _sums(answers: Iterable[type[Payload]]) -> bool:
+    """Say whether there are such sums among the answers; rows have an epsilon of all runs."""
+    fields = ((answer, field) for answer in answers for field in answer.declared().values())
+    return any(_uncounted(answer, field) and not field.kind.startswith("per-sample") for answer, field in fields)
+
+
+def check_examples(policy: Policy, train: Examples) -> None:
+    """Refuse to say the number of too few training examples."""
     if len(train) < policy.min_count:
         raise _refused(policy, f"it has fewer than {policy.min_count} training examples: take part with more")
-    if config.task.kind == "regression" and len(np.unique(train.y)) < policy.min_count:
-        raise _refused(
-            policy,
-            f"its labels have fewer than {policy.min_count} values, so their sums are counts of classes: choose a "
-            "classification",
-        )
 
 
 def released(institution: Institution) -> Released:
@@ -102,21 +117,27 @@ def released(institution: Institution) -> Released:
     return Released(institution.state, institution.policy.min_count, institution.policy.max_evaluations)
 
 
-def check_known(institution: Institution, config: RunConfig) -> None:
+def check_room(institution: Institution, config: RunConfig, run: str, answers: Iterable[type[Payload]]) -> None:
+    """Refuse, before anyone trains, a run whose tests or sums could not leave since other runs' have."""
+    released(institution).check_room(run, _tests(institution.policy, config), _sums(answers))
+
+
+def check_known(institution: Institution) -> None:
     """Refuse as `check_examples` and `flwr_replay.state.counts.Released.check_total` do, once the data were read."""
     if "data" in vars(institution):
-        check_examples(institution.policy, institution.data.train, config)
+        check_examples(institution.policy, institution.data.train)
         released(institution).check_total(len(institution.data.train))
 
 
-def check_counts(
-    institution: Institution, config: RunConfig, answer: type[Payload] | None, metrics: Mapping[str, Any]
-) -> None:
+def check_counts(institution: Institution, run: str, answer: type[Payload] | None, content: RecordDict) -> None:
     """Refuse an answer with a number of other training examples than all, or with numbers that are not declared."""
+    metrics = metrics_in(content)
     policy, n = institution.policy, metrics.get("num-examples")
-    if answer is None and (other := sorted(metrics.keys() - {"num-examples"})):
+    if answer is None and (other := sorted({*metrics, *config_in(content)} - {"num-examples"})):
         raise _refused(policy, f"nobody can say of how many examples {other[0]} is: leave it out")
-    check_known(institution, config)
+    check_known(institution)
+    if answer and _sums([answer]):
+        released(institution).sums(run)
     if n is None or (answer and issubclass(answer, Kept)):  # which counts others' examples
         return
     if n < policy.min_count or ("data" in vars(institution) and n != len(institution.data.train)):
@@ -136,8 +157,11 @@ def floored(policy: Policy, reply: Message) -> dict[str, Any]:
         If there are few examples, or of these few are right, or few wrong.
     """
     metrics = metrics_in(reply.content)
-    least, cells, n = policy.min_count, np.asarray(metrics.get("confusion", [])), metrics["num-examples"]
-    right = int(cells.reshape(isqrt(len(cells)), -1).trace()) if len(cells) else 0
+    metrics, least = metrics_in(reply.content), policy.min_count
+    cells, n = np.asarray(metrics.get("confusion", [])), metrics.get("num-examples", 0)
+    if not len(cells) or isqrt(len(cells)) ** 2 != len(cells) or cells.sum() != n:
+        raise _refused(policy, "a test has num-examples, and all of these in a square confusion: return both")
+    right = int(cells.reshape(isqrt(len(cells)), -1).trace())
     for count, what in ((n, "were tested"), (right, "were classified rightly"), (n - right, "wrongly")):
         if count < least:
             raise _refused(policy, f"fewer than {least} examples {what}: test on more examples, or leave tests out")

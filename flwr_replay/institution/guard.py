@@ -49,7 +49,7 @@ from flwr_replay.models.zoo import bytes_of, encoder_digest
 from flwr_replay.payloads.common import Evaluation, Failure, Present, RollCall, Unmask
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.state.store import StateStore
-from flwr_replay.wire.payload import REQUESTS, LedgerRow, Payload, Request, request_of, rows
+from flwr_replay.wire.payload import LedgerRow, Payload, Request, asked_for, request_of, rows
 from flwr_replay.wire.records import config_in, metrics_in
 
 __all__ = ["check_answer", "check_pinned", "check_release", "check_request", "guard", "run_rules"]
@@ -105,6 +105,8 @@ def _answered(
     request = request_of(message)
     check_sealing(institution, config, message)
     check_request(message, request, institution.policy, config, institution.private_model)
+    if request is RollCall and institution.policy.min_count:
+        floor.check_room(institution, config, run, asked_for(RollCall, config_in(message.content)))
     cover = COVERS[config.hiding](institution, config, run) if config.hiding.pinned else None
     plan, policy, answer, store = _plan(config), institution.policy, request and request.answer, StateStore(institution)
     with cover.alone() if cover and request and request is not RollCall else nullcontext():
@@ -124,11 +126,11 @@ def _answered(
                     return call_next(opened, context)
             except FlwrReplayError:
                 if policy.min_count:
-                    floor.check_known(institution, config)  # its line may have the number of examples
+                    floor.check_known(institution)  # its line may have the number of examples
                 raise
 
         if tests and policy.min_count:
-            counts = floor.released(institution).tested(opened.content, lambda: floor.floored(policy, called()))
+            counts = floor.released(institution).tested(run, opened.content, lambda: floor.floored(policy, called()))
             reply = Message(RecordDict({"metrics": MetricRecord(counts)}), reply_to=message)
         else:
             reply = called()
@@ -136,7 +138,7 @@ def _answered(
             store.note_data(run)
         leaving = check_answer(reply, answer, policy, config)
         if policy.min_count and not tests:
-            floor.check_counts(institution, config, answer, metrics_in(reply.content))
+            floor.check_counts(institution, run, answer, reply.content)
         names = {row.field for row in leaving}
         if budget and (sent := {field: mechanism for field, mechanism in dp_fields.items() if field in names}):
             _check_account(budget, run, sent, charged_before, metrics_in(reply.content))
@@ -214,8 +216,7 @@ def check_request(
         return
     request.check_scalars(message.content)
     _check_options_kept(instructions, config)
-    announced = instructions.get("stages", [])  # at the roll call: all stages of the run
-    answers = (request.answer, *(REQUESTS[str(stage)].answer for stage in announced if stage in REQUESTS))
+    answers = asked_for(request, instructions)
     for answer in answers:
         check_release(answer, policy, config)
     _check_size(message, request, policy, answers, _sizes(config, private_model))
@@ -224,7 +225,7 @@ def check_request(
             "policy pins the weights of this stage; task.mean and task.std would change what they make of an image: "
             "leave these out, or ask the institution to change its policy file"
         )
-    if "extract" in (request.stage_name, *announced):
+    if "extract" in (request.stage_name, *instructions.get("stages", [])):
         check_pinned(policy, config)
 
 
@@ -233,7 +234,7 @@ def check_release(answer: type[Payload], policy: Policy, config: RunConfig) -> N
     plan = _plan(config)
     policy.check_release(answer, plan.promise if plan else None)
     if policy.min_count:
-        floor.check_declared(policy, answer, plan.promise if plan else None, config)
+        floor.check_declared(policy, answer, plan.promise if plan else None)
     if plan:
         plan.check_covered(answer)
 

@@ -85,8 +85,11 @@ class Institution:
     record: str = "none"  # none | up | all: of its messages, those that it keeps in its state directory
     record_mb: float = inf  # the most that these may take
     digested: bool = False  # messages are recorded, here or by a simulation: its state says which examples it had
-    reports_losses: bool = True  # of trainings; False: they need not be finite either, since a failure would tell
+    reports_losses: bool = True  # of trainings; not with a floor; else they need not be finite, as a failure would tell
     durable: bool = False  # ledger lines reach the disk before anything leaves
+
+    def __post_init__(self) -> None:
+        self.reports_losses &= not self.policy.min_count
 
     @classmethod
     def from_arrays(

@@ -34,9 +34,10 @@ The policy is a YAML file in the institution's hands:
     min-count: 10                             # no number of fewer examples leaves; default: 0, any leaves. Of a test
                                               # leave right and wrong answers, and no loss. What cannot be floored is
                                               # refused: rows, class sums, counts by class; not under an epsilon that
-                                              # this file limits, whose noise hides them. Tests can be subtracted: so
-                                              # max-evaluations is of all runs together, by default 1. Weights can tell
-                                              # counts, too; only max-epsilon bounds that
+                                              # this file limits, whose noise hides them. Tests can be subtracted, and
+                                              # the noise of many sums averages out: so max-evaluations is of tests in
+                                              # all runs together, and of runs with such sums, by default 1. Weights
+                                              # can tell counts, too; only max-epsilon bounds that
     recording: false                          # no run whose server says that it keeps messages for attacks on them.
                                               # This binds honest servers only: any other can keep what it gets
     sealed: true                              # no run in which a server could read weights: sealed=true only. What

@@ -26,7 +26,7 @@ from flwr_replay.wire.masked import MASKED, is_masked
 from flwr_replay.wire.records import StateDict, Weights, array_record, arrays_in, config_in, metrics_in, opened
 from flwr_replay.wire.sealed import SEALED, is_sealed
 
-__all__ = ["CLIENT_APP_RAISED", "REQUESTS", "LedgerRow", "Payload", "Request", "request_of", "rows"]
+__all__ = ["CLIENT_APP_RAISED", "REQUESTS", "LedgerRow", "Payload", "Request", "asked_for", "request_of", "rows"]
 
 CLIENT_APP_RAISED = 2  # Flower's error code if a ClientApp's function raises or does not exist
 
@@ -227,6 +227,12 @@ class Request(Payload):
 def request_of(message: Message) -> type[Request] | None:
     """Return the class of a message's request; None if it is not a request of this package."""
     return REQUESTS.get(str(config_in(message.content).get("stage", ""))) if message.has_content() else None
+
+
+def asked_for(request: type[Request], instructions: Mapping[str, Any]) -> list[type[Payload]]:
+    """Return the answers that a request asks for: its own, and at the roll call those of all stages of the run."""
+    stages = [str(stage) for stage in instructions.get("stages", [])]
+    return [request.answer, *(REQUESTS[stage].answer for stage in stages if stage in REQUESTS)]
 
 
 class LedgerRow(NamedTuple):

@@ -1,29 +1,22 @@
-"""Attacks on a policy's floor for small cells, by a server that sends what it likes.
-
-The hospital has 60 training and 60 test examples: 3 of class 0, 20 of class 1, 37 of class 2.
-"""
+"""Attacks on a policy's floor for small cells, by a server that sends what it likes."""
 
 import json
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from flwr.app import Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import RecordDict
 from harness import SHARDS, node_configs, run
 from hostile_server import HostileServer, metrics, refusal, weights
+from small_cells import COUNTS, FLOOR, HEAD, TASK, always, answered_by, ask, server_of, write
 
 from flwr_replay.config.compose import compose
-from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.errors import ConfigError, RefusedError
 from flwr_replay.forecast.officer import findings, planned
-from flwr_replay.institution.floor import check_declared, check_options, floored
-from flwr_replay.institution.guard import guard
+from flwr_replay.institution.floor import check_declared, check_options
 from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.policy import Policy, read_policy
-from flwr_replay.memory import forget
-from flwr_replay.payloads.common import Evaluate, RollCall, Train, Trained
-from flwr_replay.payloads.ditto import EvaluatePersonal, TrainPersonal
+from flwr_replay.payloads.common import RollCall, Train, Trained
 from flwr_replay.payloads.fedreplay import Extract
 from flwr_replay.payloads.fedsgd import Differentiate
 from flwr_replay.payloads.fedstats import Summarise
@@ -33,57 +26,13 @@ from flwr_replay.payloads.synthetic import DrawBuffer, TrainSlice
 from flwr_replay.report.officer_page import write_officer_page
 from flwr_replay.report.pages import write_page
 from flwr_replay.report.summary import summary
-from flwr_replay.state.counts import FILE
 from flwr_replay.wire.fields import statistic
-
-COUNTS = (3, 20, 37)
-FLOOR = "min-count: 10\n"
-TASK = [*SHARDS, "classes=3", "model=mlp", "model.width=6", "batch_size=16", "device=cpu", "rounds=1"]
-HEAD = "head.fc"
-
-
-def write(folder, name="a", counts=COUNTS, tests=COUNTS, labels=(0, 1, 2)):
-    """Write a hospital with so many training and test images of each class; of class c they are bright by c."""
-    rng, parts = np.random.default_rng(0), {}
-    for split, of_each in (("train", counts), ("test", tests)):
-        y = np.repeat(labels, of_each)
-        noise = rng.integers(0, 60, (len(y), 8, 8), np.uint8)
-        parts[f"{split}_images"] = noise + (80 * y % 200).astype(np.uint8)[:, None, None]
-        parts[f"{split}_labels"] = y
-    np.savez(folder / f"{name}.npz", **parts)
-    forget()
 
 
 @pytest.fixture
 def folder(tmp_path):
     write(tmp_path)
     return tmp_path
-
-
-def server_of(folder, *options, policy=FLOOR, task=TASK, **more):
-    return HostileServer(folder, *task, *(options or ["strategy=fedavg"]), policy=policy, **more)
-
-
-def always(server, scores):
-    """Return weights whose answer is the same for every image: the class with the largest score."""
-    blank = {name: np.zeros_like(array) for name, array in server.weights.items()}
-    return {**blank, f"{HEAD}.bias": np.array(scores, np.float32)}
-
-
-def brighter(server, place, than):
-    """Return weights that answer 2 where one pixel, 0 to 1, is brighter, else 1."""
-    arrays = always(server, [-9, 0, 0])
-    names = [name for name, array in arrays.items() if array.ndim == 2]
-    arrays[names[0]][0, place] = 1
-    arrays[names[0].replace("weight", "bias")][0] = 1
-    for name in names[1:-1]:
-        arrays[name][0, 0] = 1
-    arrays[names[-1]][2, 0], arrays[f"{HEAD}.bias"][2] = 1000, -1000 * (1 + than)
-    return arrays
-
-
-def ask(server, arrays, run="r", exchange=1, **more):
-    return server.send(Evaluate(arrays=arrays, run=run, server_round=exchange, **more))
 
 
 # --- what a policy says -----------------------------------------------------------------------------------------------
@@ -155,16 +104,33 @@ def test_no_loss_leaves_of_a_training(folder):
     assert set(metrics(floored)) == {"num-examples", "examples-seen", "num-steps"}
 
 
-def test_sums_of_labels_that_are_classes_do_not_leave(folder):
-    write(folder, counts=(0, 57, 3))
-    regression = [option for option in TASK if "classes" not in option]
-    regression += ["task.kind=regression", "task.classes=1", "strategy=fedavg"]
-    call = RollCall(strategy="fedavg", run="r")
-    sums = metrics(HostileServer(folder, *regression).send(call))
-    assert sums["label-sum"] - sums["num-examples"] == 3  # the attack works
-    assert "fewer than 10 values" in refusal(HostileServer(folder, *regression, policy=FLOOR).send(call))
-    write(folder, counts=(4,) * 15, tests=(4,) * 15, labels=range(15))
-    assert metrics(HostileServer(folder, *regression, policy=FLOOR).send(call))["label-squares"] > 0
+def test_no_failure_counts(folder):
+    """A loss that is finite for two examples, and not for three, counts without leaving."""
+    replaced = ("task.size", "model", "batch_size")
+    options = [*(option for option in TASK if not option.startswith(replaced)), "task.size=32", "model=lenet5"]
+    options.append("batch_size=60")
+    write(folder, size=32)
+
+    def fails(policy, few):
+        """Say whether a training fails that has an infinite loss once more than `few` examples are of class 0."""
+        server, gain = HostileServer(folder, *options, "strategy=fedavg", policy=policy), 150 * 400 * 120 * 84
+        size = float((np.finfo(np.float32).max / (few + 0.5) / gain) ** (1 / 5))
+        arrays = {name: np.full_like(of, size * name.endswith("weight")) for name, of in server.weights.items()}
+        arrays["conv1.conv.weight"][:], arrays["conv1.conv.bias"][:] = 0, size
+        arrays[f"{HEAD}.weight"][:] = [[-size]] + [[0]] * 2
+        reply = server.send(Train(arrays=arrays, run=f"r{few}{len(policy)}", lr=0.0))
+        return "loss must stay finite" in refusal(reply)
+
+    assert [fails("", few) for few in (2, 3)] == [True, False]  # the attack works: there are 3
+    assert not any(fails(FLOOR, few) for few in (2, 3))
+
+
+@pytest.mark.parametrize("kind", ["regression", "segmentation"])
+def test_only_a_classification_counts_examples(folder, kind):
+    """Labels' sums are counts where they are classes; of other numbers, a change tells the label that came."""
+    options = [*(option for option in TASK if "classes" not in option), "task.classes=1", "strategy=fedavg"]
+    reply = server_of(folder, f"task.kind={kind}", task=options).send(RollCall(strategy="fedavg", run="r"))
+    assert f"tests and sums of labels of a {kind} do not count examples" in refusal(reply)
 
 
 def test_no_option_makes_a_number_that_of_the_smallest_class():
@@ -197,102 +163,6 @@ def test_no_part_of_the_examples_is_counted(folder):
     assert "num-examples must be of all training examples" in refusal(server.send_content(RecordDict()))
 
 
-# --- tests ------------------------------------------------------------------------------------------------------------
-
-
-def test_small_cells_of_a_test_stay(folder):
-    server = server_of(folder)
-    assert metrics(ask(server, always(server, [0, 0, 9]))) == {"num-examples": 60, "hits": 37}
-
-
-@pytest.mark.parametrize(
-    ("confusion", "left"), [([20, 10, 12, 30], {"confusion": [20, 10, 12, 30]}), ([20, 9, 12, 30], {"hits": 50})]
-)
-def test_large_cells_leave(confusion, left):
-    tested = MetricRecord({"num-examples": sum(confusion), "loss": 0.5, "confusion": confusion})
-    answer = Message(RecordDict({"metrics": tested}), 1, "evaluate")
-    assert floored(Policy(min_count=10), answer) == {"num-examples": sum(confusion), **left}
-
-
-@pytest.mark.parametrize(
-    ("tests", "scores", "says"),
-    [
-        ((1, 2, 4), [0, 0, 9], "fewer than 10 examples were tested"),
-        (COUNTS, [9, 0, 0], "fewer than 10 examples were classified rightly"),
-        ((0, 3, 57), [0, 0, 9], "fewer than 10 examples wrongly"),
-    ],
-)
-def test_few_are_called_few(folder, tests, scores, says):
-    """A total less the other cells is a cell: nothing of such a test leaves but these words."""
-    write(folder, tests=tests)
-    server = server_of(folder)
-    reply = ask(server, always(server, scores))
-    assert says in refusal(reply)
-    assert not metrics(reply)
-    assert "used up" in refusal(ask(server, always(server, [0, 9, 0])))  # that it was few is an answer, too
-
-
-def test_two_tests_are_not_subtracted(folder):
-    """Two thresholds between which one example lies tell its label, and its pixel."""
-    with np.load(folder / "a.npz") as file:
-        pixels, of_each = np.unique(file["test_images"][23:, 5, 5] / 255, return_counts=True)  # of class 2
-    alone = int(np.flatnonzero(of_each[5:-5] == 1)[0]) + 5
-    asked = [brighter(server_of(folder), 5 * 8 + 5, pixels[alone] + by) for by in (-0.001, 0.001)]
-    free = server_of(folder, policy="metrics: counted")
-    right = [np.trace(np.reshape(metrics(ask(free, arrays))["confusion"], (3, 3))) for arrays in asked]
-    assert right[0] - right[1] == 1  # the attack works
-    server = server_of(folder)
-    first = ask(server, asked[0])
-    assert metrics(first)["hits"] == right[0]
-    for named in ("r", "another"):
-        forget()  # another process
-        assert "tests can be subtracted" in refusal(ask(server_of(folder), asked[1], named))
-    forget()
-    assert metrics(ask(server_of(folder), asked[0])) == metrics(first)  # nothing new
-    assert "tests can be subtracted" in refusal(ask(server_of(folder), asked[0], exchange=2))
-
-
-ONE = ["strategy=fedavg", "rounds=3", "evaluate_every=3"]
-
-
-@pytest.mark.parametrize(
-    "other", ["evaluate_every=1", "split=validation", "forgetting=true", "evaluate_before_mixing=true", "external=true"]
-)
-def test_a_run_that_will_ask_for_more_tests_is_refused_at_once(folder, other):
-    name = other.partition("=")[0]
-    options = [*(option for option in [*TASK, *ONE] if not option.startswith((f"{name}=", "rounds=1"))), other]
-    call = RollCall(strategy="fedavg", run="r")
-    assert "set evaluate-every=3 split=test" in refusal(server_of(folder, *options[-1:], task=options[:-1]).send(call))
-    more = server_of(folder, *options[-1:], task=options[:-1], policy="min-count: 10\nmax-evaluations: 4")
-    assert "min-count" not in refusal(more.send(call))
-
-
-def test_a_run_with_one_test_is_not(folder):
-    task = [option for option in TASK if option != "rounds=1"]
-    assert not refusal(server_of(folder, *ONE, task=task).send(RollCall(strategy="fedavg", run="r")))
-
-
-def test_the_second_of_two_models_stays(folder):
-    """Ditto's answer has two tests of the same examples; the server chooses one model and moves the other."""
-    server = server_of(folder, "strategy=ditto")
-    server.send(TrainPersonal(arrays=server.weights, run="r", server_round=1, lr=0.1, lam=1.0))
-    request = EvaluatePersonal(arrays=always(server, [0, 0, 9]), run="r", server_round=1)
-    free = server_of(folder, "strategy=ditto", policy="").send(request)
-    assert not refusal(free)
-    assert {"global-confusion", "confusion"} <= set(metrics(free))
-    assert set(metrics(server.send(request))) <= {"num-examples", "hits"}
-
-
-def test_of_an_answer_that_was_lost_no_second_is_made(folder):
-    server = server_of(folder)
-    ask(server, always(server, [0, 0, 9]))
-    file = server.state / FILE
-    file.write_text("".join(line + "\n" for line in file.read_text().splitlines() if "answer" not in line))
-    assert "used up" in refusal(ask(server, always(server, [0, 0, 9])))
-    file.write_text(file.read_text()[:-9])  # what a full disk leaves
-    assert refusal(ask(server, always(server, [0, 0, 9])))
-
-
 # --- what cannot be floored -------------------------------------------------------------------------------------------
 
 
@@ -312,6 +182,21 @@ def test_sums_of_features_are_refused_without_noise(folder):
     assert "ClassSums.arrays are sums of features" in refusal(sums(FLOOR, *plain))
     assert "ClassSums.arrays" in refusal(sums(FLOOR, *noisy[:3], f"{noisy[3]}1000000"))  # noise that hides nothing
     assert not refusal(sums(f"{FLOOR}max-epsilon: 2\nmax-delta: 0.001\n", *noisy[:3], f"{noisy[3]}2"))
+
+
+def test_the_noise_of_many_sums_does_not_average_out(folder):
+    """Each run has an epsilon of its own, and noise of its own."""
+    noisy = ["strategy=fedstats", "dp=statistics", "delta=0.001", "privacy.target-epsilon=2"]
+    server = server_of(folder, *noisy, policy=f"{FLOOR}max-epsilon: 2\nmax-delta: 0.001\n")
+
+    def summed(run):
+        return server.send(Summarise(arrays=server.weights, run=run, clip=10.0))
+
+    first = weights(summed("first"))
+    assert "the noise of many sums averages out" in refusal(summed("second"))
+    call = RollCall(strategy="fedstats", run="third", stages=["summarise"])
+    assert "the noise of many sums averages out" in refusal(server.send(call))
+    np.testing.assert_array_equal(weights(summed("first"))[f"{HEAD}.bias"], first[f"{HEAD}.bias"])
 
 
 def test_rows_are_refused_without_noise(folder):
@@ -337,27 +222,7 @@ class OfAnAuthor(Trained):
 @pytest.mark.parametrize("answer", [TrainedPrior, Codes, Half, OfAnAuthor])
 def test_a_number_that_nobody_can_floor_is_refused(answer):
     with pytest.raises(RefusedError, match=f"{answer.__name__}.*: choose dp="):
-        check_declared(Policy(min_count=10), answer, None, compose([*TASK, "strategy=fedavg"]))
-
-
-@pytest.mark.parametrize("kind", ["regression", "segmentation"])
-def test_only_a_classifications_tests_count_examples(kind):
-    config = compose([*SHARDS, f"task.kind={kind}", "task.classes=1", "strategy=fedavg", "model=mlp"])
-    with pytest.raises(RefusedError, match=f"tests of a {kind} do not count examples"):
-        check_declared(Policy(min_count=10), Evaluate.answer, None, config)
-
-
-def answered_by(folder, numbers):
-    """Return a server of an institution that answers by an app of its own."""
-    own, server = ClientApp(mods=[guard]), server_of(folder)
-    [here] = server.grid.contexts.values()
-
-    @own.train()
-    def train(message, context):
-        return Message(RecordDict({"metrics": MetricRecord(numbers(context))}), reply_to=message)
-
-    server.grid = InlineGrid(own, here.run_config, [here.node_config])
-    return server
+        check_declared(Policy(min_count=10), answer, None)
 
 
 @pytest.mark.parametrize(
@@ -374,6 +239,11 @@ def test_an_app_of_ones_own_sends_no_number_but_that_of_examples(folder, sent, s
     assert bool(said) == bool(says)
 
 
+def test_an_app_of_ones_own_sends_no_number_as_a_text(folder):
+    server = answered_by(folder, lambda context: {"num-examples": 60}, config={"positives": 3})
+    assert "nobody can say of how many examples positives is" in refusal(server.send_content(RecordDict()))
+
+
 def test_weights_without_noise_tell_counts_and_no_floor_holds(folder):
     """What the policy's own text says: only max-epsilon bounds this."""
     server = server_of(folder, "strategy=fedsgd")
@@ -383,6 +253,17 @@ def test_weights_without_noise_tell_counts_and_no_floor_holds(folder):
 
 
 # --- an honest run ----------------------------------------------------------------------------------------------------
+
+
+def test_an_encoder_may_be_trained_without_the_examples_that_are_held_out(folder):
+    """The number of these follows from that of all."""
+    write(folder, "b")
+    (folder / "policy.yaml").write_text(f"{FLOOR}max-local-epsilon: 10\nmax-delta: 0.1\n")
+    nodes = [one | {"policy": str(folder / "policy.yaml")} for one in node_configs(folder, folder / "state", "ab")]
+    local = ["dp=latents", "latent-clip=1", "latent-epsilon=8", "label-epsilon=2", "encoder-epochs=1"]
+    ran = run(folder, [*TASK, "strategy=fedreplay", *local], nodes)
+    assert ran.result["nodes"] == 2
+    assert not ran.result["failures"]
 
 
 def test_a_run_of_hospitals_with_a_floor_has_an_accuracy_and_no_cells(folder):
