@@ -11,11 +11,15 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: workers do not fight over the cores
 os.environ.pop("UV_RUN_RECURSION_DEPTH", None)  # hints name `uv run` under it, and the tests may run so
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # none for nothing: actors have their own environment
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the processes of tests share what one has compiled
+
+settings.register_profile("no deadline", deadline=None)  # time is not what a test judges
+settings.load_profile("no deadline")
 
 PORTS = ("FLWR_LOCAL_SUPERLINK_HTTP_API_PORT", "FLWR_LOCAL_CONTROL_API_PORT")  # of the SuperLink that `flwr run` starts
 IN_MEMORY = Path("/dev/shm")

@@ -238,6 +238,26 @@ def test_a_mistaken_argument_is_refused_at_once(mistaken, said):
         mistaken()
 
 
+class OfSeed(nn.Linear):
+    """A network whose one argument is a seed."""
+
+    def __init__(self, seed):
+        super().__init__(seed, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "width"),
+    [
+        (lambda: nn.Linear(2, 1), 2),
+        (lambda width=3: nn.Linear(width, 1), 3),
+        (lambda n: nn.Linear(n, 1), 5),
+        (OfSeed, 5),
+    ],
+)
+def test_a_builder_is_given_a_seed_only_where_it_asks_for_one(model, width):
+    assert Settings(model=model).model(5).in_features == width
+
+
 class Net(nn.Module):
     """Of two sizes, which only its user knows."""
 

@@ -43,14 +43,16 @@ def builder_of(model: Callable[..., nn.Module]) -> Callable[[int], nn.Module]:
     """
     if isinstance(model, nn.Module):
         raise ConfigError(_no_builder(f"a {type(model).__name__} that is built already"))
-    of_seed = not (inspect.isclass(model) and issubclass(model, nn.Module))  # a network's first argument is no seed
-    for arguments in ((0,), ())[not of_seed :]:
-        try:
-            inspect.signature(model).bind(*arguments)
-        except TypeError:
-            continue
-        return model if arguments else partial(_built, model)
-    raise ConfigError(_no_builder(getattr(model, "__name__", type(model).__name__)))
+    signature = inspect.signature(model)
+    network = inspect.isclass(model) and issubclass(model, nn.Module)
+    first = next(iter(signature.parameters.values()), None)
+    # A network's first argument may be its width, and one with a default may be anything.
+    of_seed = first is not None and (first.name == "seed" or (not network and first.default is first.empty))
+    try:
+        signature.bind(*[0] * of_seed)
+    except TypeError:
+        raise ConfigError(_no_builder(getattr(model, "__name__", type(model).__name__))) from None
+    return model if of_seed else partial(_built, model)
 
 
 def _built(model: Callable[[], nn.Module], seed: int) -> nn.Module:

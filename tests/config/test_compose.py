@@ -282,7 +282,7 @@ def test_so_does_that_of_every_preset(preset, task, tmp_path):
     assert methods
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(drawn=st.lists(WORDS, max_size=30))
 def test_every_text_comes_back_as_it_was(drawn, tmp_path_factory):
     texts = tuple(dict.fromkeys((*TEXTS, *drawn)))

@@ -23,7 +23,7 @@ from flwr_replay.errors import ConfigError
 from flwr_replay.report.texts import notes
 
 Make = Callable[..., Any]
-quick = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 MAJORS = st.sampled_from(["distinct", "random"])
 
 

@@ -30,7 +30,7 @@ def divided(subjects, strata, **options):
     return divide(subjects, strata, task(**options), Path("table.csv"))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(ROWS)
 def test_splits_cover_all_rows_and_share_no_subject(rows):
     subjects, strata = [f"s{subject}" for subject, _ in rows], [stratum for _, stratum in rows]

@@ -19,7 +19,7 @@ from flwr_replay.data.skew import mean_pairwise
 from flwr_replay.errors import ConfigError, DataError
 
 Make = Callable[..., Any]
-quick = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 CONFIGS = st.one_of(
     st.builds(PartitionConfig, name=st.just("iid"), test=st.sampled_from(["iid", "mirror"])),

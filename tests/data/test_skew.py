@@ -23,7 +23,7 @@ def arrays(labels: list[list[float]], dtype: type) -> list[NDArray[np.generic]]:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # scipy's p-value, which is not used
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(CLASSES | SCALES)
 def test_ks_is_scipys(labels: list[list[float]]) -> None:
     parts = arrays(labels, np.float32)
@@ -34,7 +34,7 @@ def test_ks_is_scipys(labels: list[list[float]]) -> None:
     assert mean_pairwise(matrix) == pytest.approx(np.mean(pairs) if pairs else 0)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(CLASSES)
 def test_matrices_are_distances_and_tv_is_at_least_ks(labels: list[list[float]]) -> None:
     parts = arrays(labels, np.int64)
@@ -46,7 +46,7 @@ def test_matrices_are_distances_and_tv_is_at_least_ks(labels: list[list[float]])
     assert (tv >= ks - 1e-12).all()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(CLASSES, st.permutations(range(-3, 7)))
 def test_tv_ignores_the_order_of_the_classes(labels: list[list[float]], renamed: list[int]) -> None:
     parts = arrays(labels, np.int64)

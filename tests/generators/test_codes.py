@@ -25,7 +25,7 @@ def packed_slowly(codes, size):
     return [int(text[i : i + 8], 2) for i in range(0, len(text), 8)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(codes_of_a_book())
 def test_unpacking_undoes_packing_of_as_many_bits_as_needed(book):
     codes, size = book

@@ -133,7 +133,9 @@ def test_an_institution_is_not_attacked_with_its_own_images(runs, tmp_path, monk
     assert {one["auxiliary"] for one in results.values()} == {"none"}
     assert not {"nearest auxiliary image", "learned decoder"} & {one["attack"] for one in results.values()}
     _, others, _ = attacked(monkeypatch, capsys, tmp_path / "run", "--aux", "institution-2")
-    assert "60 images of institution-2 (which colludes)" in others["latents", "learned decoder"]["auxiliary"]
+    one = others["latents", "learned decoder"]
+    assert "60 images of institution-2 (which colludes)" in one["auxiliary"]
+    assert one["nearest-image"]["psnr"] > one["mean-image"]["psnr"]
 
 
 def test_masks_are_members_by_no_label():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flwr_replay.errors import ConfigError
@@ -12,7 +12,6 @@ from flwr_replay.runs.options import resolve
 from flwr_replay.studies.compare import compare_strategies
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.integers(0, 99))
 def test_rows_are_as_many_as_examples_of_classes_that_occur_and_follow_the_seed(labels, seed):
     drawn = [balanced_rows(torch.tensor(labels), torch.Generator().manual_seed(seed)) for _ in range(2)]

@@ -15,7 +15,7 @@ from flwr_replay.learning.latents import LatentStore, on_device, pack, prefetche
 from flwr_replay.payloads.fedreplay import Latents
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     latents=array_shapes(min_dims=1, max_dims=4, max_side=5).flatmap(
         lambda shape: arrays("float32", shape, elements=st.floats(-1e5, 1e5, width=32))
@@ -83,7 +83,7 @@ def test_batches_come_from_the_disk_and_memory_stays_bounded(tmp_path):
     assert all(isinstance(array, np.memmap) for maps in opened_maps for array in maps.values())
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     sizes=st.lists(st.integers(1, 20), min_size=1, max_size=4),
     step=st.integers(1, 9),

@@ -41,7 +41,7 @@ def evaluations(classes, parts, batch_size=512):
     return [task.evaluate(model, torch.from_numpy(x), torch.from_numpy(y), batch_size) for x, y in parts]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(drawn=shards())
 @pytest.mark.filterwarnings("ignore:y_pred contains classes", "ignore:A single label")
 def test_pooled_metrics_are_sklearns_on_the_shards_laid_together(drawn):
@@ -64,7 +64,7 @@ def test_pooled_metrics_are_sklearns_on_the_shards_laid_together(drawn):
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(drawn=shards(), batch_size=st.integers(1, 7))
 def test_neither_batches_nor_order_nor_empty_answers_change_the_metrics(drawn, batch_size):
     classes, parts = drawn
@@ -108,7 +108,7 @@ def test_bins_of_scores_cost_the_auc_little():
         assert Classification(2).pool([found])["auc"] == pytest.approx(roc_auc_score(y, logits[:, 1]), abs=3e-3)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32), sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4))
 def test_errors_of_a_regression_are_in_the_labels_unit(seed, sizes):
     rng = np.random.default_rng(seed)

@@ -73,7 +73,7 @@ def same(one, other):
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(n=st.integers(1, 70), b=st.integers(1, 80), seed=st.integers(0, 9))
 def test_a_visit_has_max_1_floor_n_over_b_full_batches_of_different_examples(n, b, seed):
     x, y = torch.arange(n)[:, None].float(), torch.arange(n)

@@ -150,7 +150,7 @@ def test_one_institution_exchanges_nothing(name):
         assert receivers(mixing_matrix(name, 1, t), 0) == ({}, 1.0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(stochastic())
 def test_receivers_are_the_senders_column(matrices):
     for p in matrices:
@@ -168,7 +168,7 @@ def test_receivers_are_the_senders_column(matrices):
 # --- mixing -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(stochastic(), st.data())
 def test_weighted_sums_are_conserved_and_the_next_round_sends_p_theta_w(matrices, data):
     size = len(matrices[0])

@@ -100,7 +100,7 @@ def test_where_every_step_takes_all_examples_epsilon_is_exact(steps, delta):
     assert 0.85 * epsilon(almost, delta) < found < epsilon(almost, delta)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(costs, max_size=4), costs)
 def test_a_release_more_never_costs_less(released, more):
     before, after = epsilon(released, 1e-5), epsilon([*released, more], 1e-5)
@@ -109,7 +109,7 @@ def test_a_release_more_never_costs_less(released, more):
     assert after == pytest.approx(epsilon([more, *reversed(released)], 1e-5))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(costs, st.integers(1, 3000))
 def test_epsilon_grows_with_steps_and_falls_with_noise(cost, steps):
     longer = SampledGaussian(cost.rate, cost.sigma, cost.steps + steps)

@@ -30,7 +30,7 @@ def layers_of(kind, bias):
     }[kind]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(
     kind=st.sampled_from(["units", "places"]),
     hooks=st.booleans(),

@@ -39,7 +39,7 @@ def test_a_row_has_a_dot_for_each_seed_beside_its_mean_and_interval():
     assert numbers[4:] == [["a", "mean", "0.3", "0.1", "0.5"]]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
 def test_names_beside_lines_keep_their_order_and_lie_on_no_other(ends):
     chart = curves({f"line-{at}": [(1, 0.5), (2, end)] for at, end in enumerate(ends)}, "round")

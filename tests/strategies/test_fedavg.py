@@ -143,7 +143,7 @@ states = st.tuples(array_shapes(max_dims=2, max_side=3), st.integers(1, 4)).flat
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(states=states, data=st.data())
 def test_the_mean_lies_within_its_parts_and_one_part_is_its_own_mean(states, data):
     weights = data.draw(st.lists(st.integers(1, 10**6), min_size=len(states), max_size=len(states)))

@@ -124,7 +124,7 @@ def test_who_comes_late_is_asked_then_and_nobody_twice(tmp_path, script):
         np.testing.assert_allclose(other[name], array, rtol=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from([1, 2, 12, 300]),

@@ -116,7 +116,7 @@ def children(record):
         yield object_id, Array.inflate(child.deflate(), dict(child.slice_array()))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(payload=trips | sampled())
 def test_decode_undoes_encode(payload):
     arrived = type(payload).decode(sent(payload))
@@ -124,7 +124,7 @@ def test_decode_undoes_encode(payload):
         assert bits(getattr(arrived, name)) == bits(getattr(payload, name)), name
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(payload=trips | sampled())
 def test_counted_bytes_are_flowers_bytes(payload):
     content = payload.encode()
@@ -136,7 +136,7 @@ def test_counted_bytes_are_flowers_bytes(payload):
     assert kinds.items() <= declared.items()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(array=any_array, order=st.sampled_from(["C", "F", "strided", "reversed", "big-endian"]))
 def test_arrays_travel_in_flowers_own_format(array, order):
     if order == "F":
