@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from flwr_replay.data.datasets import PREPARES
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import write_atomic
 from flwr_replay.files.disk import there
 from flwr_replay.finished.trained import TrainedModel
-from flwr_replay.privacy.noise import shown_noise
+from flwr_replay.learning.tasks import make_task
+from flwr_replay.models.layers import Prepared
+from flwr_replay.report.comparison import markdown_table
 from flwr_replay.report.metrics import VALIDATION, epsilon_suffix
 from flwr_replay.report.run_files import METRICS, RESULT, read_result, rows_of
-from flwr_replay.report.summary import judged_by
+from flwr_replay.report.run_page import confusion_table, labels_table, metrics_table, privacy_table
+from flwr_replay.report.summary import confusion_of, judged_by, tested_of
 from flwr_replay.runs.checkpoints import BestModel
 from flwr_replay.terminal import installing
 
@@ -41,8 +45,8 @@ def export(model: TrainedModel, form: str, out: Path, text: str) -> tuple[Path, 
     """Write a model as one file, and its card beside it.
 
     The file maps float32 inputs, images in [0, 1], (B, C, H, W) of any B, to the outputs of `TrainedModel.forward`. It
-    does not look at the range of what it is given. ONNX names them `input` and `output`; its metadata have `classes`,
-    a JSON list.
+    does not look at the range of what it is given. ONNX names them `input` and `output`, and their free axis `batch`;
+    its metadata have `classes`, a JSON list.
 
     Parameters
     ----------
@@ -73,16 +77,22 @@ def export(model: TrainedModel, form: str, out: Path, text: str) -> tuple[Path, 
         raise ConfigError(f"--out names a file; {out} is a folder: name a file in it")
     task, file = model.task, out if out.suffix == FORMATS[form] else out.with_name(out.name + FORMATS[form])
     example = (torch.zeros(2, task.channels, task.size, task.size),)
-    whole = io.BytesIO()
+    free, whole = ({0: torch.export.Dim("batch")},), io.BytesIO()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            program = torch.export.export(model, example, dynamic_shapes=({0: torch.export.Dim("batch")},))
+            program = torch.export.export(model, example, dynamic_shapes=free)
             if form == "torch":
                 torch.export.save(program, whole)
             else:
                 exported = torch.onnx.export(
-                    program, (), dynamo=True, verbose=False, input_names=["input"], output_names=["output"]
+                    program,
+                    (),
+                    dynamo=True,
+                    verbose=False,
+                    dynamic_shapes=free,
+                    input_names=["input"],
+                    output_names=["output"],
                 )
                 assert exported is not None  # with dynamo it returns a program
                 exported.model.metadata_props["classes"] = json.dumps(model.classes)
@@ -102,38 +112,55 @@ def card(folder: Path, model: TrainedModel, institution: str, best: bool = False
     if not there(folder / RESULT):
         raise RunError(f"a model card needs a finished run; {folder} has no result.json: give a run directory")
     result, task = read_result(folder), model.task
-    metrics = result["final"]["institutions"].get(institution, {}) if institution else result["final"]["global"]
+    final, confusion = result["final"], {} if best else confusion_of(folder)
     whose = f"the model of {institution}" if institution else "the global model"
+    if institution:
+        final = {"global": final["institutions"].get(institution, {})}
+        confusion = {name: counts for name, counts in confusion.items() if name == institution}
     if best:
         exchange = BestModel(folder).exchange
         rows = [row for row in rows_of(folder, METRICS) if row["exchange"] == exchange]
-        metrics = {row["metric"]: row["value"] for row in rows if row["institution"] == ""}
+        tested_by: dict[str, dict[str, float]] = {}
+        for row in rows:
+            tested_by.setdefault(row["institution"], {})[row["metric"]] = row["value"]
+        final = {"global": tested_by.pop("", {}), "institutions": tested_by}
         whose = f"the global model of round {rows[0]['round']}, the best"
     by = judged_by(result) if best else "test"
-    metrics = {name: value for name, value in metrics.items() if name.startswith(VALIDATION) == (by == "validation")}
+    metrics = {n: value for n, value in final["global"].items() if n.startswith(VALIDATION) == (by == "validation")}
     tested = f"the test examples of {institution}" if institution else f"all institutions' {by} examples"
+    by_site = None
+    if metrics and not institution:
+        of_round = {**result, "final": {**final, "global": metrics}}
+        by_site = metrics_table(of_round, folder, tested_of(folder) if by == "test" else {}) | {
+            "caption": f"On {tested}"
+        }
     unit = f" {result['unit']}" if result["unit"] else ""
     figures = [f"{name} {value:.4f}{unit if name in LABEL_UNIT else ''}" for name, value in metrics.items()] or [
         "no test"
     ]
     return "\n".join(
         [
+            *_front_matter(result, model, by, metrics),
             f"# {result['strategy']} on {result['task']}: {whose}",
             "",
             f"- Network: {result.get('network') or _size(model)}",
             f"- Input: {_inputs(model)}. Output: {_outputs(model, unit)}.",
+            *([f"- Preparation: {_preparation(model)}."] if model.in_unit_range else []),
             f"- Trained by {result['strategy']} at {_trained_at(result)} institutions, {result['rounds']} rounds, seed "
             f"{result['seed']}; replay: {result['replay']}.",
             f"- On {tested}: {', '.join(figures)}{epsilon_suffix(result)}.",
             f"- Privacy of the run: {result['privacy-claim']}",
-            *(
-                f"  - {name}: {account['mechanism']}; {shown_noise(result.get('noise', {}).get(name, []))}".rstrip("; ")
-                for name, account in result["privacy"].items()
-                if account
-            ),
             *([PRIVATE] if institution and not (folder / "models" / f"{institution}.safetensors").exists() else []),
             f"- Made with {', '.join(f'{name} {version}' for name, version in result['versions'].items())}.",
             "",
+            "## Intended use",
+            "",
+            "For who releases it to fill in: for whom, for which decision, on which images, and for what not.",
+            "",
+            *_section("Results by institution", by_site),
+            *_section("Confusion matrix", confusion_table(result, confusion, model.classes)),
+            *_section("Class counts", labels_table(result, model.classes)),
+            *_section("Privacy", privacy_table(result)),
             "## Limits",
             "",
             *([CHOSEN] if best else []),
@@ -144,6 +171,46 @@ def card(folder: Path, model: TrainedModel, institution: str, best: bool = False
             "",
         ]
     )
+
+
+def _front_matter(
+    result: Mapping[str, Any], model: TrainedModel, split: str, metrics: Mapping[str, float]
+) -> list[str]:
+    """Return the metadata with which Hugging Face's model cards begin; its tasks have no regression on images."""
+    task, kind = model.task, model.task.kind
+    form = f"tabular-{kind}" if task.size == 1 else "other" if kind == "regression" else f"image-{kind}"
+    named = {name.removeprefix(VALIDATION): value for name, value in metrics.items()}
+    shown = [{"type": name, "value": value} for name, value in named.items() if name in make_task(task).metrics]
+    data = {"name": task.name, "type": task.name, "split": split}
+    results = [{"task": {"type": form}, "dataset": data, "metrics": shown}] if shown else []
+    matter = {
+        "pipeline_tag": form,
+        "tags": ["federated-learning", "flower", result["strategy"]],
+        "metrics": [metric["type"] for metric in shown],
+        "model-index": [{"name": f"{result['strategy']}-{task.name}", "results": results}],
+    }
+    license_line = "license: unknown  # for who releases it to fill in"
+    return ["---", license_line, *yaml.safe_dump(matter, sort_keys=False).splitlines(), "---", ""]
+
+
+def _section(heading: str, table: Mapping[str, Any] | None) -> list[str]:
+    """Return a heading and a table of a run's page, whose cells may have a shade beside them; nothing of None."""
+    if not table:
+        return []
+    lines = [table["heads"], *([cell[0] if isinstance(cell, tuple) else cell for cell in row] for row in table["rows"])]
+    heads, *rows = [[str(cell).replace("|", "\\|") for cell in line] for line in lines]
+    return [f"## {heading}", "", f"{table['caption']}:", "", *markdown_table(heads, rows), ""]
+
+
+def _preparation(model: TrainedModel) -> str:
+    """Say how an image becomes the input, and what the network then does to it itself."""
+    task = model.task
+    fitted = f"{task.channels} channel{'s' * (task.channels > 1)}, {task.size} x {task.size} pixels (fit: {task.fit})"
+    own = [layer.extra_repr() for layer in model.network.modules() if isinstance(layer, Prepared)]
+    if task.mean and not own:
+        mean, std = (", ".join(f"{number:g}" for number in of) for of in (task.mean, task.std))
+        own = [f"mean {mean}; standard deviation {std}"]
+    return f"{fitted}, bytes divided by 255; {f'the model itself then: {own[0]}' if own else 'not standardised'}"
 
 
 def _size(model: TrainedModel) -> str:

@@ -45,7 +45,10 @@ from flwr_replay.wire.sealed import SEALED
 __all__ = [
     "KINDS",
     "PAGE",
+    "confusion_table",
+    "labels_table",
     "left_table",
+    "metrics_table",
     "privacy_table",
     "travelled_by_kind",
     "versions_table",
@@ -120,14 +123,14 @@ def write_run_page(folder: Path, figures: Path | None = None) -> Path:
         ],
         curves=by_round,
         institutions=by_institution,
-        metrics=_metrics(result, folder, tested),
+        metrics=metrics_table(result, folder, tested),
         notes=[
             *filter(None, [result.get("metrics-note", "")]),
             *map(_sentence, [*dice_lines(final), *best_lines(result)]),
         ],
-        confusion=_confusion(result, confusion, classes),
+        confusion=confusion_table(result, confusion, classes),
         skew=[*map(_sentence, skew_lines(result.get("skew")))] or [UNKNOWN_SKEW, _labels_sent(folder)],
-        labels=_labels(result, classes),
+        labels=labels_table(result, classes),
         claim=[result["privacy-claim"], *map(_sentence, sample_lines(result))],
         privacy=privacy_table(result),
         left=(left := left_table(travelled)),
@@ -227,7 +230,7 @@ def _curves(
     return drawn
 
 
-def _metrics(result: Mapping[str, Any], folder: Path, tested: Mapping[str, int]) -> dict[str, Any]:
+def metrics_table(result: Mapping[str, Any], folder: Path, tested: Mapping[str, int]) -> dict[str, Any]:
     """Return a table of all metrics, beside the numbers of training examples and of those that they rest on."""
     final, trained = result["final"], trained_on(folder)
     shown = judged(result["metric"], final["global"])  # of those of validation examples
@@ -248,10 +251,10 @@ def _metrics(result: Mapping[str, Any], folder: Path, tested: Mapping[str, int])
     return {"caption": "All metrics after the last round", "heads": columns, "rows": cells}
 
 
-def _confusion(
+def confusion_table(
     result: Mapping[str, Any], confusion: Mapping[str, Sequence[int]], classes: Sequence[str]
 ) -> dict[str, Any] | None:
-    """Return the pooled confusion matrix; None for regression, and for many classes."""
+    """Return the confusion matrix of these institutions together; None for regression, and for many classes."""
     if not confusion:
         return None
     counts = pooled_counts(confusion)
@@ -263,7 +266,8 @@ def _confusion(
     what = "Pixels" if masks else "Test examples"
     named = ["background", "foreground"] if masks else classes
     classes = named if len(named) == size else list(map(str, range(size)))
-    caption = f"{what} of all institutions: a row for each label, a column for each prediction"
+    whose = "all institutions" if len(confusion) > 1 else next(iter(confusion))
+    caption = f"{what} of {whose}: a row for each label, a column for each prediction"
     return _shaded(caption, ["label", *classes], classes, rows)
 
 
@@ -277,7 +281,8 @@ def _labels_sent(folder: Path) -> str:
     return f"The labels of {', '.join(told)} went to the server, one for each example."
 
 
-def _labels(result: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any] | None:
+def labels_table(result: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any] | None:
+    """Count training examples by institution and label; None where they are not known, and for many labels."""
     known = (result.get("skew") or {}).get("labels")
     if not known or len(known["values"]) > MOST_CLASSES:
         return None
