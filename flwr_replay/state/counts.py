@@ -10,7 +10,7 @@ from typing import Any
 
 from flwr.app import Array, RecordDict
 
-from flwr_replay.errors import RefusedError
+from flwr_replay.errors import PrivacyError, RefusedError, TrainingError, WireError
 from flwr_replay.files.atomic import alone, sync
 from flwr_replay.files.lines import add_line, read_lines
 
@@ -90,7 +90,7 @@ class Released:
         if not found:
             try:
                 found = {"of": asked, "answer": test()}
-            except RefusedError as error:
+            except (PrivacyError, RefusedError, TrainingError, WireError) as error:  # their lines leave
                 found = {"of": asked, "refused": str(error)}
             with self._held() as lines:  # where two make it, the first one's leaves
                 earlier = next((line for line in lines if line.get("of") == asked), None)

@@ -13,6 +13,7 @@ from flwr_replay.institution.policy import Policy
 from flwr_replay.memory import forget
 from flwr_replay.payloads.common import RollCall
 from flwr_replay.payloads.ditto import EvaluatePersonal, TrainPersonal
+from flwr_replay.payloads.local import EvaluateOwn, TrainOwn
 from flwr_replay.state.counts import FILE
 
 
@@ -134,6 +135,15 @@ def test_few_are_called_few_again(folder):
     first = refusal(ask(server, always(server, [9, 0, 0])))
     write(folder, tests=(30, 30, 30))
     assert refusal(ask(server, always(server, [9, 0, 0]))) == first
+
+
+def test_a_line_of_a_failure_is_an_answer_too(folder):
+    """It may tell of the examples, as that a loss is not finite: a server could train on, and ask as before."""
+    server, request = server_of(folder, "strategy=local"), EvaluateOwn(run="r", server_round=1)
+    first = refusal(server.send(request))
+    assert "has no model yet" in first
+    server.send(TrainOwn(run="r", server_round=1, lr=0.1, init_seed=0))
+    assert refusal(server.send(request)) == first
 
 
 def test_a_run_of_which_no_test_could_leave_is_refused_before_it_trains(folder):
