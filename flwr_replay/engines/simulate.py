@@ -19,6 +19,7 @@ from flwr.clientapp import ClientApp
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
+from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.run import RunConfig
 from flwr_replay.data import Partition
 from flwr_replay.data.dealt import dealt, loaded
@@ -34,6 +35,7 @@ from flwr_replay.report.progress import Display, shown_bytes
 from flwr_replay.report.run_files import read_result, read_run_id, write_result
 from flwr_replay.report.run_page import PAGE, write_run_page
 from flwr_replay.report.templates import spared
+from flwr_replay.report.texts import ALIKE
 from flwr_replay.runs.execute import Job, run_job
 from flwr_replay.runs.opening import default_name, resumable, resuming
 from flwr_replay.state.store import DATA, RUNS
@@ -214,6 +216,10 @@ def with_skew(
     named = [f">= {value:.3g}" if is_continuous(labels) else str(value) for value in values]
     counts = {"values": named, "institutions": dict(zip(part.names, counts_KC.tolist(), strict=True))}
     result = {**result, "skew": {**part.skew, "labels": counts}}
+    dealing = simulation.job.config.partition
+    personal = load_strategy(result["strategy"])[0].private_key and dealing.test == "iid" and dealing.name != "natural"
+    if personal and ALIKE not in result["metrics-note"]:
+        result["metrics-note"] += f" {ALIKE}"
     write_result(folder, result)
     with spared(folder / PAGE):
         write_run_page(folder)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from flwr_replay.privacy.accounting import rounded_up
-from flwr_replay.report.metrics import largest, shown_epsilon
+from flwr_replay.report.metrics import largest, shared, shown_epsilon
 from flwr_replay.report.progress import shown_bytes
 from flwr_replay.report.ranks import FEWEST, Ranks
 from flwr_replay.report.templates import numbers
@@ -81,7 +81,8 @@ def summarise(
     with the highest if that is not better.
 
     Returned are by label: `values` by seed, `mean`, `sd`, `interval`, `difference` to the method `against` (None if it
-    is that method; see `references`), `worst-institution`, `leaves` (kinds of what went up), `bytes-up`, `bytes-down`,
+    is that method; see `references`), `shared` (mean and sd of the model that institutions share, if they are tested
+    with their own), `worst-institution`, `leaves` (kinds of what went up), `bytes-up`, `bytes-down`,
     `examples-seen`, `seconds` (means over seeds); `epsilon`: the largest that any institution states, with the largest
     delta, and whether it is proven. A value is None if no run finished or no epsilon is stated.
     """
@@ -102,11 +103,14 @@ def summarise(
             worst(float(own[metric]) for own in r["final"]["institutions"].values() if metric in own) for r in results
         ]
         numbers, other = list(values[label].values()), reference[label]
+        finals = [r["final"]["global"] for r in results]
+        both = [final[name] for final in finals if (name := shared(metric, final))]
         kinds = {kind for r in results for kind in r.get("bytes-by-kind", {}).get("up", {})}
         summary[label] = {
             "values": values[label],
             "mean": mean_of(numbers),
-            "sd": float(np.std(numbers, ddof=1)) if len(numbers) > 1 else None,
+            "sd": _sd(numbers),
+            "shared": {"mean": mean_of(both), "sd": _sd(both)} if both else None,
             "interval": interval(numbers),
             "against": other,
             "difference": paired_difference(values[label], values[other]) if label != other else None,
@@ -211,8 +215,9 @@ def cells_of(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     compared = {row.get("against", report["against"]) for row in report["strategies"].values()}
     less = "difference, 95 %" if len(compared) > 1 else f"minus {report['against']}, 95 %"
     private = any(row["epsilon"] for row in report["strategies"].values())
-    columns = ["method", report["metric"], *(["privacy of what left"] if private else []), less, "worst institution"]
-    columns += COSTS
+    both = any(row.get("shared") for row in report["strategies"].values())
+    columns = ["method", report["metric"], *(["of the global model or proxy"] if both else [])]
+    columns += [*(["privacy of what left"] if private else []), less, "worst institution", *COSTS]
     rows = []
     for label, row in report["strategies"].items():
         failed = sum(cell["label"] == label and "error" in cell for cell in report["cells"])
@@ -224,6 +229,7 @@ def cells_of(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
             [
                 name,
                 _mean_sd(row),
+                *([_mean_sd(row["shared"]) if row["shared"] else "–"] if both else []),
                 *([shown_epsilon([row["epsilon"]]) or "no epsilon"] if private else []),
                 _difference(row["difference"]) if label not in compared else "",
                 f"{row['worst-institution']:.4f}",
@@ -239,6 +245,10 @@ def cells_of(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def _mean_sd(row: Mapping[str, Any]) -> str:
     return f"{row['mean']:.4f}" + (f" ± {row['sd']:.4f}" if row["sd"] is not None else "")
+
+
+def _sd(values: Sequence[float]) -> float | None:
+    return float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
 def mean_of(values: Sequence[float]) -> float | None:

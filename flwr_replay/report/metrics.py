@@ -21,6 +21,7 @@ from flwr_replay.report.run_files import FORMS, METRICS, check_grown, rows_of
 
 __all__ = [
     "BESIDE",
+    "SHARED",
     "VALIDATION",
     "Stated",
     "beside",
@@ -36,12 +37,14 @@ __all__ = [
     "metric_rows",
     "missing_suffix",
     "pooled_counts",
+    "shared",
     "shown_epsilon",
     "spread",
     "without_beside",
 ]
 
 VALIDATION = "validation-"
+SHARED = ("global-", "proxy-")  # begin metrics of the model that institutions share, beside those of their own
 BESIDE = ("balanced-accuracy", "auc")
 MOST_NAMED = 8  # institutions
 UNEQUAL = 2.0  # how many times as frequent as the rarest label the most frequent one is at least
@@ -59,6 +62,15 @@ def judged(metric: str, names: Container[str]) -> str:
     ('validation-accuracy', 'accuracy')
     """
     return f"{VALIDATION}{metric}" if f"{VALIDATION}{metric}" in names else metric
+
+
+def shared(metric: str, names: Container[str]) -> str:
+    """Return the name of a metric of the model that institutions share beside their own; empty if there is none.
+
+    >>> shared("accuracy", {"accuracy", "global-accuracy"}), shared("accuracy", {"accuracy", "balanced-accuracy"})
+    ('global-accuracy', '')
+    """
+    return next((f"{of}{metric}" for of in SHARED if f"{of}{metric}" in names), "")
 
 
 def judging(report: Mapping[str, Any]) -> str:

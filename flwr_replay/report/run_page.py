@@ -12,6 +12,7 @@ from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.charts import Chart, Row, curves, dots, write_figures
 from flwr_replay.report.metrics import (
+    SHARED,
     VALIDATION,
     beside,
     guessed,
@@ -19,6 +20,7 @@ from flwr_replay.report.metrics import (
     judged,
     metric_rows,
     pooled_counts,
+    shared,
     spread,
 )
 from flwr_replay.report.plots import heat_map
@@ -199,6 +201,10 @@ def _answer(
     if more := beside(whole, confusion):
         shown = " and ".join(f"{name} is {value:.3f}" for name, value in more.items())
         answer += f". Labels are unequal; this model's {shown}"
+    if both := shared(metric, whole):
+        answer += (
+            f". This is of models of the institutions' own; on the same examples {both} is {whole[both]:.3f}{unit}"
+        )
     if spread_of := spread(result):
         answer += f"; {spread_of}"
     for line in guessing_lines(whole, confusion)[1:]:  # of test examples
@@ -234,7 +240,8 @@ def metrics_table(result: Mapping[str, Any], folder: Path, tested: Mapping[str, 
     """Return a table of all metrics, beside the numbers of training examples and of those that they rest on."""
     final, trained = result["final"], trained_on(folder)
     shown = judged(result["metric"], final["global"])  # of those of validation examples
-    heads = [name for name in final["global"] if name == shown or not name.startswith(VALIDATION)]
+    heads = [name for name in final["global"] if name == shown or not name.startswith((VALIDATION, *SHARED))]
+    heads = [name for own in heads for name in (own, shared(own, final["global"])) if name]
     own = {**{name: {} for name in result.get("untrained", [])}, **final["institutions"]}
     rows = [("all", final["global"]), *sorted(own.items())]
     counts = {name: (trained.get(name), tested.get(name)) for name in own}

@@ -19,10 +19,14 @@ from flwr_replay.report.ranks import FEWEST
 from flwr_replay.report.summary import untrained_lines
 from flwr_replay.terminal import fitted
 
-__all__ = ["as_csv", "as_latex", "findings", "lines_of", "notes", "of_methods", "rows_of", "table", "verdicts"]
+__all__ = ["ALIKE", "as_csv", "as_latex", "findings", "lines_of", "notes", "of_methods", "rows_of", "table", "verdicts"]
 
-JUDGED_BY = "Rounds are judged by "
-JUDGED = f" (?={JUDGED_BY})"  # where a method's own note ends, and what holds for all begins
+ALIKE = (
+    "Test examples are dealt as a sample of all (partition.test=iid): personal models look alike there, whatever they "
+    "gain on their institution's own mix of labels; partition.test=mirror tests that."
+)
+JUDGED_BY = ("Rounds are judged by ", "Test examples are dealt ")
+JUDGED = f" (?={'|'.join(JUDGED_BY)})"  # where a method's own note ends, and what holds for all begins
 SHOWN = ("mean", "sd", "worst-institution", "bytes-up", "bytes-down", "examples-seen", "seconds")
 SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--"}
 SPECIAL |= {sign: f"\\{sign}" for sign in "&%$#_{}"}
