@@ -265,7 +265,7 @@ class Evaluation(Payload):
         "examples, or pixels of masks; C x C, row = label, column = prediction, row by row", default=(), counted=True
     )
     hits: int | None = statistic(
-        "examples; right answers, where a policy's min-count lets no cell leave", default=None, counted=True
+        "examples; right answers, at least, where a policy's min-count lets no cell leave", default=None, counted=True
     )
     hits_in_group: int | None = statistic(
         "examples; with task.class-groups only: correct among the classes of the label's group",

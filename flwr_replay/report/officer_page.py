@@ -229,9 +229,9 @@ def _floor(forecast: Mapping[str, Any]) -> str:
         return "There is no floor for small cells (min-count is off): a number that leaves may be of one patient."
     return (
         f"No number of fewer than {least} examples leaves. Of a test all cells of the confusion leave if none is "
-        f"smaller, else how many answers were right; if fewer than {least} were right, or wrong, only a line that says "
-        f"so. All runs together have {forecast['tests']:,} such tests, and any two can be subtracted. Numbers with "
-        "noise leave whatever they are: the noise hides them, as far as ε says. Weights without "
+        f"smaller, else how many answers were right; if fewer than {least} were right, or wrong, a lower bound that "
+        f"says only that. All runs together have {forecast['tests']:,} such tests, and any two can be subtracted. "
+        "Numbers with noise leave whatever they are: the noise hides them, as far as ε says. Weights without "
         "differential privacy can tell counts, and no floor holds there."
     )
 

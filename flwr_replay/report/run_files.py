@@ -103,6 +103,7 @@ FORMS: dict[str, Form] = {  # of a JSON file, of each line, and of the options
         "best-model": _maybe({"file": str, "none": str}),
         "untrained": _maybe([str]),
         "untested": _maybe([str]),
+        "floored": _maybe([str]),
         "skew": _maybe({"ks": number, "tv": number, "dropped": int}),
         FILES: _maybe({...: [int]}),
     },

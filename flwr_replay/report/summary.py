@@ -102,7 +102,7 @@ def _released(name: str, account: Mapping[str, Any], result: Mapping[str, Any]) 
 
 
 def untrained_lines(result: Mapping[str, Any]) -> list[str]:
-    """Say which institutions never trained, and whose metrics are missing; nothing if all trained and were tested.
+    """Say which institutions never trained, and whose metrics are missing or bounds; nothing of other institutions.
 
     >>> untrained_lines({"nodes": 3, "untrained": ["b", "c"], "untested": ["b"]})
     ['2 of 3 institutions never trained, or no answer of theirs arrived: b, c', 'no metric is of b']
@@ -112,6 +112,10 @@ def untrained_lines(result: Mapping[str, Any]) -> list[str]:
     lines = [f"{len(names)} of {result['nodes']} institutions {how}: {_some(names)}"] if names else []
     if lacking := result.get("untested", []):
         lines.append(f"no metric is of {_some(lacking)}")
+    if floored := result.get("floored", []):
+        lines.append(
+            f"accuracy is a lower bound where few were right, or wrong; no cells left (min-count): {_some(floored)}"
+        )
     return lines
 
 

@@ -107,6 +107,9 @@ class RunDirectory(Recorder):
         self.spent_then: dict[str, float] = {}  # the largest epsilon at the last evaluation, for the display
         self.history: list[tuple[int, dict[str, float], dict[str, dict[str, float]]]] = []
         self.confusion: dict[str, list[int]] = {}  # of the last evaluation
+        self.floored: list[
+            str
+        ] = []  # who sent right answers alone (min-count); then no confusion is kept
         sweep(self.path)
         tighten(self.path)
         self._mark = mark_of(self.path)
@@ -167,10 +170,10 @@ class RunDirectory(Recorder):
         if spent := largest(self.released.values()):
             named = f"epsilon (dp={spent.dp}{'' if spent.proven else ', no proof'})"
             self.spent_then = {named: inf if spent.epsilon is None else spent.epsilon}
-        whole = all(
-            test.hits is None for test in self.tested.values()
-        )  # of some alone it would be of others than the metrics
-        counts = {name: list(test.confusion) for name, test in self.tested.items() if test.confusion and whole}
+        self.floored = sorted(name for name, test in self.tested.items() if test.hits is not None)
+        counts = {
+            name: list(test.confusion) for name, test in self.tested.items() if test.confusion and not self.floored
+        }
         if examples := {name: test.num_examples for name, test in self.tested.items()}:
             values = {"round": exchange, "institutions": counts, "examples": examples}
             self._first.append(partial(write_of, self.path, CONFUSION, values))
@@ -321,6 +324,7 @@ class RunDirectory(Recorder):
             "metrics-note": f"{note.rstrip('.')}. {basis}" if (note := config.strategy.traits.metrics_note) else basis,
             "nodes": len(names),
             "untested": sorted(names - {*own}),
+            "floored": self.floored,
             "rounds": exchange // self.per_round,
             "seed": config.seed,
             "metric": metric,

@@ -266,6 +266,14 @@ def test_an_encoder_may_be_trained_without_the_examples_that_are_held_out(folder
     assert not ran.result["failures"]
 
 
+def test_a_model_that_is_always_right_has_an_accuracy(folder):
+    write(folder, counts=(0, 5, 55), tests=(0, 0, 60))
+    (folder / "policy.yaml").write_text(FLOOR)
+    nodes = [one | {"policy": str(folder / "policy.yaml")} for one in node_configs(folder, folder / "state", "a")]
+    ran = run(folder, [*TASK, "strategy=fedavg", "lr=0.3"], nodes)
+    assert ran.result["final"]["global"] == {"accuracy": 51 / 60}
+
+
 def test_a_run_of_hospitals_with_a_floor_has_an_accuracy_and_no_cells(folder):
     for name in "bc":
         write(folder, name)
@@ -276,8 +284,10 @@ def test_a_run_of_hospitals_with_a_floor_has_an_accuracy_and_no_cells(folder):
     ran = run(folder, options, nodes)
     assert set(ran.result["final"]["global"]) == {"accuracy"}
     assert ran.result["nodes"] == 2
+    assert ran.result["floored"] == ["a", "b"]
     said = summary(ran.result, ran.folder)
     assert "fewer than 10 training examples" in said
+    assert "lower bound where few were right, or wrong; no cells left (min-count): a, b" in " ".join(said.split())
     page = write_page(ran.folder).read_text()
     assert "no count below 10" in page
     assert "row by row" not in page

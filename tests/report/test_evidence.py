@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from attacked_runs import attacked, recorded_runs
+from attacked_runs import Recorded, attacked
 from harness import command, node_configs, run, write_shards
 from sealed_runs import ABC, pinned
 
@@ -74,7 +74,7 @@ def test_hidden_weights_are_said_to_be(tmp_path, options, says):
 
 def test_attacks_and_audits_that_were_run_are_quoted(tmp_path, monkeypatch, capsys):
     options = ["strategy=fedreplay", "encoder=random", "model=mlp", "model.width=8", "partition.size=64"]
-    folder = recorded_runs(tmp_path, {"one": options}) / "one"
+    folder = Recorded(tmp_path, {"one": options}) / "one"
     code, results, _ = attacked(monkeypatch, capsys, folder)
     assert code == 0
     claim = {"epsilon": 2.0, "delta": 0.01}
