@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import timm
 import torch
+import yaml
 from safetensors.torch import save_file
 
 from flwr_replay.deploy.clinic import examine_clinic
@@ -50,6 +51,20 @@ class Deployment:
     started: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)  # by place: SuperLink or SuperNode
     task: tuple[str, ...] = TASK
     clinics: tuple[str, ...] = CLINICS  # that take part
+    contained: bool = False  # as in the containers of compose.yaml
+
+    def words_of(self, name: str, *words: Any) -> dict[str, Any]:
+        """Return a command of a place, and what it sees of the environment, as `subprocess` takes them."""
+        if not self.contained:
+            return {"args": list(words), "env": self.environment}
+        recipe = (self.place / name / "Containerfile").read_text()
+        seen = dict(word.split("=") for word in re.search("^ENV (.+)", recipe, re.M)[1].split())
+        if name != COORDINATOR:
+            assert seen["FLWR_REPLAY_DATA"] == "/data"
+            seen["FLWR_REPLAY_DATA"] = str(self.data / name)
+        seen |= {"HOME": str(self.logs_of / "tmp"), "TMPDIR": str(self.logs_of / "tmp")}  # as the tmpfs
+        bare = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"] if os.geteuid() == 0 else []
+        return {"args": [*bare, *words], "env": {key: self.environment[key] for key in ("PATH", MARK)} | seen}
 
     @property
     def coordinator(self) -> Path:
@@ -66,8 +81,8 @@ class Deployment:
         script: list[Any] = [self.place / name / ("superlink.sh" if name == COORDINATOR else "start.sh")]
         script = ["sh", "-c", f"until {script[0]}; do sleep 10; done"] if again else script
         with open(self.logs_of / f"{name}.log", "a") as log:
-            options = {"env": self.environment, "stdout": log, "stderr": log, "start_new_session": True}
-            self.started[name] = subprocess.Popen(script, **options)
+            options = {"stdout": log, "stderr": log, "start_new_session": True}
+            self.started[name] = subprocess.Popen(**self.words_of(name, *script), **options)
         if name == COORDINATOR:
             until(lambda: _answers(self.port), 60, self.logs)
 
@@ -98,9 +113,8 @@ class Deployment:
     def begun(self, name: str, *options: str, further: str = "") -> subprocess.Popen[str]:
         """Begin a run by the coordinator's run.sh."""
         config = f'run-name="{name}" overrides="{shlex.join([*self.task, *options])}" {further}'
-        command = [self.coordinator / "run.sh", "--run-config", config]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, env=self.environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+        command = self.words_of(COORDINATOR, self.coordinator / "run.sh", "--run-config", config)
+        return subprocess.Popen(**command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def logs(self) -> str:
         """Return the ends of all processes' logs."""
@@ -133,14 +147,28 @@ def _answers(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+def _only_mounts_can_be_written(folder: Path) -> None:
+    """Take the right to write from all of a folder but what its compose file mounts for writing."""
+    (service,) = yaml.safe_load((folder / "compose.yaml").read_text())["services"].values()
+    open_ones = [folder / mount["source"] for mount in service["volumes"] if not mount.get("read_only")]
+    for file in [folder, *folder.rglob("*")]:
+        if not file.is_symlink() and not any(file.is_relative_to(one) for one in open_ones):
+            file.chmod(file.stat().st_mode & 0o555)
+
+
 @contextmanager
 def deployed(
-    root: Path, refusing: bool = True, taking_part: tuple[str, ...] = CLINICS, study: tuple[str, ...] = ()
+    root: Path,
+    refusing: bool = True,
+    taking_part: tuple[str, ...] = CLINICS,
+    study: tuple[str, ...] = (),
+    contained: bool = False,
 ) -> Iterator[Deployment]:
     """Clinics that take part, and perhaps one whose policy forbids what all methods share.
 
     They run what `deploy init` wrote for the study, by its scripts: over TLS, with keys that each clinic has made. In a
-    sealed or masked study each has pinned the others'.
+    sealed or masked study each has pinned the others'. If `contained`, they find what they would in containers:
+    Flower's own programs, the Containerfile's environment, no capabilities, no place to write but compose.yaml's.
     """
     clinics = (*taking_part, REFUSES) if refusing else taking_part
     runpy.run_path(str(HOSPITALS / "make_data.py"))["write_clinics"](root / "data")
@@ -161,12 +189,12 @@ def deployed(
     (programs / "flower-superexec").symlink_to(Path(__file__).with_name("warm.py"))
     environment = {
         **os.environ,
-        "PATH": os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PATH": os.pathsep.join([*[str(programs)][contained:], str(Path(sys.executable).parent), os.environ["PATH"]]),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
     }
     with family() as environment[MARK]:
-        found = Deployment(place, root / "data", root, environment, port, clinics=taking_part)
+        found = Deployment(place, root / "data", root, environment, port, clinics=taking_part, contained=contained)
         pins = ""
         for clinic in clinics:
             own = place / clinic
@@ -182,8 +210,12 @@ def deployed(
             (own / "start.sh").write_text(start.replace('policy=\\"', f'{keys}policy=\\"'))
         for clinic in clinics if pins else ():
             (place / clinic / "peers.txt").write_text(pins)
+        if contained:
+            (root / "tmp").mkdir()
+            for name in (COORDINATOR, *clinics):
+                _only_mounts_can_be_written(place / name)
         found.start(COORDINATOR)
-        subprocess.run([found.coordinator / "register.sh"], env=environment, check=True)
+        subprocess.run(**found.words_of(COORDINATOR, found.coordinator / "register.sh"), check=True)
         for clinic in clinics:
             found.checked[clinic] = examine_clinic(place / clinic)
             found.start(clinic)

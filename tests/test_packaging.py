@@ -47,6 +47,22 @@ def test_only_flwr_replay_lands_at_the_top(wheel):
     assert {top for top in tops if not top.endswith(".dist-info")} == {"flwr_replay"}
 
 
+def test_the_containers_recipe_copies_all_that_the_wheel_is_made_of(wheel, tmp_path):
+    recipe = (ROOT / "flwr_replay" / "templates" / "deployment" / "Containerfile.in").read_text()
+    place = tmp_path / "src"
+    place.mkdir()
+    for words in [line.split()[1:] for line in recipe.splitlines() if line.startswith("COPY ")]:
+        for source in words[:-1]:
+            target = place / words[-1]
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / source, target)
+    subprocess.run(["uv", "build", "--quiet", "--wheel", "--out-dir", str(tmp_path), str(place)], check=True)
+    (built,) = tmp_path.glob("*.whl")
+    assert set(zipfile.ZipFile(built).namelist()) == set(zipfile.ZipFile(wheel).namelist())
+
+
 def test_the_wheel_runs_in_an_environment_of_its_own(wheel, tmp_path):
     subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, str(tmp_path / "env")], check=True)
     python = tmp_path / "env" / "bin" / "python"

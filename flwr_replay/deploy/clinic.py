@@ -26,7 +26,7 @@ from flwr_replay.config.compose import compose
 from flwr_replay.config.model import LITE0
 from flwr_replay.config.quoting import node_config, quoted
 from flwr_replay.config.run import RunConfig
-from flwr_replay.deploy.deployment import PEERS_FILE
+from flwr_replay.deploy.deployment import PEERS_FILE, in_state
 from flwr_replay.deploy.examining import certificate, connection, examined, free_space, is_authority, validity
 from flwr_replay.engines.certificates import CA
 from flwr_replay.engines.superlink import answers
@@ -75,7 +75,7 @@ def _read(folder: Path) -> dict[str, str]:
     env = {key: value for key, _, value in (word.partition("=") for word in words)}
     if missing := [key for key in KEYS if not env.get(key)]:
         raise ConfigError(f"{file} must have lines {', '.join(KEYS)}, without spaces around =; {missing[0]} is missing")
-    return env
+    return env | ({"DATA": data} if (data := os.environ.get("FLWR_REPLAY_DATA")) else {})  # as start.sh has it
 
 
 def _versions(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
@@ -111,7 +111,7 @@ def _names(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
 def _supernode(folder: Path) -> int:
     """Return the process that start.sh has become, as `supernode.pid` has it; 0: there is none."""
     try:
-        process = psutil.Process(int(read_text(folder / "supernode.pid")))
+        process = psutil.Process(int(read_text(in_state(folder, "supernode.pid"))))
         return process.pid if Path(process.cwd()).samefile(folder) else 0
     except (RunError, OSError, ValueError, psutil.Error):
         return 0

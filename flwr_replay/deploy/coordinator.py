@@ -21,6 +21,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 
+from flwr_replay.deploy.deployment import in_state
 from flwr_replay.deploy.examining import certificate, connection, examined, free_space, is_authority, validity
 from flwr_replay.engines.certificates import CA, SERVER, SERVER_KEY
 from flwr_replay.engines.superlink import answers, flower
@@ -38,7 +39,7 @@ __all__ = ["examine_coordinator"]
 ANEW = "make the deployment's folders anew with `flwr-replay deploy init`"
 STRANGER = "stop what runs there, and start ./superlink.sh"
 SECONDS = 60  # for an answer of Flower's `flwr`
-NEW = "no other is known; if superlink.db is new: rm keys/*.registered, ./register.sh"
+NEW = "no other is known; if superlink.db is new: rm */*.registered, ./register.sh"
 LOSES = 60  # by which a ServerApp has ended that lost its SuperLink
 LARGEST = 3  # places on the disk that are named
 Ask = Callable[..., dict[str, Any]]
@@ -103,7 +104,7 @@ def _certificates(folder: Path) -> Iterator[str]:
 
 
 def _keys(folder: Path, names: Sequence[str]) -> Iterator[str]:
-    waiting = [name for name in names if not (folder / "keys" / f"{name}.registered").exists()]
+    waiting = [name for name in names if not in_state(folder, f"{name}.registered", f"keys/{name}.registered").exists()]
     if waiting:
         came = [name for name in waiting if (folder / "keys" / f"{name}.pub").exists()]
         what = "run ./register.sh" if came == waiting else "put the clinic's file into keys/, then ./register.sh"
@@ -196,7 +197,8 @@ def _resume(run: Path) -> str:
 
 
 def _disk(folder: Path) -> Iterator[str]:
-    sizes = {place.name: _bytes(place) for place in [*(folder / "runs").glob("*"), *folder.glob("superlink.db*")]}
+    databases = in_state(folder, "superlink.db").parent.glob("superlink.db*")
+    sizes = {place.name: _bytes(place) for place in [*(folder / "runs").glob("*"), *databases]}
     largest = sorted(sizes, key=sizes.__getitem__)[-LARGEST:][::-1]
     most = ", ".join(f"{name} {shown_bytes(sizes[name])}" for name in largest) or "no runs"
     free = free_space(folder, f"`flwr-replay runs clean` says what can go; the largest: {most}")
@@ -210,12 +212,12 @@ def _bytes(place: Path) -> int:
 
 def _asked(folder: Path, address: str, *words: str) -> dict[str, Any]:
     """Return the JSON answer of Flower's `flwr`, which waits for a minute where nothing answers."""
-    if _known(folder / "flower" / "config.toml") != address:
-        raise RunError(f"Flower must know the SuperLink at {address}, by flower/config.toml; not so: run ./register.sh")
+    if _known((home := in_state(folder, ".flower", "flower")) / "config.toml") != address:
+        raise RunError(f"Flower must know the SuperLink at {address}, by its config.toml; not so: run ./register.sh")
     silent = f"`flwr {' '.join(words)}` must answer; it does not: see the line connection"
     if not answers(address):
         raise RunError(silent)
-    environment = {**os.environ, "FLWR_HOME": str(folder / "flower"), "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    environment = {**os.environ, "FLWR_HOME": str(home), "FLWR_DISABLE_UPDATE_CHECK": "1"}
     command = [flower("flwr"), *words, "--format", "json"]
     try:
         ended = subprocess.run(

@@ -3,6 +3,8 @@
     deployment/coordinator/   certificates, the study, scripts for SuperLink, keys and runs, README.md
     deployment/<clinic>/      ca.crt, the study, a proposed policy, scripts for key and SuperNode, README.md
 
+Both have a recipe for containers. While they run, only `state` and the coordinator's `runs` are written to.
+
 Their texts are the templates in `flwr_replay/templates/deployment`, in which `<<name>>` stands for a value.
 No clinic's private key is in it: a key is made at the clinic, by `make-key.sh`. `flwr_replay/deploy/clinic.py` checks a
 clinic's folder where it is used.
@@ -10,6 +12,7 @@ clinic's folder where it is used.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -37,12 +40,13 @@ from flwr_replay.privacy.fitting import trains_encoder
 from flwr_replay.report.summary import RECONSTRUCT
 from flwr_replay.runs.environment import versions
 from flwr_replay.runs.execute import Job
-from flwr_replay.runs.options import file_options
+from flwr_replay.runs.options import file_options, user_files
 from flwr_replay.wire.payload import rows
 
-__all__ = ["COORDINATOR_FOLDER", "PEERS_FILE", "host_of", "init"]
+__all__ = ["COORDINATOR_FOLDER", "PEERS_FILE", "host_of", "in_state", "init"]
 
 TEMPLATES = Path(__file__).parent.parent / "templates" / "deployment"
+SHARED = {"study/pyproject.toml": "pyproject.toml", "Containerfile": "Containerfile", "compose.yaml": "compose.yaml"}
 COORDINATOR_FOLDER, PEERS_FILE = "coordinator", "peers.txt"
 CLINIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")  # a folder, a file, a word of a shell, a TOML text
 HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
@@ -68,6 +72,26 @@ IN_POLICY = {
     Hiding.MASKED: "# No run in which the server could read this clinic's weights alone.\nmasked: true\n",
 }
 WEIGHTS = ' weights=\\"$PWD/{}\\"'
+MOUNTED = "{{type: bind, source: ./{0}, target: {1}{0}{2}}}"
+IN_CONTAINER = {  # words of compose.yaml and Containerfile
+    "coordinator": {
+        "service": "superlink",
+        "script": "superlink.sh",
+        "mount": MOUNTED.format("runs", "/deployment/", ""),
+        "inside": "./run.sh",
+        "images": "",
+        "seen": "",
+    },
+    "clinic": {
+        "service": "supernode",
+        "script": "start.sh",
+        "mount": MOUNTED.format("data", "/", ", read_only: true") + "  # a folder, a link to one, or write its path",
+        "inside": "flwr-replay doctor --clinic .",
+        "images": "\n# It must be able to read the images, too: setfacl -R -m u:10001:rX /path/to/your/images",
+        "seen": " FLWR_REPLAY_DATA=/data",
+        "reached": "",
+    },
+}
 SEAL_KEYS = ' seal-key=\\"$PWD/seal.key\\" seal-peers=\\"$PWD/peers.txt\\"'
 
 
@@ -131,6 +155,12 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
             else "",
         }
         home = private_folder(new / COORDINATOR_FOLDER)
+        private_folder(home / "runs")
+        number = host in LOOPBACK or re.fullmatch(r"\[.+|[0-9.]+", host)
+        name = "" if number else f'\n    extra_hosts: ["{host}:127.0.0.1"]'
+        read = [json.dumps(str(file)).replace("$", "$$") for file in user_files(config).values()]
+        mounts = [f"\n      - {{type: bind, source: {file}, target: {file}, read_only: true}}" for file in read]
+        words["reached"] = "".join([*mounts, f'\n    ports: ["{port}:{port}"]', name])
         hosts = dict.fromkeys([host.strip("[]"), "localhost", "127.0.0.1"])
         words["ends"] = write_certificates(home / "certificates", list(hosts), DAYS).date()
         private_folder(home / "keys")
@@ -168,6 +198,15 @@ def host_of(address: str) -> tuple[str, int]:
     if not good:
         raise ConfigError(f"an address is HOST:PORT, such as superlink.example.org:8000 or [::1]:8000; got {address!r}")
     return host, int(port)
+
+
+def in_state(folder: Path, name: str, before: str = "") -> Path:
+    """Return where a file lies that is written while a deployment's folder works: in `state`.
+
+    In a folder of an older version it lies outside, under the name `before`, else the same one.
+    """
+    new = folder / "state" / name
+    return new if new.exists() else folder / (before or name)
 
 
 def _check_names(clinics: Sequence[str]) -> None:
@@ -242,9 +281,12 @@ def _private(config: RunConfig) -> str:
 
 
 def _write(kind: str, folder: Path, words: Mapping[str, object]) -> None:
-    """Write the study and all other files of a folder; scripts can be run."""
-    private_folder(folder / "study")
-    write_atomic(folder / "study" / "pyproject.toml", _filled("pyproject.toml", words))
+    """Write the study, the recipe for containers and all other files of a folder; scripts can be run."""
+    words = {**words, **IN_CONTAINER[kind]}
+    for inner in ("study", "state"):
+        private_folder(folder / inner)
+    for file, template in SHARED.items():
+        write_atomic(folder / file, _filled(template, words))
     for name in [source.stem for source in (TEMPLATES / kind).iterdir()]:
         write_atomic(folder / name, _filled(f"{kind}/{name}", words), mode=0o700 if name.endswith(".sh") else 0o600)
 

@@ -17,7 +17,7 @@ from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import read_json
 from flwr_replay.files.disk import there
 
-__all__ = ["file_options", "kept_overrides", "resolve", "run_overrides"]
+__all__ = ["file_options", "kept_overrides", "resolve", "run_overrides", "user_files"]
 
 INLINE_NODES = 4
 PLACES_AND_TIMES = ("device", "client_cpus", "client_gpus", "timeout", "wait")
@@ -70,12 +70,17 @@ def resolve(
     return [*overrides, f"nodes={nodes}"], replace(config, nodes=nodes)
 
 
-def file_options(config: RunConfig) -> list[str]:
-    """Return the options that name a user's files, with absolute paths: other processes work in other folders."""
+def user_files(config: RunConfig) -> dict[str, Path]:
+    """Return a user's files by the option that names each, with absolute paths."""
     files = {"task.data_dir": config.task.data_dir, "model.weights": config.model.weights_file}
     files |= {"partition.file": config.partition.file}
     files |= {f"strategy.{name}": getattr(config.strategy, name) for name in config.strategy.files}
-    return [f"{option}={quoted(Path(file).expanduser().absolute())}" for option, file in files.items() if file]
+    return {option: Path(file).expanduser().absolute() for option, file in files.items() if file}
+
+
+def file_options(config: RunConfig) -> list[str]:
+    """Return the options that name a user's files: other processes work in other folders."""
+    return [f"{option}={quoted(file)}" for option, file in user_files(config).items()]
 
 
 def run_overrides(folder: Path) -> list[str]:

@@ -102,13 +102,13 @@ def of_superlink(deployment):
 def of_fresh(deployment):
     deployment.run("whole-2", *CWT)
     killed(deployment, "fresh", CWT)
-    for file in deployment.coordinator.glob("superlink.db*"):
+    for file in deployment.coordinator.glob("state/superlink.db*"):
         file.unlink()
     deployment.start(COORDINATOR)
     time.sleep(45)
     say("SuperNodes that ended:", {name: node.poll() for name, node in deployment.started.items()})
     say(deployment.logs()[-4000:])
-    for file in (deployment.coordinator / "keys").glob("*.registered"):
+    for file in deployment.coordinator.glob("state/*.registered"):
         file.unlink()
     subprocess.run([deployment.coordinator / "register.sh"], env=deployment.environment, check=True)
     for clinic in (*CLINICS, REFUSES):
@@ -245,13 +245,18 @@ def later(deployment, name):
 def of_growth(deployment):
     for number, rounds in enumerate((2, 60)):
         deployment.run(f"growth-{number}", *LONG, f"rounds={rounds}")
-        places = [*deployment.coordinator.glob("superlink.db*"), *deployment.logs_of.glob("*.log")]
+        places = [*deployment.coordinator.glob("state/superlink.db*"), *deployment.logs_of.glob("*.log")]
         places += [deployment.state(CLINICS[0]) / "ledger.jsonl"]
         say(rounds, "rounds:", {place.name: shown_bytes(place.stat().st_size) for place in places})
-        homes = [deployment.coordinator / "flower", deployment.place / CLINICS[0] / "flower"]
+        homes = [deployment.place / name / "state" / ".flower" for name in (COORDINATOR, CLINICS[0])]
         for home in homes:
             files = [file for file in home.rglob("*") if file.is_file()]
-            say(home.parent.name, "flower home:", len(files), shown_bytes(sum(file.stat().st_size for file in files)))
+            say(
+                home.parents[1].name,
+                "flower home:",
+                len(files),
+                shown_bytes(sum(file.stat().st_size for file in files)),
+            )
 
 
 SCENES = {

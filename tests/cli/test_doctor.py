@@ -52,7 +52,7 @@ def test_the_doctor_names_what_is_wrong_at_the_coordinator(written, tmp_path, mo
     assert "must be the key of server.crt" in said["NO  certificates"]
     assert said["NO  keys"] == "not registered: south: run ./register.sh"
     assert "nothing answers at localhost" in said["NO  connection"]
-    assert said["NO  runs"].endswith("by flower/config.toml; not so: run ./register.sh")
+    assert said["NO  runs"].endswith("by its config.toml; not so: run ./register.sh")
     assert said["NO  run directories"].startswith("not finished: first: ./run.sh --run-config 'resume=")
     assert "first 17 B" in said["ok  disk"]
     (home / "certificates" / CA).unlink()
@@ -142,5 +142,5 @@ def test_a_run_directory_or_a_folder_that_is_damaged_is_named(written, tmp_path,
     assert said("NO  folder").startswith("run.sh, study/pyproject.toml must lie in ")
     subprocess.run(["sh", "-c", ". ./connect.sh"], cwd=home, check=True)
     assert "must answer" in said("NO  runs") or "is refused" in said("NO  runs")
-    (home / "flower" / "config.toml").write_text('[superlink.superlink]\naddress = "nowhere')
+    (home / "state" / ".flower" / "config.toml").write_text('[superlink.superlink]\naddress = "nowhere')
     assert said("NO  runs").endswith("not so: run ./register.sh")

@@ -189,7 +189,7 @@ def test_a_refusal_of_the_server_is_shown_by_flwr_run(deployment: Any, said: dic
 def test_a_refused_option_of_an_own_app_is_one_line_and_the_doctor_sees_it_all(
     deployment: Any, said: dict[str, str]
 ) -> None:
-    own = {**deployment.environment, "FLWR_HOME": str(deployment.coordinator / "flower")}
+    own = {**deployment.environment, "FLWR_HOME": str(deployment.coordinator / "state" / ".flower")}
     words = [
         flower("flwr"),
         "run",
