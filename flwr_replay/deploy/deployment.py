@@ -157,10 +157,10 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
         home = private_folder(new / COORDINATOR_FOLDER)
         private_folder(home / "runs")
         number = host in LOOPBACK or re.fullmatch(r"\[.+|[0-9.]+", host)
-        name = "" if number else f'\n    extra_hosts: ["{host}:127.0.0.1"]'
+        itself = "" if number else f'\n    extra_hosts: ["{host}:127.0.0.1"]'
         read = [json.dumps(str(file)).replace("$", "$$") for file in user_files(config).values()]
         mounts = [f"\n      - {{type: bind, source: {file}, target: {file}, read_only: true}}" for file in read]
-        words["reached"] = "".join([*mounts, f'\n    ports: ["{port}:{port}"]', name])
+        words["reached"] = "".join([*mounts, f'\n    ports: ["{port}:{port}"]', itself])
         hosts = dict.fromkeys([host.strip("[]"), "localhost", "127.0.0.1"])
         words["ends"] = write_certificates(home / "certificates", list(hosts), DAYS).date()
         private_folder(home / "keys")

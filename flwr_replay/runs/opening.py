@@ -187,8 +187,14 @@ def _same_options(config: RunConfig, folder: Path) -> None:
     saved = saved_options(folder)
     now = flat(plain(config))
     differing = sorted(key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key) and key not in FREE)
+    if differing and not any(key in saved and key in now for key in differing):
+        age, has = ("an older", "no") if differing[0] in now else ("a newer", "an")
+        raise RunError(
+            f"a run goes on with the version that began it; {folder} is of {age} version of flwr-replay, which has "
+            f"{has} option {differing[0]}: begin a new run, or take that version"
+        )
     if differing:
-        key = differing[0]
+        key = next(key for key in differing if key in saved and key in now)
         raise RunError(
             f"a resumed run keeps its options; {key} was {saved.get(key)!r}, now {now.get(key)!r}: leave it out"
         )

@@ -48,8 +48,8 @@ def written(tmp_path_factory):
     north, certificates = root / "dep" / "north", root / "dep" / "coordinator" / "certificates"
     subprocess.run([north / "make-key.sh"], check=True)
     (north / "data").symlink_to(root / "data" / "clinic-a")
-    values = (north / "clinic.env").read_text()
-    (north / "clinic.env").write_text(re.sub("PORT=.*", f"PORT={free_port()}", values))
+    for file in (root / "dep").glob("*/clinic.env"):
+        file.write_text(re.sub("PORT=.*", f"PORT={free_port()}", file.read_text()))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificates / SERVER, certificates / SERVER_KEY)
     with socket.create_server(("127.0.0.1", port)) as server:

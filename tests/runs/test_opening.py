@@ -31,6 +31,17 @@ def test_a_disk_that_becomes_read_only_while_a_run_is_begun_is_one_line(monkeypa
     assert [entry.name for entry in tmp_path.iterdir()] == ["one"]  # what was left is swept
 
 
+def test_a_resumed_run_keeps_its_options_and_its_version(monkeypatch, tmp_path):
+    config = compose([f"runs_dir={tmp_path}", "run_name=one"])
+    open_run(config)
+    with pytest.raises(RunError, match="a resumed run keeps its options; seed was 0, now 1: leave it out"):
+        open_run(compose([f"resume={tmp_path / 'one'}", "seed=1"]))
+    options = opening.saved_options(tmp_path / "one")
+    monkeypatch.setattr(opening, "saved_options", lambda folder: options | {"later": 1})
+    with pytest.raises(RunError, match="is of a newer version of flwr-replay, which has an option later: begin a new"):
+        open_run(compose([f"resume={tmp_path / 'one'}"]))
+
+
 def test_where_there_are_no_locks_a_run_directory_is_not_swept_while_it_is_made(tmp_path, monkeypatch):
     config = compose([f"runs_dir={tmp_path}"])
     old = tmp_path / ".old.01234567.new"
