@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 from click.exceptions import Abort, ClickException, NoArgsIsHelpError, NoSuchOption
+from typer.main import get_command
 
 from flwr_replay import __version__
 from flwr_replay.cli.completing import of_methods, of_runs, of_studies
@@ -253,7 +254,8 @@ def report(
 
     found = finished_place(place, comparisons=True)
     page = write_page(found, make_folder(absolute(figures), "--figures") if figures else None)
-    answer({"files": [page]}, str(page), as_json)
+    files = [*([absolute(figures)] if figures else []), page]
+    answer({"files": files}, "\n".join(map(str, files)), as_json)
 
 
 @app.command()
@@ -309,6 +311,15 @@ for command in (options, predict, export, watch, rehearse):
     app.command()(command)
 
 
+def _instead(option: str) -> str:
+    """Say which commands have an option that this one has not; else how options of a run are written."""
+    commands = getattr(get_command(app), "commands", {})
+    having = [name for name, command in commands.items() if any(option in each.opts for each in command.params)]
+    if having:
+        return f"it is one of flwr-replay {', '.join(having)}"
+    return f"options of a run have no hyphens in front: {option.lstrip('-')}=…"
+
+
 def main() -> None:
     """Run the command line; a user's mistake is reported in one line, with exit code 2."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up, as after Ctrl-C
@@ -327,7 +338,7 @@ def main() -> None:
     except (FlwrReplayError, OSError, ClickException) as error:
         text = error.format_message() if isinstance(error, ClickException) else str(error)
         if isinstance(error, NoSuchOption) and error.ctx and any(p.name == "options" for p in error.ctx.command.params):
-            text = f"{text.rstrip('.')}; options of a run have no hyphens in front: {error.option_name.lstrip('-')}=…"
+            text = f"{text.rstrip('.')}; {_instead(error.option_name)}"
         for fault in error.args if isinstance(error, ConfigErrors) else (text,):
             print(f"error: {TWICE.sub('', one_line(fault))}", file=sys.stderr)
         sys.exit(2)

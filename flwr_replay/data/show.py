@@ -188,8 +188,8 @@ def write_images(examples: Examples, task: TaskConfig, count: int, out: Path) ->
 
 MOST = 5  # sizes, modes, or groups of equal files that are named
 LEAKS = (
-    "WARNING: nothing says which images are of one patient, so the same patient may be trained on and tested: metrics "
-    "are then too good. Write a manifest.csv with a column patient."
+    "WARNING: nothing says whose images without a patient are, so the same patient may be trained on and tested: "
+    "metrics are then too good. Write a manifest.csv with a column patient."
 )
 
 
@@ -228,13 +228,16 @@ def checked(folder: Path) -> tuple[list[str], bool]:
         splits[row.site, row.patient].add(row.split)
     wrong += [f"in several splits: patient {who}" for (_, who), among in splits.items() if who and len(among) > 1]
     if equal:
-        lines.append(f"{len(equal):,} images are there twice or more: {_listed(map(_named, equal))}")
+        lines.append(f"{len(equal):,} images are there more than once: {_listed(map(_named, equal))}")
     for what, values in (("height x width", (s.size for _, s in seen)), ("mode", (s.mode for _, s in seen))):
         counted = Counter(values)
         lines.append(f"{what}: {_listed(f'{value} ({count:,})' for value, count in counted.most_common())}")
     known = sum(bool(row.patient) for row in rows)
     patients = len({(row.site, row.patient) for row in rows if row.patient})
-    lines.append(f"{patients:,} patients; {len(rows) - known:,} images without one" if known else LEAKS)
+    if known:
+        lines.append(f"{patients:,} patients; {len(rows) - known:,} images without one")
+    if 2 * known < len(rows):
+        lines.append(LEAKS)
     return [*lines, *(wrong or ["nothing is wrong"])], not wrong
 
 

@@ -129,8 +129,8 @@ class Evidence:
         ]
         if not names:
             raise RunError(
-                f"attacks are tried on recorded messages; {folder} has none: run again with record=all. What synthetic "
-                "images show can be measured without: flwr-replay privacy synthetic"
+                f"attacks are tried on recorded messages; {folder} has none: run again with record=all, as in a "
+                "rehearsal. What synthetic images show can be measured without: flwr-replay privacy synthetic"
             )
         if not (folder / FOLDER).exists():
             raise RunError(

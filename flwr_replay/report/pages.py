@@ -151,7 +151,9 @@ def write_compare_page(folder: Path, report: Mapping[str, Any], figures: Path | 
             )
             for label, row in report["strategies"].items()
         ],
-        options=report["options"],
+        options=dict.fromkeys(
+            [*report["options"], *(f"{c['label']}: {o}" for c in report["cells"] for o in c["options"])]
+        ),
         version=next((cell["result"]["versions"]["flwr-replay"] for cell, _ in runs), ""),
     )
     write_atomic(folder / PAGE, text)

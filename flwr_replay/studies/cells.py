@@ -203,8 +203,12 @@ def _seeds(cells: Sequence[Cell]) -> str:
 
     >>> _seeds([Cell(Method("cwt", "cwt", ()), seed, Path(), ()) for seed in (0, 1, 0)])
     '2 seeds, 0 to 1 (seeds=2, is seed 2 alone)'
+    >>> _seeds([Cell(Method("cwt", "cwt", ()), 0, Path(), ())])
+    'seed 0'
     """
     seeds = sorted({cell.seed for cell in cells})
+    if len(seeds) == 1:
+        return f"seed {seeds[0]}"
     if seeds != list(range(len(seeds))):
         return f"seeds {', '.join(map(str, seeds))}"
     return f"{len(seeds)} seeds, 0 to {len(seeds) - 1} (seeds={len(seeds)}, is seed {len(seeds)} alone)"

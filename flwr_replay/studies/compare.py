@@ -38,6 +38,7 @@ from flwr_replay.learning.tasks import ERRORS, make_task
 from flwr_replay.privacy.noise import noise_of
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report import run_files
+from flwr_replay.report.metrics import VALIDATION
 from flwr_replay.runs.options import resolve
 from flwr_replay.studies.cells import Cell, Method, run_all, short_hash
 from flwr_replay.studies.methods import methods_of, named, options_of, swept
@@ -82,6 +83,7 @@ def compare_strategies(
         planned(strategies, options, against, runs_dir, metric)  # refused before any trial
         tried = planned(*trials(strategies, options), "", runs_dir, "", "lr=auto")
         refuse(compose(list(tried.cells[0].overrides)).split, tried.about["noise"])
+        tried = replace(tried, cells=[replace(cell, metric=f"{VALIDATION}{cell.metric}") for cell in tried.cells])
         strategies, told = with_rates(strategies, run_comparisons([tried], jobs)[0][1])
     whole = planned(strategies, options, against, runs_dir, metric, tuned="lr" if auto else "")
     return run_comparisons([replace(whole, about=whole.about | {"rates": told})], jobs)[0]
@@ -300,7 +302,7 @@ def _title(configs: Sequence[RunConfig]) -> str:
 
     tasks = alike((config.task.name for config in configs), "tasks")
     nodes = alike((f"{config.nodes} institutions" for config in configs), "numbers of institutions")
-    models = alike((config.model.name for config in configs), "models")
+    models = alike((config.model.build or config.model.name for config in configs), "models")
     rounds = alike((f"{config.rounds} round{'s' * (config.rounds > 1)}" for config in configs), "numbers of rounds")
     return f"{tasks}, {nodes}, {alike(map(_dealt, configs), 'partitions')}: {models}, {rounds}"
 

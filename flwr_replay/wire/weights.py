@@ -124,7 +124,7 @@ def check_weights(arrays: StateDict) -> None:
         if NEVER_NEGATIVE.fullmatch(name) and (array < 0).any():
             raise WireError(
                 f"variances, step counts and an optimizer's second moments must not be negative; {name!r} is: send the "
-                "state as institutions released it"
+                "state as institutions released it, or its mean, uncorrected"
             )
         squares = arrays.get(f"{name}_sq") if MOMENT.fullmatch(name) else None
         if squares is None or squares.shape != array.shape:  # another form is refused elsewhere

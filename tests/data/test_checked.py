@@ -37,4 +37,14 @@ def test_a_patient_in_two_splits_is_wrong(tmp_path: Path, split: str) -> None:
     lines, sound = checked(tmp_path)
     assert sound == (split == "train")
     assert "1 patients; 1 images without one" in lines
+    assert LEAKS not in lines  # most images have a patient
     assert lines[-1] == ("nothing is wrong" if sound else "in several splits: patient p1")
+
+
+def test_a_folder_whose_images_mostly_have_no_patient_warns(tmp_path: Path) -> None:
+    for n in range(3):
+        draw(tmp_path / f"{n}.png", n)
+    manifest(tmp_path, "image,label,patient", ["0.png,0,p1", "1.png,1,", "2.png,1,"])
+    lines, sound = checked(tmp_path)
+    assert sound
+    assert lines[-3:] == ["1 patients; 2 images without one", LEAKS, "nothing is wrong"]

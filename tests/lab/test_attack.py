@@ -329,7 +329,7 @@ def test_a_run_without_messages_says_how_to_record(tmp_path, monkeypatch, capsys
     command(monkeypatch, "run", *options, "strategy=fedavg", "rounds=1", "run_name=plain", "--runs-dir", str(tmp_path))
     capsys.readouterr()
     assert command(monkeypatch, "privacy", "attack", str(tmp_path / "plain")) == 2
-    assert "run again with record=all" in capsys.readouterr().err
+    assert "run again with record=all, as in a rehearsal" in capsys.readouterr().err
     assert not (tmp_path / "plain" / "attacks").exists()
     assert command(monkeypatch, "privacy", "attack", str(tmp_path)) == 2
     assert "config.yaml" in capsys.readouterr().err

@@ -262,7 +262,8 @@ def test_a_comparison_and_a_study_have_pages(tmp_path, monkeypatch, capsys):
     assert "nan" not in text.lower()
     before = (folder / "report.html").read_bytes()
     app(["report", str(folder), "--figures", str(figures := tmp_path / "figures")], standalone_mode=False)
-    assert capsys.readouterr().out.splitlines()[-1] == str(folder / "report.html")
+    assert capsys.readouterr().out.splitlines()[-2:] == [str(figures), str(folder / "report.html")]
+    assert "fedavg:dp=classifier:sigma=2: privacy.sigma=2" in page.text
     assert (folder / "report.html").read_bytes() == before
     drawn = {f"{name}.{form}" for name in ("compare", "curves", "epsilon") for form in ("svg", "pdf", "csv")}
     assert {file.name for file in figures.iterdir()} == drawn

@@ -41,9 +41,12 @@ def test_the_rate_is_that_of_the_best_trial_and_what_diverged_is_none(higher, be
     assert "a 0.001 (an end of what was tried)" in told
 
 
-def test_trials_are_runs_of_the_comparison_and_the_best_is_not_repeated(tmp_path, monkeypatch):
+def test_trials_are_runs_of_the_comparison_and_the_best_is_not_repeated(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     text, report = compare_strategies(["cwt", "slow := cwt:lr=1e-9"], [*TINY, "seeds=4,6", "lr=auto"], "", 1, tmp_path)
+    said = capsys.readouterr().err.splitlines()
+    assert sum("lr=auto, cwt, lr " in line and ": validation-accuracy " in line for line in said) == len(RATES)
+    assert any("runs, seed 4: " in line for line in said)
     runs = sorted(file.parent.name for file in tmp_path.glob("compare-*/*/result.json"))
     assert len(runs) == 5 + 1 + 2  # the trials with seed 4, of which one counts, the other seed, and slow's two
     assert list(report["strategies"]) == ["cwt", "slow"]

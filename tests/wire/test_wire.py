@@ -18,6 +18,7 @@ from flwr_replay.errors import WireError
 from flwr_replay.wire.fields import instruction, model, notice, per_sample, statistic
 from flwr_replay.wire.payload import REQUESTS, Payload, rows
 from flwr_replay.wire.records import Weights, array_record, arrays_in, opened
+from flwr_replay.wire.weights import check_weights
 
 DTYPES = ("float32", "float16", "int8", "int64")
 
@@ -265,6 +266,11 @@ def test_numbers_that_cannot_be_are_refused(field, value):
     content["metrics"][field] = value
     with pytest.raises(WireError, match=f"Trip.{field.replace('-', '_')} must be"):
         Trip.decode(content)
+
+
+def test_a_variance_below_zero_says_what_a_server_makes_of_it():
+    with pytest.raises(WireError, match=r"'norm\.running_var' is: send .* released it, or its mean, uncorrected"):
+        check_weights({"norm.weight": np.float32([-1]), "norm.running_var": np.float32([-1])})
 
 
 def test_bytes_that_are_no_array_or_more_than_one_are_refused():
