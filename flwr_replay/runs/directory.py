@@ -107,9 +107,7 @@ class RunDirectory(Recorder):
         self.spent_then: dict[str, float] = {}  # the largest epsilon at the last evaluation, for the display
         self.history: list[tuple[int, dict[str, float], dict[str, dict[str, float]]]] = []
         self.confusion: dict[str, list[int]] = {}  # of the last evaluation
-        self.floored: list[
-            str
-        ] = []  # who sent right answers alone (min-count); then no confusion is kept
+        self.floored: list[str] = []  # who sent right answers alone (min-count); then no confusion is kept
         sweep(self.path)
         tighten(self.path)
         self._mark = mark_of(self.path)
