@@ -44,7 +44,7 @@ def deal_by_shares(
     -------
     Dealt
         Counts are the shares' by largest remainders, so they differ from them by less than one. `names` are the
-        file's; empty for a list.
+        file's, in its order; empty for a list.
 
     Raises
     ------
@@ -130,8 +130,7 @@ def _tabled(
             raise DataError(f"size must lie in 1 to {most}, the training examples; got {sizes[-1]} in {where}")
     if not rows:
         raise DataError(f"{path} must have a row for each institution; got none")
-    order = np.argsort(names)
-    return tuple(sorted(names)), np.asarray(rows)[order], np.asarray(sizes)[order] if sizes else None
+    return tuple(names), np.asarray(rows), np.asarray(sizes) if sizes else None
 
 
 def _check(row: Sequence[float], where: str, kind: type[ConfigError | DataError]) -> None:

@@ -259,7 +259,7 @@ def _refuse_counting(patients: Patients, config: PartitionConfig) -> None:
 
 
 def site_names(dataset: Dataset) -> tuple[str, ...]:
-    """Return the sorted names of the sites in the data.
+    """Return the names of the sites in the order of the data, training examples first.
 
     Raises
     ------
@@ -271,7 +271,7 @@ def site_names(dataset: Dataset) -> tuple[str, ...]:
             f"partition=natural needs the site of every example; task={dataset.name} names none: give the manifest a "
             "column and set task.site-column, or choose another partition"
         )
-    return tuple(sorted({str(site) for site in (*dataset.train.sites, *dataset.test.sites)}))
+    return tuple(dict.fromkeys(str(site) for site in (*dataset.train.sites, *dataset.test.sites)))
 
 
 def _institutions_of(dataset: Dataset, config: PartitionConfig, nodes: int) -> tuple[str, ...]:

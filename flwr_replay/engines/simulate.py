@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -215,7 +215,8 @@ def with_skew(
     values, counts_KC = label_histogram([labels[indices] for indices in part.train])
     named = [f">= {value:.3g}" if is_continuous(labels) else str(value) for value in values]
     counts = {"values": named, "institutions": dict(zip(part.names, counts_KC.tolist(), strict=True))}
-    result = {**result, "skew": {**part.skew, "labels": counts}}
+    result = {**result, "skew": {**part.skew, "labels": counts}, "privacy": _placed(result["privacy"], part.names)}
+    result["final"] = {**result["final"], "institutions": _placed(result["final"]["institutions"], part.names)}
     dealing = simulation.job.config.partition
     personal = load_strategy(result["strategy"])[0].private_key and dealing.test == "iid" and dealing.name != "natural"
     if personal and ALIKE not in result["metrics-note"]:
@@ -224,3 +225,8 @@ def with_skew(
     with spared(folder / PAGE):
         write_run_page(folder)
     return result, folder
+
+
+def _placed(own: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return what institutions have in the order in which the data name these, as tables show them."""
+    return {name: own[name] for name in (*names, *own) if name in own}

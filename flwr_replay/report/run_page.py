@@ -88,9 +88,10 @@ def write_run_page(folder: Path, figures: Path | None = None) -> Path:
     tested = tested_of(folder)
     pictures, left_out = _pictures(folder)
     rows, fault = metric_rows(folder, result["rounds"])
-    travelled = travelled_by_kind(folder)
+    sums, own = travelled_by_kind(folder), result["final"]["institutions"]
+    travelled = {name: sums[name] for name in (*own, *sums) if name in sums}
     metric = result["metric"]
-    own = {name: metrics[metric] for name, metrics in result["final"]["institutions"].items() if metric in metrics}
+    own = {name: metrics[metric] for name, metrics in own.items() if metric in metrics}
     guesses = {name: guessed(counts) for name, counts in confusion.items()} if metric == "accuracy" else {}
     dashed = "; dashed: what always naming the institution's most frequent label would have" if guesses else ""
     less = "" if result["higher-is-better"] else "; less is better"
@@ -242,8 +243,8 @@ def metrics_table(result: Mapping[str, Any], folder: Path, tested: Mapping[str, 
     shown = judged(result["metric"], final["global"])  # of those of validation examples
     heads = [name for name in final["global"] if name == shown or not name.startswith((VALIDATION, *SHARED))]
     heads = [name for own in heads for name in (own, shared(own, final["global"])) if name]
-    own = {**{name: {} for name in result.get("untrained", [])}, **final["institutions"]}
-    rows = [("all", final["global"]), *sorted(own.items())]
+    own = {**final["institutions"], **{n: {} for n in result.get("untrained", []) if n not in final["institutions"]}}
+    rows = [("all", final["global"]), *own.items()]
     counts = {name: (trained.get(name), tested.get(name)) for name in own}
     counts["all"] = sum(trained.values()) or None, sum(tested.values()) or None
     cells = [
@@ -330,7 +331,7 @@ def left_table(sums: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
     kinds = {kind for own in sums.values() for kind in own if kind != DOWN}
     known = {kind: at for at, kind in enumerate(KINDS)}
     heads = sorted(kinds, key=lambda head: (known.get(_kind(head)[0], len(known)), head))
-    rows = [[name, *(shown_bytes(own.get(kind, 0)) for kind in [*heads, DOWN])] for name, own in sorted(sums.items())]
+    rows = [[name, *(shown_bytes(own.get(kind, 0)) for kind in [*heads, DOWN])] for name, own in sums.items()]
     caption = "Bytes that left by kind, and bytes that came down, repeated messages included"
     return {"caption": caption, "heads": ["institution", *heads, "came down"], "rows": rows}
 
@@ -343,7 +344,7 @@ def travelled_by_kind(folder: Path) -> dict[str, dict[str, int]]:
         kind = f"{line['kind']}{hidden}" if line["direction"] == "up" else DOWN
         own = sums.setdefault(line["institution"], {})
         own[kind] = own.get(kind, 0) + line["bytes"]
-    return sums
+    return dict(sorted(sums.items()))
 
 
 def _lacking(folder: Path, sums: Mapping[str, Mapping[str, int]], sent: Mapping[str, int]) -> str:

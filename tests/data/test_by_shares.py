@@ -72,8 +72,8 @@ def test_a_table_names_institutions_and_sizes(tmp_path: Path) -> None:
     file = table(tmp_path / "s.csv", "institution,1,0,size", "south,0.1,0.9,20", "north,1,0,5")
     dataset = data(100, 100)
     found = dealt(dataset, 2, file=file)
-    assert found.names == ("north", "south")
-    assert counts(dataset, found) == [[0, 5], [18, 2]]
+    assert found.names == ("south", "north")
+    assert counts(dataset, found) == [[18, 2], [0, 5]]
 
 
 @pytest.mark.parametrize(

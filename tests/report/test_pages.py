@@ -6,6 +6,7 @@ import shutil
 import subprocess
 
 import pytest
+from folders import draw, manifest
 from page import Page
 
 from flwr_replay.api import Comparison
@@ -232,6 +233,34 @@ def test_personal_and_global_accuracy_stand_side_by_side(test, tmp_path, monkeyp
     assert f"on the same examples global-accuracy is {finals['ditto']['global-accuracy']:.3f}" in page
     heads = re.findall(r"<th[^>]*>([\w-]+)</th>", page)
     assert heads[(at := heads.index("accuracy")) : at + 2] == ["accuracy", "global-accuracy"]
+
+
+@pytest.mark.parametrize("of", ["shares", "natural"])
+def test_tables_keep_the_order_in_which_the_data_name_institutions(of, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    names = ["west", "south", "east"]
+    if of == "shares":
+        file = tmp_path / "shares.csv"
+        file.write_text("\n".join(["institution," + ",".join("0123456789"), *(f"{n}" + ",0.1" * 10 for n in names)]))
+        options = ["task=digits", "partition=shares", f"partition.file={file}"]
+    else:
+        rows = [f"{n}.png,{n % 2},{names[n // 20]}" for n in range(60)]
+        for n in range(60):
+            draw(tmp_path / "images" / f"{n}.png", n)
+        manifest(tmp_path / "images", "image,label,site", rows)
+        data = ["task.data-dir=" + str(tmp_path / "images"), "task.size=8", "task.channels=1", "task.classes=2"]
+        options = ["task=folder", "partition=natural", *data]
+    options += ["strategy=fedavg", "nodes=3", "rounds=1", "model.width=4", "dp=classifier", "delta=1e-3"]
+    result, folder = run_inline(
+        [*options, "model.norm=group", "batch_size=8", f"runs_dir={tmp_path / 'runs'}"], Display()
+    )
+    assert [*result["final"]["institutions"]] == [*read_result(folder)["privacy"]] == names
+    page = (folder / "report.html").read_text()
+    for table in re.findall(r"<table.*?</table>", page, re.DOTALL):
+        rows = [name for name in re.findall(r'<th scope="row">([^<]+)</th>', table) if name in names]
+        assert rows in ([], names)
+    said = summary(result, folder)
+    assert sorted(names, key=lambda name: said.index(f"  {name}: 0.")) == names
 
 
 def test_rounds_in_metrics_are_rounds_and_exchanges_stand_beside_them(tmp_path, monkeypatch):
