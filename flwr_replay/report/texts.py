@@ -22,8 +22,8 @@ from flwr_replay.terminal import fitted
 __all__ = ["ALIKE", "as_csv", "as_latex", "findings", "lines_of", "notes", "of_methods", "rows_of", "table", "verdicts"]
 
 ALIKE = (
-    "Test examples are dealt as a sample of all (partition.test=iid): personal models look alike there, or worse than a "
-    "global one, whatever they gain on their institution's own mix of labels; partition.test=mirror tests that."
+    "Test examples are dealt as a sample of all (partition.test=iid): personal models look alike there, or worse than "
+    "a global one, whatever they gain on their institution's own mix of labels; partition.test=mirror tests that."
 )
 JUDGED_BY = ("Rounds are judged by ", "Test examples are dealt ")
 JUDGED = f" (?={'|'.join(JUDGED_BY)})"  # where a method's own note ends, and what holds for all begins
