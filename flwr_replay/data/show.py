@@ -228,7 +228,7 @@ def checked(folder: Path) -> tuple[list[str], bool]:
         splits[row.site, row.patient].add(row.split)
     wrong += [f"in several splits: patient {who}" for (_, who), among in splits.items() if who and len(among) > 1]
     if equal:
-        lines.append(f"{len(equal):,} images are there more than once: {_listed(map(_named, equal))}")
+        lines.append(f"there more than once: {len(equal):,} ({_listed(map(_named, equal))})")
     for what, values in (("height x width", (s.size for _, s in seen)), ("mode", (s.mode for _, s in seen))):
         counted = Counter(values)
         lines.append(f"{what}: {_listed(f'{value} ({count:,})' for value, count in counted.most_common())}")

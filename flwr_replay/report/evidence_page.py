@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.config.catalogue import conf_dir
+from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import read_bytes, write_atomic
+from flwr_replay.files.disk import there
 from flwr_replay.report.progress import shown_time
 from flwr_replay.report.run_files import CONFIG, RESULT, ledger_of, read_result, read_run_id
 from flwr_replay.report.run_page import KINDS, left_table, privacy_table, travelled_by_kind, versions_table
@@ -114,7 +116,11 @@ def evidence(folder: Path, attacks: Sequence[str], audit: Mapping[str, Any] | No
 
 
 def write_evidence(folder: Path, attacks: Sequence[str], audit: Mapping[str, Any] | None) -> tuple[Path, Path]:
-    """Write page and data into the run's directory, over earlier ones; return their paths. As `evidence`."""
+    """Write page and data into the run's directory, over earlier ones; return their paths; `RunError` if it has no result."""
+    if not there(folder / RESULT):
+        raise RunError(
+            f"evidence is of a finished run; {folder} has no {RESULT}: flwr-replay runs show says how it stands"
+        )
     found, result = evidence(folder, attacks, audit), read_result(folder)
     page, data = folder / f"{PAGE}.html", folder / f"{PAGE}.json"
     text = render(

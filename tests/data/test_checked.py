@@ -22,6 +22,7 @@ def test_all_bad_files_are_named_at_once(tmp_path: Path, monkeypatch, capsys) ->
     assert "12 images: healthy 5, ill 7" in said
     assert "height x width: 8 x 8 (9), 12 x 9 (1)" in said
     assert "mode: L (9), RGB (1)" in said
+    assert "there more than once: 1 (healthy/0.png = ill/same.png)" in said
     assert LEAKS in said
     wrong = [line for line in said.splitlines() if line.startswith(("cannot be read", "the same image"))]
     assert [f"{name}.png" in line for name, line in zip(("a", "b"), wrong[:2], strict=True)] == [True, True]

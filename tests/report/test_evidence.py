@@ -88,6 +88,8 @@ def test_attacks_and_audits_that_were_run_are_quoted(tmp_path, monkeypatch, caps
     capsys.readouterr()
     (folder / "result.json").unlink()
     assert command(monkeypatch, "deploy", "evidence", str(folder)) == 2
+    assert "evidence is of a finished run" in (said := capsys.readouterr().err)
+    assert "backup" not in said
 
 
 def test_code_has_one_digest_wherever_it_lies(tmp_path, monkeypatch):
