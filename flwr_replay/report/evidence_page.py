@@ -116,7 +116,7 @@ def evidence(folder: Path, attacks: Sequence[str], audit: Mapping[str, Any] | No
 
 
 def write_evidence(folder: Path, attacks: Sequence[str], audit: Mapping[str, Any] | None) -> tuple[Path, Path]:
-    """Write page and data into the run's directory, over earlier ones; return their paths; `RunError` if it has no result."""
+    """Write page and data into a run's directory; return their paths. Without a result: `RunError`."""
     if not there(folder / RESULT):
         raise RunError(
             f"evidence is of a finished run; {folder} has no {RESULT}: flwr-replay runs show says how it stands"
