@@ -216,7 +216,7 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 <p>An aid to an assessment, and none itself. "None" is no control of this program; another may be yours. SATRE as of commit 020b572, DSPT by the ten standards' names and the first one's assertions: the toolkit's CAF outcomes were not at hand.</p>
 {{ draw.table(controls) }}
 <h2>Signed</h2>
-<div class="scroll"><table><tbody>{% for who in ("prepared by", "output checker", "data protection officer", "for the board") %}<tr><th scope="row">{{ who }}</th><td>name ______________________</td><td>date ____________</td><td>signature ______________________</td></tr>{% endfor %}</tbody></table></div>
+<div class="scroll"><table><caption>Signatures</caption><tbody>{% for who in ("prepared by", "output checker", "data protection officer", "for the board") %}<tr><th scope="row">{{ who }}</th><td>name ______________________</td><td>date ____________</td><td>signature ______________________</td></tr>{% endfor %}</tbody></table></div>
 {% endblock %}
 """,
     "officer": """\
@@ -225,7 +225,7 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 {% block content %}
 <section class="sign">
 {{ draw.table(first) }}
-<table><tbody>{% for who in ("data protection officer", "head of the clinic") %}<tr><th scope="row">{{ who }}</th><td>name ____________________</td><td>date __________</td><td>signature ____________________</td></tr>{% endfor %}</tbody></table>
+<table><caption>Signatures</caption><tbody>{% for who in ("data protection officer", "head of the clinic") %}<tr><th scope="row">{{ who }}</th><td>name ____________________</td><td>date __________</td><td>signature ____________________</td></tr>{% endfor %}</tbody></table>
 </section>
 {% for line in about %}<p>{{ line }}</p>
 {% endfor %}
