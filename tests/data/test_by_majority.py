@@ -198,6 +198,7 @@ def test_classes_that_starve_are_said_in_one_line(examples: Make, tmp_path: Path
     report = {
         "seeds": [3, 4],
         "strategies": {},
+        "higher-is-better": True,
         "cells": [{"label": "a", "seed": 3, "options": [], "result": {"skew": scarce(examples, 60)[1].skew}}],
     }
     assert not [note for note in notes(cells(report)) if "warning" in note]

@@ -196,13 +196,12 @@ def test_a_sum_that_is_made_once_and_lost_is_no_model(folder, rounds):
 
 def test_who_is_not_there_at_the_start_is_not_in_the_sum(folder, caplog):
     """It comes later and tests; nobody is said to have failed, and it has stated no epsilon."""
-    logging.getLogger("flwr").addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, "flwr")
 
     def there(grid):
         return without_d(grid) if ("evaluate", "a", 1) not in grid.asked else None
 
     done = ran(folder, [*SUMS, "wait=0.1", "evaluate_every=1"], there=there)
-    logging.getLogger("flwr").removeHandler(caplog.handler)
     assert done.grid.who("summarise") == ["a", "b", "c"]
     assert "d" in done.grid.who("evaluate")
     assert "no sum can be read" not in caplog.text

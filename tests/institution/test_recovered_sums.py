@@ -295,11 +295,6 @@ def ran(folder, options, **script):
     return run(folder, ["rounds=3", "evaluate_every=3", *options], nodes, **script)
 
 
-def saying(caplog):
-    logging.getLogger("flwr").addHandler(caplog.handler)
-    return caplog
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("forgetful", [False, True])
 @pytest.mark.parametrize(
@@ -312,7 +307,7 @@ def saying(caplog):
     ],
 )
 def test_a_killed_institution_costs_no_sum(folder, caplog, failing, without, forgetful):
-    saying(caplog)
+    caplog.set_level(logging.INFO, "flwr")
     done = ran(folder, GRADIENT, failing=failing, forgetful=forgetful)
     assert f"the sum of exchange 2 is read though {without} did not answer; the next sums are without" in caplog.text
     assert "no sum can be read" not in caplog.text
@@ -335,7 +330,7 @@ def test_a_model_is_that_of_the_survivors(folder):
 
 @pytest.mark.parametrize("at", ["abcdef", "g"])
 def test_with_more_failures_a_sum_is_lost_and_the_run_goes_on(folder, caplog, at):
-    saying(caplog)
+    caplog.set_level(logging.INFO, "flwr")
     failing = [("unmask", name, 2) for name in "efg"] if at == "g" else [("differentiate", name, 2) for name in "efg"]
     with pytest.raises(RunError, match="a sum needs 5 institutions; exchange 3 has 4"):
         ran(folder, GRADIENT, failing=failing)
