@@ -36,7 +36,7 @@ RUNS = {
     "gossip": ["strategy=avgpush", "dp=none", "model.width=4", "partition.size=8", "training.batch-size=8"],
     "raw": ["strategy=fedavgshare", "partition.size=60"],
     "noisy": [
-        *("strategy=fedreplay", "encoder=random", "partition.size=60", "model.width=16"),
+        *("strategy=fedreplay", "encoder=random", "partition.size=120", "model.width=16"),
         *("dp=latents", "latent-clip=1", "latent-epsilon=20", "label-epsilon=1"),
     ],
     "control": ["strategy=scaffold", "partition.size=60", "model.width=4"],
@@ -192,10 +192,10 @@ def test_others_images_are_not_behind_noise(runs, tmp_path):
     evidence = Evidence.of(without_digests(runs / "noisy", tmp_path), "institution-1", "latents")
     trial = OfActivations(evidence.exhibits[0], evidence)
     own = originals_of(evidence.config, "institution-1")
-    assert trial.rows(own).tolist() == list(range(60))
+    assert trial.rows(own).tolist() == list(range(120))
     with pytest.raises(DataError, match="does not resemble these originals"):
         trial.rows(replace(own, x_NCHW=own.x_NCHW.roll(7, 0)))
-    with pytest.raises(OtherOriginals, match="59 examples, the answer says 60"):
+    with pytest.raises(OtherOriginals, match="119 examples, the answer says 120"):
         trial.rows(replace(own, x_NCHW=own.x_NCHW[1:], y_N=own.y_N[1:]))
 
 
