@@ -169,9 +169,7 @@ class RunDirectory(Recorder):
             named = f"epsilon (dp={spent.dp}{'' if spent.proven else ', no proof'})"
             self.spent_then = {named: inf if spent.epsilon is None else spent.epsilon}
         self.floored = sorted(name for name, test in self.tested.items() if test.hits is not None)
-        counts = {
-            name: list(test.confusion) for name, test in self.tested.items() if test.confusion and not self.floored
-        }
+        counts = {n: list(test.confusion) for n, test in self.tested.items() if test.confusion and not self.floored}
         if examples := {name: test.num_examples for name, test in self.tested.items()}:
             values = {"round": exchange, "institutions": counts, "examples": examples}
             self._first.append(partial(write_of, self.path, CONFUSION, values))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import yaml
+from exported_runs import TINY, run_at
 from harness import Stopping, command
 from PIL import Image
 
@@ -23,19 +23,10 @@ from flwr_replay.finished.export import card, export
 from flwr_replay.finished.predict import images_in, predictions
 from flwr_replay.finished.trained import TrainedModel
 from flwr_replay.models.zoo import build
-from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.report.progress import Display
-from flwr_replay.report.run_files import rows_of
 from flwr_replay.report.summary import summary
 from flwr_replay.runs.listing import clean
 from flwr_replay.runs.options import resolve
-
-TINY = ["nodes=2", "rounds=1", "model.width=4", "partition=iid"]
-
-
-def run_at(place, patch, *options):
-    patch.setenv("FLWR_REPLAY_HOME", str(place / "home"))
-    return run_inline([*TINY, *options, f"runs_dir={place / 'runs'}"], Display())
 
 
 def shards_of(folder):
@@ -43,16 +34,6 @@ def shards_of(folder):
     _, config = resolve([], ".", str(folder))
     part = dealt(config.task, config.partition, config.nodes, config.seed)
     return {name: part.examples(loaded(config.task), k).test for k, name in enumerate(part.names)}
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        place = tmp_path_factory.mktemp("digits")
-        result, folder = run_at(
-            place, patch, "task=digits", "strategy=fedavg", "task.class_names=[z,o,t,h,f,i,s,v,e,n]"
-        )
-        yield result, folder
 
 
 @pytest.fixture
@@ -225,51 +206,6 @@ def test_private_models_are_used_at_their_institution(job, tmp_path, monkeypatch
         load_model(folder, "institution-9")
     with pytest.raises(RunError, match="--run must be a run of"):
         load_model(states / "institution-1", run="another")
-
-
-def test_the_card_of_a_private_run_tells_its_noise(tmp_path, monkeypatch):
-    private = ["dp=classifier", "sigma=2.3456", "delta=1e-3", "model=mlp"]
-    result, folder = run_at(tmp_path, monkeypatch, "task=digits", "strategy=fedavg", *private)
-    [one] = result["noise"]["institution-1"]
-    text, told = card(folder, load_model(folder), ""), result["privacy"]["institution-1"]
-    assert f"| classifier: sigma {one['sigma']:.3g}, clip C 1, sampling rate" in text
-    assert f"| institution-1 | {rounded_up(told['epsilon'])} | 0.001 | yes | classifier |" in text
-
-
-def section(text, heading):
-    """Return the cells of a card's table, its heads first."""
-    lines = text.partition(f"## {heading}\n")[2].partition("\n## ")[0].splitlines()
-    return [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
-
-
-def test_a_card_has_front_matter_and_the_runs_tables(ran):
-    result, folder = ran
-    model = load_model(folder)
-    _, matter, body = card(folder, model, "").split("---\n", 2)
-    [index] = yaml.safe_load(matter)["model-index"]
-    [found] = index["results"]
-    assert yaml.safe_load(matter)["pipeline_tag"] == found["task"]["type"] == "image-classification"
-    assert found["dataset"] == {"name": "digits", "type": "digits", "split": "test"}
-    final = result["final"]
-    told = {metric["type"]: metric["value"] for metric in found["metrics"]}
-    assert told == {name: final["global"][name] for name in ("accuracy", "balanced-accuracy", "macro-f1", "loss")}
-    heads, pooled, *own = section(body, "Results by institution")
-    for row, metrics in zip([pooled, *own], [final["global"], *final["institutions"].values()], strict=True):
-        assert dict(zip(heads, row, strict=True))["accuracy"] == f"{metrics['accuracy']:.4f}"
-    heads, *counts = section(body, "Confusion matrix")
-    assert heads == ["label", *"zothfisven"]
-    right = sum(int(row[at]) for at, row in enumerate(counts, 1))
-    assert right / sum(int(cell) for row in counts for cell in row[1:]) == pytest.approx(final["global"]["accuracy"])
-    heads, *trained = section(body, "Class counts")
-    examples = {row["institution"]: row["examples"] for row in rows_of(folder, "members.jsonl")}
-    assert {name: sum(map(int, row)) for name, *row in trained} == examples
-    assert "- Preparation: 1 channel, 8 x 8 pixels (fit: exact), bytes divided by 255; not standardised." in body
-    named = TrainedModel(model.network, replace(model.task, class_names=("a|b", *"cdefghijk"), mean=(0.5,), std=(2,)))
-    other = card(folder, named, "institution-1")
-    assert section(other, "Confusion matrix")[0][1] == "a\\|b"
-    assert "Test examples of institution-1: a row" in other
-    assert "the model itself then: mean 0.5; standard deviation 2." in other
-    assert not section(other, "Results by institution")
 
 
 def test_a_regression_has_the_labels_unit(tmp_path, monkeypatch):

@@ -386,16 +386,7 @@ def test_masked_sealed_and_plain_methods_stand_in_one_comparison(tmp_path, monke
 
 
 def test_a_comparison_says_who_has_learned_nothing_and_what_leaves(tmp_path: Path) -> None:
-    words = [
-        "task=digits",
-        "nodes=2",
-        "rounds=1",
-        "model=mlp",
-        "model.width=8",
-        "partition=iid",
-        "seeds=2",
-        "device=cpu",
-    ]
+    words = ["task=digits", "nodes=2", "rounds=1", "model=mlp", "width=8", "partition=iid", "seeds=2", "device=cpu"]
     names = ["slow := fedavg:training.lr=1e-9", "fedavg:training.lr=0.1", "fedreplay:cut=hidden1"]
     text, report = compare_strategies(names, words, "", 1, tmp_path)
     said = [line for line in " ".join(text.split()).split("KS and TV")[0].split(". ") if "has learned nothing" in line]
