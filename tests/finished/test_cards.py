@@ -1,11 +1,14 @@
 """A model's card: its front matter, the run's tables, the noise of private runs."""
 
+from dataclasses import replace
+
 import pytest
 import yaml
 from exported_runs import run_at
 
 from flwr_replay import load_model
 from flwr_replay.finished.export import card
+from flwr_replay.finished.trained import TrainedModel
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.report.run_files import rows_of
 
