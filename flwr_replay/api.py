@@ -15,7 +15,7 @@ from os.path import normpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flwr_replay.config.compose import GROUPS
+from flwr_replay.config.catalogue import GROUPS
 from flwr_replay.config.quoting import quoted
 from flwr_replay.errors import ConfigError
 

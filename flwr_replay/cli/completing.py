@@ -10,11 +10,10 @@ from pkgutil import iter_modules
 
 from click import Context
 
-from flwr_replay.config.catalogue import choices
+from flwr_replay.config.catalogue import GROUPS, choices
 
 __all__ = ["of_groups", "of_methods", "of_options", "of_runs", "of_studies"]
 
-GROUPS = ("strategy", "task", "partition", "model", "replay", "generator", "prior", "preset")
 WORDS = re.compile(r"(?:^|(?<=[.:;] ))([\w-]+)(?=(: |$))")  # that may be the first of listed values
 
 

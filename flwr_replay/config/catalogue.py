@@ -24,6 +24,7 @@ from flwr_replay.config.parts import is_part
 from flwr_replay.errors import ConfigError, nearest
 
 __all__ = [
+    "GROUPS",
     "brought",
     "check_choice",
     "choices",
@@ -36,6 +37,7 @@ __all__ = [
     "settable",
 ]
 
+GROUPS = ("strategy", "task", "partition", "model", "replay", "generator", "prior", "preset")
 OURS = "flwr-replay"
 GROUP = "flwr_replay.strategies"
 

@@ -22,6 +22,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from flwr_replay.config.binding import plain
 from flwr_replay.config.catalogue import (
+    GROUPS,
     check_choice,
     choices,
     conf_dir,
@@ -41,7 +42,6 @@ from flwr_replay.config.strict_yaml import LOADER, read_yaml
 from flwr_replay.errors import ConfigError, ConfigErrors, nearest, refuse_all
 
 __all__ = [
-    "GROUPS",
     "SECTIONS",
     "compose",
     "compose_own",
@@ -53,7 +53,6 @@ __all__ = [
     "to_yaml",
 ]
 
-GROUPS = ("strategy", "task", "partition", "model", "replay", "generator", "prior", "preset")
 BY_STRATEGY = "by_strategy"  # a preset's options for one strategy, by strategy and full name
 DEFAULT = "default"  # a preset's file for every task without a file of its own
 APART = ("strategy", "replay", "prior")  # no preset of ours touches them, nor do they touch other groups

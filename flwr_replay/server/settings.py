@@ -60,9 +60,7 @@ class Settings(Named):
     masked: bool = False  # institutions add masks that cancel: the server can read the mean of their weights only
     record: str = ""  # which messages the server keeps, as the roll call announces it: up, all, or empty for none
     task: Task | None = None  # loss and pooled metrics; None: metrics are means weighted by numbers of examples
-    model: Callable[..., nn.Module] | None = (
-        None  # builds the backbone, perhaps from a seed, for training at the server
-    )
+    model: Callable[..., nn.Module] | None = None  # builds the backbone, for training at the server
     frozen: str = ""  # SHA-256 of what does not train in it, which institutions compare; empty: all of it trains
     private_models: tuple[Callable[[int], nn.Module], ...] = ()  # build the private models that the options name
     input_shape: tuple[int, ...] | None = None  # of one example
