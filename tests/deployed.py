@@ -102,8 +102,9 @@ class Deployment:
 
     def run(self, name: str, *options: str) -> str:
         """Run to the end; return what it said."""
-        said = self.said(name, *options)
-        assert (self.runs / name / "result.json").exists(), f"{name} did not end well:\n{said}\n{self.logs()}"
+        begun = self.begun(name, *options)
+        said, well = begun.communicate()[0], (self.runs / name / "result.json").exists()
+        assert (begun.returncode, well) == (0, True), f"{name} did not end well:\n{said}\n{self.logs()}"
         return said
 
     def said(self, name: str, *options: str, further: str = "") -> str:

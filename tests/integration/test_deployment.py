@@ -178,7 +178,9 @@ def test_a_refusal_of_the_server_is_shown_by_flwr_run(deployment: Any, said: dic
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine.txt").touch()  # an empty folder is nobody's
     began = time.monotonic()
-    lines = deployment.said("taken", "strategy=cwt", further=f'runs-dir="{tmp_path}"').splitlines()
+    refused = deployment.begun("taken", "strategy=cwt", further=f'runs-dir="{tmp_path}"')
+    lines = refused.communicate()[0].splitlines()
+    assert refused.returncode == 1, "\n".join(lines)
     shown = [found[1] for line in lines if (found := FAILED.match(line))]
     assert len(shown) == 1, "\n".join(lines)
     assert "run-name must be new; " in shown[0]
@@ -295,7 +297,7 @@ def test_whatever_is_killed_one_command_goes_on(deployment: Any, tmp_path: Path)
             before |= made()
             for streamed in (first, second):
                 streamed.communicate(timeout=ENDS)
-            assert second.returncode == 1  # of the first Flower says 0 where it has seen it fail, which takes a while
+            assert (first.returncode, second.returncode) == (1, 1)
     _, found = examine_coordinator(deployment.coordinator)
     lines = dict(line.split(": ", 1) for line in found.splitlines())
     assert "nothing answers at 127.0.0.1" in lines["NO  connection"], found
