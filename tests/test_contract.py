@@ -11,12 +11,12 @@ import pytest
 from PIL import Image
 
 from flwr_replay.check import check_strategy
-from flwr_replay.check.strategy import _check_masked
+from flwr_replay.check.strategy import JOB, _check_failure, _check_masked, _run
 from flwr_replay.clients.fedavg import FedAvgClient
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.halves import load_strategy
 from flwr_replay.movements.one_shot import OneShot
-from flwr_replay.movements.parallel import Parallel
+from flwr_replay.movements.parallel import Parallel, weighted_mean
 from flwr_replay.movements.relay import Relay
 from flwr_replay.movements.serial import Serial
 from flwr_replay.payloads.common import Trained
@@ -56,6 +56,23 @@ def test_a_server_that_needs_more_than_the_mean_does_not_pass_as_summed(monkeypa
     with pytest.raises(AssertionError, match=r"under masks .* is another: leave summed out of traits"):
         check_strategy("fedavg", [SMALL])
     _check_masked.cache_clear()
+
+
+def test_a_server_that_extrapolates_variances_is_refused(monkeypatch):
+    """FedDyn with all arrays corrected: two batches leave variances positive, and a real run's first round does not."""
+
+    def combine(self, answers):
+        mean = weighted_mean([opened(answer.arrays) for answer in answers], [1] * len(answers))
+        floating = {name: array for name, array in mean.items() if np.issubdtype(array.dtype, np.floating)}
+        self.h = {name: self.h.get(name, 0) + self.sent[name] - array for name, array in floating.items()}  # h / α
+        return {**mean, **{name: array - self.h[name] for name, array in floating.items()}}
+
+    monkeypatch.setattr(FedAvg, "combine", combine)
+    monkeypatch.setattr(FedAvg, "h", {}, raising=False)
+    job = ["strategy=fedavg", *JOB, SMALL]
+    _run(job)
+    with pytest.raises(AssertionError, match=r"variances must stay .*; conv1.norm.running_var is -0.98: average"):
+        _check_failure(job)
 
 
 def test_under_masks_no_number_of_a_training_leaves_in_clear(monkeypatch):

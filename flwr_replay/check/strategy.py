@@ -5,6 +5,7 @@ It runs small jobs in process, and checks:
 
 - two runs with one seed are equal, and a resumed run equals an uninterrupted one
 - dtypes are kept, inputs are unchanged, one failing institution is tolerated
+- variances of batch norm that shrink at the institutions stay non-negative, also where a server extrapolates
 - the ledger counts the bytes sent, and the forecast equals the ledger
 - recorded messages are those sent, and a run that records them has the same bits
 - what the strategy declares of itself has the declared types, and names that exist
@@ -60,23 +61,25 @@ from flwr_replay.runs.execute import Job, execute
 from flwr_replay.runs.opening import new_run_id
 from flwr_replay.server.recorder import Recorder
 from flwr_replay.state.store import RUNS
+from flwr_replay.wire.bounds import NEVER_NEGATIVE
 from flwr_replay.wire.ledger import ledger_lines
 from flwr_replay.wire.payload import CLIENT_APP_RAISED, REQUESTS
 from flwr_replay.wire.recording import FOLDER, read_message
-from flwr_replay.wire.records import StateDict, array_record, arrays_in, config_in, metrics_in, opened
+from flwr_replay.wire.records import StateDict, array_record, arrays_in, config_in, metrics_in, opened, undecoded
 from flwr_replay.wire.weights import to_arrays
 
 __all__ = ["check_strategy"]
 
 JOB = ("task=digits", "partition=iid", "model=cnn", "model.width=4", "nodes=3", "rounds=2", "device=cpu")
 OF_REPLAY = {"generator", "prior"}  # replay declares their passes
+SHRUNK = 0.01  # what is left of batch norm's first variances after a long training on faint images
 CLASSIFIERS = ("released", "kept", "none")
 NEEDED = {"latents": ("latent_clip=1", "latent_epsilon=8", "label_epsilon=2")}  # options without a default
 REPEATABLE = ("model.norm=group", "privacy.noise=seeded")  # for methods that draw secret noise by default
 
 
 class WatchedGrid(InlineGrid):
-    """Counts the bytes and the messages sent in both directions; can make one node fail its training."""
+    """Counts bytes and messages in both directions; can make one node fail, and the others' variances shrink."""
 
     sent: int = 0
     failing: int | None = None
@@ -89,6 +92,11 @@ class WatchedGrid(InlineGrid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages, and count requests and replies."""
         requests = list(messages)
+        for name, array in (item for request in requests for item in arrays_in(request.content).items()):
+            assert not NEVER_NEGATIVE.fullmatch(name) or array.min(initial=0) >= 0, (
+                f"variances must stay non-negative after the server's step; {name} is {array.min():.2g}: average "
+                "running statistics as they came, as strategies/fedavgm.py does"
+            )
         ids = list(super().push_messages(requests))
         replies = [self._replies[message_id] for message_id in ids]
         for message in [*requests, *(reply for reply in replies if reply.has_content())]:
@@ -99,10 +107,16 @@ class WatchedGrid(InlineGrid):
         return ids
 
     def answer(self, message: Message) -> Message:
-        """Answer a message; the node that is made to fail answers no training."""
-        if message.metadata.dst_node_id == self.failing and message.metadata.message_type == "train":
+        """Answer a message; the node that is made to fail answers no training, and the others as after a long one."""
+        if self.failing is None or message.metadata.message_type != "train":
+            return super().answer(message)
+        if message.metadata.dst_node_id == self.failing:
             return Message(Error(CLIENT_APP_RAISED, "made to fail"), reply_to=message)
-        return super().answer(message)
+        reply = super().answer(message)
+        if reply.has_content() and (record := undecoded(reply.content)):
+            variances = {name: array for name, array in opened(record).items() if name.endswith("running_var")}
+            record.update(array_record({name: SHRUNK * array for name, array in variances.items()}))
+        return reply
 
 
 class Evaluated(Recorder):
