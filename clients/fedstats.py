@@ -16,13 +16,14 @@ from flwr_replay.files.tensors import digest
 from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.learning.heads import features_of, linear_head
+from flwr_replay.learning.tasks import Regression
 from flwr_replay.learning.training import at_once
 from flwr_replay.models.layers import as_input
 from flwr_replay.payloads.fedstats import MOST_FEATURES, PRODUCTS, ClassSums, Summarise, pairs_of
 from flwr_replay.privacy.places import at_places, drawn_places, places_for
 from flwr_replay.privacy.plan import STATISTICS
 from flwr_replay.privacy.shares import beside
-from flwr_replay.privacy.sums import class_sums, packed
+from flwr_replay.privacy.sums import WITH_LABEL, class_sums, labelled, packed
 from flwr_replay.wire.records import StateDict, opened
 
 __all__ = ["FedStatsClient"]
@@ -85,10 +86,16 @@ class FedStatsClient(InstitutionClient):
         """Sum the features of all training examples, and their products if asked for; with a budget, add noise."""
         train, model = self.institution.train, self.scratch_model(request.arrays)
         name, head = linear_head(model)
-        if request.products and (request.products != pairs_of(head.in_features) or head.in_features > MOST_FEATURES):
+        task = self.task if isinstance(self.task, Regression) else None
+        if task and not (task.bounded and request.products):
             raise WireError(
-                f"{head.in_features:,} features have {pairs_of(head.in_features):,} products, and of at most "
-                f"{MOST_FEATURES:,} features these leave; the server asks for {request.products:,}: refused"
+                "labels of a regression are clipped to task.label-range, and products are asked for: refused"
+            )
+        features = head.in_features + bool(task)  # the label is one more
+        if request.products and (request.products != pairs_of(features) or features > MOST_FEATURES):
+            raise WireError(
+                f"{features:,} features have {pairs_of(features):,} products, and of at most {MOST_FEATURES:,} these "
+                f"leave; the server asks for {request.products:,}: refused"
             )
         form = {**opened(request.arrays), **request.added({"products": request.products})}
         step = budget.step(STATISTICS, form) if budget else 0.0
@@ -100,16 +107,22 @@ class FedStatsClient(InstitutionClient):
             features_NF[place_B[place_B >= 0]] = features_BF[place_B >= 0]
         patients = budget and self.institution.data.train.patients
         of_N = np.arange(len(train)) if patients is None else np.unique(patients, return_inverse=True)[1]
-        sums = torch.zeros(head.out_features, 1 + head.in_features, dtype=torch.float64)
-        products_FF = sums.new_zeros(*(head.in_features,) * 2 if request.products else (0, 0))
+        clip = request.clip * (WITH_LABEL if task else 1)
+        sums = torch.zeros(head.out_features, 1 + features, dtype=torch.float64)
+        products_FF = sums.new_zeros(*(features,) * 2 if request.products else (0, 0))
         for rows_B in map(torch.from_numpy, blocks(of_N, BLOCK)):
             labels_B, of_B = train.y[rows_B].cpu(), torch.from_numpy(of_N)[rows_B]
-            about_B = features_NF[rows_B], labels_B, of_B, head.out_features, request.clip, bool(request.products)
+            features_BF = features_NF[rows_B]
+            if task:
+                features_BF, labels_B = labelled(features_BF, task.learned(labels_B), request.clip), labels_B.long() * 0
+            about_B = features_BF, labels_B, of_B, head.out_features, clip, bool(request.products)
             for total, of_block in zip((sums, products_FF), class_sums(*about_B), strict=True):
                 total += of_block
-        parts = {f"{name}.weight": sums[:, 1:], f"{name}.bias": sums[:, 0]}
+        parts = {f"{name}.weight": sums[:, 1 : 1 + head.in_features], f"{name}.bias": sums[:, 0]}
         if request.products:
             parts[PRODUCTS] = packed(products_FF)
+        if task:
+            parts[PRODUCTS][-1] = sums[0, -1]
         if budget and stream:
             return budget.noisy(STATISTICS, parts, step, stream)
         return {name: (part / len(train)).float().numpy() for name, part in parts.items()}

@@ -13,6 +13,7 @@ F (F + 1) / 2 numbers more, with F features (`ClassSums`).
     at the server:     μ_c ← Σ_k S_k,c / Σ_k n_k,c
                        an image with features f is of the class with the largest  (f − μ_c/2)ᵀ W⁻¹ μ_c
     head=means:        W = 1, nearest class means
+    a regression:      y, clipped to task.label-range, is one more feature of the only class; ridge regression
     head=lda:          W = (Σ_k G_k − Σ_c n_c μ_c μ_cᵀ) / n, linear discriminants; every class as frequent as another
 
 What is protected: With dp=statistics the sums have Gaussian noise. All of an institution's one message but numbers of
@@ -40,13 +41,14 @@ import numpy as np
 from flwr_replay.config.sections import Range, TaskConfig, one_of, require, within
 from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.errors import RunError
-from flwr_replay.learning.heads import discriminants, linear_head, nearest_means
+from flwr_replay.learning.heads import discriminants, linear_head, nearest_means, ridge
+from flwr_replay.learning.tasks import Regression
 from flwr_replay.movements.base import Settings
 from flwr_replay.movements.parallel import Parallel
 from flwr_replay.payloads.common import Trained
 from flwr_replay.payloads.fedstats import MOST_FEATURES, PRODUCTS, ClassSums, Summarise, pairs_of
 from flwr_replay.privacy.plan import STATISTICS
-from flwr_replay.privacy.sums import noises, unpacked
+from flwr_replay.privacy.sums import WITH_LABEL, noises, unpacked
 from flwr_replay.server.members import Member
 from flwr_replay.wire.records import StateDict, Weights, opened
 
@@ -71,12 +73,19 @@ class FedStatsConfig(StrategyConfig):
         within("strategy.", self, clip=Range(1e-6, 1e6, "lies in [1e-6, 1e6]"))
 
     def check_task(self, task: TaskConfig) -> None:
-        """Refuse a task without classes."""
+        """Refuse masks, and numbers without bounds."""
         require(
-            task.kind == "classification",
-            f"strategy=fedstats sums features class by class; task={task.name} is a {task.kind}, which has none: "
-            "choose a classification, or another strategy",
+            task.kind != "segmentation",
+            f"strategy=fedstats sums features class by class, or with a number; task={task.name} is a segmentation: "
+            "choose another task, or another strategy",
         )
+        if task.kind == "regression":
+            require(
+                bool(task.label_range),
+                f"strategy=fedstats clips labels to public bounds; task={task.name} has none: set "
+                "task.label-range=[LOWEST,HIGHEST]",
+            )
+            require(self.head == "auto", f"a regression's head is ridge regression; got head={self.head}: leave it out")
 
     @property
     def instructed(self) -> Mapping[str, object]:
@@ -110,13 +119,14 @@ class FedStats(Parallel):
             "strategy=fedstats takes each image once, as it is: set training.augment=none",
         )
         if settings.model is not None:
-            features = linear_head(settings.model(0))[1].in_features
+            numbers = isinstance(settings.task, Regression)
+            features, sure = linear_head(settings.model(0))[1].in_features + numbers, config.head == "lda" or numbers
             require(
-                config.head != "lda" or features <= MOST_FEATURES,
-                f"head=lda sums products of at most {MOST_FEATURES:,} features; this model's head takes {features:,}: "
-                "choose strategy.head=means, or a smaller model",
+                not sure or features <= MOST_FEATURES,
+                f"head={config.head} sums products of at most {MOST_FEATURES:,} features; this model's head takes "
+                f"{features:,}: choose {'' if numbers else 'strategy.head=means, or '}a smaller model",
             )
-            if config.head == "lda" and settings.privacy and settings.privacy.institutions:
+            if sure and settings.privacy and settings.privacy.institutions:
                 settings.privacy.check_room(pairs_of(features))
 
     @cached_property
@@ -127,9 +137,16 @@ class FedStats(Parallel):
         return f"{name}.weight", f"{name}.bias", head.out_features, head.in_features
 
     @property
+    def regresses(self) -> bool:
+        """Whether labels are numbers."""
+        return isinstance(self.task, Regression)
+
+    @property
     def products(self) -> int:
         """How many products of features are asked for, by public numbers alone."""
         _, _, classes, features = self.head
+        if self.regresses:
+            return pairs_of(features + 1)
         if self.held:
             asked = PRODUCTS in self.sums
         elif self.config.head == "auto":
@@ -149,9 +166,8 @@ class FedStats(Parallel):
     def begin_run(self) -> None:
         """Say which head the sums are for, too."""
         super().begin_run()
-        self.recorder.log(
-            f"head={'lda' if self.products else 'means'}: each institution sends {self.numbers:,} sums once"
-        )
+        head = "ridge regression" if self.regresses else "lda" if self.products else "means"
+        self.recorder.log(f"head={head}: each institution sends {self.numbers:,} sums once")
 
     def trainers(self, exchange: int) -> list[Member]:
         """Ask those whose sums are not there yet; of sums under masks, all at once."""
@@ -195,10 +211,17 @@ class FedStats(Parallel):
         """Return weights, (C, F), and biases, (C,), that the sums make."""
         weight, bias, _, features = self.head
         pairs, clip = self.sums.get(PRODUCTS), self.config.clip
-        of_number, of_sum, of_product = noises(clip, pairs is not None)
+        of_number, of_sum, of_product = noises(clip * (WITH_LABEL if self.regresses else 1), pairs is not None)
         numbers_C, sums_CF, sigma = self.sums[bias] * of_number, self.sums[weight] * of_sum, self.variance**0.5
         n_C = np.maximum(numbers_C, max(1.0, SURE * of_number * sigma))
         mu_CF, noise_C = sums_CF / n_C[:, None], of_sum * sigma / n_C
+        if self.regresses:
+            assert pairs is not None
+            products_FF = unpacked(pairs, features + 1) * of_product
+            with_label = np.append(mu_CF, pairs[-1] * of_sum / n_C)
+            with_label[-1:] /= clip
+            products_FF[-1] /= clip
+            return ridge(with_label, n_C[0], noise_C[0], products_FF, of_product * sigma, 1e-6 * clip**2)
         if pairs is None:
             weight_CF, bias_C = nearest_means(mu_CF, noise_C, least=0.01 * clip**2)
         else:

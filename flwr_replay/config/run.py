@@ -184,7 +184,8 @@ class RunConfig:
     def end_to_end(self) -> bool:
         """Whether all that leaves and depends on training examples is under DP, but for metrics of tests."""
         tests_more = self.forgetting or self.external
-        sums = self.privacy.dp in ON_SUMS and self.task.kind == "classification" and not tests_more
+        known = self.task.kind == "classification" or bool(self.task.label_range)  # else sums of labels leave
+        sums = self.privacy.dp in ON_SUMS and known and not tests_more
         return self.privacy.end_to_end or sums
 
     @property

@@ -20,6 +20,7 @@ __all__ = [
     "CHANGES",
     "CLASSES",
     "FRACTION",
+    "LABEL",
     "NOT_NEGATIVE",
     "NOT_NEGATIVE_FINITE",
     "PASSES",
@@ -49,6 +50,7 @@ BATCH = 1_000_000  # examples
 BUFFER = 100_000  # images
 CHANNELS = 65_536  # of an input: a table's features, a bag's vectors
 CLASSES = 4_096  # a confusion matrix has their square
+LABEL, APART = 1e12, 1e-6  # a regression's largest label, and its range at least, in the label's unit
 EXAMPLE = 2**26  # numbers of an input, channels x size x size
 NODES = 10_000
 PASSES = 1_000_000  # epochs
@@ -168,6 +170,7 @@ class TaskConfig:
     mean: tuple[float, ...] = ()  # per channel of images in [0, 1]: models subtract it; empty: nothing
     std: tuple[float, ...] = ()  # per channel: models divide by it; use public numbers, those of the data reveal them
     unit: str = ""  # regression: the unit of the label
+    label_range: tuple[float, ...] = ()  # regression: bounds that labels are clipped to and scaled by; empty: by sums
     class_names: tuple[str, ...] = ()  # classes of a manifest or folder, in the order of the labels; empty: sorted
     class_groups: tuple[str, ...] = ()  # a group for each class, for accuracy within groups; empty: no groups
     site_column: str = "site"  # the manifest's column that names the institution
@@ -205,6 +208,13 @@ class TaskConfig:
         require(
             not self.mean or (self.size > 1 and self.format != "bags"),
             f"task.mean and task.std are for images; task={self.name} has none: leave them out",
+        )
+        bounds = self.label_range
+        require(
+            not bounds
+            or (self.kind == "regression" and len(bounds) == 2 and -LABEL <= bounds[0] <= bounds[1] - APART <= LABEL),
+            "task.label-range is the lowest and the highest label of a regression, public numbers such as [0,228]; got "
+            f"{list(bounds)} for task.kind={self.kind}",
         )
         if self.kind == "classification":
             within("task.", self, classes=(2, CLASSES))

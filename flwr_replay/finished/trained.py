@@ -146,10 +146,12 @@ def load_model(place: str | Path, institution: str = "", run: str = "", *, best:
         config, scale = compose_own(kept_overrides(of_run)), None
         _check_encoder(read_text(of_run / ENCODER) if there(of_run / ENCODER) else "", config)
         network = _private(of_run, config)
-        if isinstance(make_task(config.task), Regression):
-            raise RunError(
-                "a regression's labels were standardised by sums that only the server has: give the run directory"
-            )
+        if isinstance(task := make_task(config.task), Regression):
+            if not task.bounded:
+                raise RunError(
+                    "a regression's labels were standardised by sums that only the server has: give the run directory"
+                )
+            scale = task.mean, task.scale
     else:
         raise RunError(
             f"a model is in a run directory or in an institution's state directory; {folder} is neither: "

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from flwr_replay.config.sections import require
 
-__all__ = ["discriminants", "features_of", "linear_head", "nearest_means"]
+__all__ = ["discriminants", "features_of", "linear_head", "nearest_means", "ridge", "variances"]
 
 MARGIN = 4  # by which, on average, a class mean's own logit is above another
 OF_NOISE, OF_ALL = 0.25, 0.3  # what is added to each variance: of the noise's norm, and of the mean variance
+OF_RIDGE = 0.01  # the latter of ridge regression
 
 
 def linear_head(model: nn.Module) -> tuple[str, nn.Linear]:
@@ -73,9 +74,8 @@ def discriminants(
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return the head of linear discriminants, with one covariance in all classes, which are equally frequent.
 
-    Variances of the covariance, its eigenvalues, are at least 0. Added to each are 0.25 times the norm of the noise, a
-    symmetric matrix's of this size, about √(2F) σ, and 0.3 times the mean variance: chosen by validation images of
-    MNIST and CIFAR-10, seeds 0 to 2.
+    To each variance 0.3 times their mean is added (`variances`): chosen by validation images of MNIST and CIFAR-10,
+    seeds 0 to 2.
 
     Parameters
     ----------
@@ -95,12 +95,61 @@ def discriminants(
     tuple of NDArray
         Weights, (C, F), and biases, (C,).
     """
-    n, features = n_C.sum(), mu_CF.shape[1]
-    within_FF = (products_FF - (mu_CF.T * n_C) @ mu_CF) / n
-    variance_F, axes_FF = np.linalg.eigh(within_FF)
-    variance_F = np.maximum(variance_F + (n_C * noise_C**2).sum() / n, 0)
-    variance_F += max(OF_NOISE * noise * (2 * features) ** 0.5 / n + OF_ALL * variance_F.mean(), least)
+    variance_F, axes_FF = variances(mu_CF, n_C, noise_C, products_FF, noise, least, OF_ALL)
     mu_CF = mu_CF @ axes_FF
     weight_CF = mu_CF / variance_F
     squares_C = (weight_CF * mu_CF).sum(1) - noise_C**2 * (1 / variance_F).sum()
     return weight_CF @ axes_FF.T, -squares_C / 2
+
+
+def variances(
+    mu_CF: NDArray[Any],
+    n_C: NDArray[Any],
+    noise_C: NDArray[Any],
+    products_FF: NDArray[Any],
+    noise: float,
+    least: float,
+    of_all: float,
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the variances, (F,), and their axes, (F, F), one a column, of the covariance that all classes share.
+
+    They are its eigenvalues, at least 0. Added to each are 0.25 times the norm of the noise, a symmetric matrix's of
+    this size, about √(2F) σ, and a part of the mean variance, `of_all`. Other arguments are as of `discriminants`.
+    """
+    n, features = n_C.sum(), mu_CF.shape[1]
+    within_FF = (products_FF - (mu_CF.T * n_C) @ mu_CF) / n
+    variance_F, axes_FF = np.linalg.eigh(within_FF)
+    variance_F = np.maximum(variance_F + (n_C * noise_C**2).sum() / n, 0)
+    return variance_F + max(OF_NOISE * noise * (2 * features) ** 0.5 / n + of_all * variance_F.mean(), least), axes_FF
+
+
+def ridge(
+    mu_F: NDArray[Any], n: float, noise: float, products_FF: NDArray[Any], noises: float, least: float
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the head of ridge regression: of all w and b, that of the least Σ (w f + b - y)² + λ ‖w‖².
+
+    Parameters
+    ----------
+    mu_F : NDArray
+        Means of features, and, last, of labels.
+    n : float
+        Number of examples.
+    noise, noises : float
+        Standard deviations of the noise in each mean, and on the diagonal of the products.
+    products_FF : NDArray
+        Sums of products, of labels too; the last, of labels with themselves, is not read.
+    least : float
+        The least variance. λ / n is what `variances` adds, with 0.01 of the mean variance.
+
+    Returns
+    -------
+    tuple of NDArray
+        w, (1, F), and b, (1,), which is what the mean features get.
+    """
+    mu_F, mean = mu_F[:-1], mu_F[-1].clip(-1, 1)
+    variance_F, axes_FF = variances(
+        mu_F[None], np.array([n]), np.array([noise]), products_FF[:-1, :-1], noises, least, OF_RIDGE
+    )
+    together_F = products_FF[-1, :-1] / n - mean * mu_F
+    w_F = axes_FF @ (axes_FF.T @ together_F / variance_F)
+    return w_F[None], np.array([mean - w_F @ mu_F])

@@ -243,20 +243,28 @@ class Regression(Task):
     mean, scale : float
         Of the labels, in their unit: a label y is learned as (y - mean) / scale. All institutions use the same, which
         the server computes from the sums that they report at the roll call.
+    bounded : bool
+        Whether they are the middle and half of a public range, to which labels are clipped: no sums are reported.
     """
 
     mean: float = 0.0
     scale: float = 1.0
+    bounded: bool = False
     metric: ClassVar[str] = "mae"
     metrics = ("mae", "rmse", "loss")  # the loss is in squared standard deviations
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the mean squared error of outputs (B, 1) and labels (B,), in squared standard deviations."""
-        return functional.mse_loss(outputs[:, 0], (y - self.mean) / self.scale)
+        return functional.mse_loss(outputs[:, 0], self.learned(y))
 
     def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the squared error of each example, in squared standard deviations, (B,)."""
-        return (outputs[:, 0] - (y - self.mean) / self.scale).square()
+        return (outputs[:, 0] - self.learned(y)).square()
+
+    def learned(self, y: Tensor) -> Tensor:
+        """Return labels as they are learned."""
+        learned = (y - self.mean) / self.scale
+        return learned.clamp(-1, 1) if self.bounded else learned
 
     def sums(self, outputs: Tensor, y: Tensor) -> dict[str, Tensor]:
         """Add up errors, in float64."""
@@ -294,12 +302,16 @@ class Regression(Task):
         return np.zeros(n, np.float32)
 
     def label_sums(self, y: Tensor) -> dict[str, float]:
-        """Return the sum and the sum of squares of labels (n,)."""
-        return {"label_sum": float(y.double().sum()), "label_squares": float(y.double().square().sum())}
+        """Return the sum and the sum of squares of labels (n,), where no range is known."""
+        return (
+            {}
+            if self.bounded
+            else {"label_sum": float(y.double().sum()), "label_squares": float(y.double().square().sum())}
+        )
 
     def scaled(self, mean: float, scale: float) -> Self:
-        """Return the task with these statistics of the labels."""
-        return replace(self, mean=mean, scale=scale)
+        """Return the task with these statistics of the labels; a known range stays."""
+        return self if self.bounded else replace(self, mean=mean, scale=scale)
 
 
 @dataclass(frozen=True)
@@ -382,6 +394,9 @@ def soft_dice(outputs: Tensor, y: Tensor) -> Tensor:
 
 def make_task(config: TaskConfig) -> Task:
     """Build the task that a configuration names."""
+    if config.kind == "regression" and config.label_range:
+        low, high = config.label_range
+        return Regression((low + high) / 2, (high - low) / 2, bounded=True)
     if config.kind == "regression":
         return Regression()
     return Segmentation() if config.kind == "segmentation" else Classification(config.classes, config.class_groups)

@@ -31,9 +31,10 @@ def pairs_of(features: int) -> int:
 class ClassSums(Trained):
     """Sums over the training examples, in the place of the head's weights: by class of features, and of examples.
 
-    If they are asked for, so are the products of features, of all classes together (`PRODUCTS`). All are in units of
-    the noise (`flwr_replay.privacy.sums.noises`), and divided by the number of examples. All other weights are as they
-    were sent. No step is taken.
+    If they are asked for, so are the products of features, of all classes together (`PRODUCTS`). A regression has one
+    class, and its label is one more feature; the last product, of labels with themselves, gives way to the sum of
+    labels. All are in units of the noise (`flwr_replay.privacy.sums.noises`), and divided by the number of examples.
+    All other weights are as they were sent. No step is taken.
     """
 
     arrays: Weights = model(means="class sums", dp="statistics")

@@ -8,6 +8,11 @@ such that ‖v‖ ≤ 1 for one example. All of v is scaled to ‖v‖ ≤ 1. So
 (`flwr_replay.privacy.places`). Noise of standard deviation σ then costs what `flwr_replay.privacy.gaussian` says of
 μ = 1/σ.
 
+Of a regression the label, clipped to a public range and brought to [-C, C], is one more feature of an example in the
+only class, and C √2 takes the place of C, which no example's f exceeds: ‖f‖² + y² ≤ 2 C². One number is not sent, the
+sum of y². What is left of v has a norm of at most 1, too, and so has its change by a patient; with the sum's noise once
+or each, and on the grid, what `flwr_replay.privacy.shares` says of such sums holds.
+
 Legend: N examples, C classes, F features.
 """
 
@@ -23,9 +28,10 @@ from torch import Tensor
 from flwr_replay.privacy.local import FINE, ROUNDING
 from flwr_replay.privacy.secret import Stream
 
-__all__ = ["class_sums", "noises", "noisy", "packed", "unpacked"]
+__all__ = ["WITH_LABEL", "class_sums", "labelled", "noises", "noisy", "packed", "unpacked"]
 
 SHARE = 0.15  # w; chosen on CIFAR-10's validation images, seeds 0 to 2
+WITH_LABEL = sqrt(2)  # times the clip: the largest norm of features and label
 ROWS = 256  # of a patient's products of examples at once
 
 
@@ -60,9 +66,7 @@ def class_sums(
         products. Both in units in which a patient adds at most a vector of norm 1.
     """
     of_number, of_sums, of_products = noises(clip, products)
-    f_NF = features_NF.double()
-    norms_N1 = torch.linalg.vector_norm(f_NF, dim=1, keepdim=True)
-    f_NF = torch.where(norms_N1.isfinite(), f_NF * (clip / (norms_N1 * ROUNDING)).clamp(max=1), 0.0)
+    f_NF = clipped(features_NF, clip)
     v_NF = torch.cat([f_NF.new_full((len(f_NF), 1), 1 / of_number), f_NF / of_sums], 1)
     people = int(patients_N.max()) + 1
     of_both, pair_N = torch.unique(labels_N * people + patients_N, return_inverse=True)
@@ -77,6 +81,18 @@ def class_sums(
     f_NF = f_NF / norms[patients_N].sqrt()[:, None]
     sums = v_NF.new_zeros(classes, v_NF.shape[1]).index_add_(0, class_P, v_PF / norms[patient_P, None])
     return sums, f_NF.T @ f_NF if products else f_NF.new_zeros(0, 0)
+
+
+def clipped(features_NF: Tensor, clip: float) -> Tensor:
+    """Return features of at most this norm, float64; zeros where they are not finite."""
+    f_NF = features_NF.double()
+    norms_N1 = torch.linalg.vector_norm(f_NF, dim=1, keepdim=True)
+    return torch.where(norms_N1.isfinite(), f_NF * (clip / (norms_N1 * ROUNDING)).clamp(max=1), 0.0)
+
+
+def labelled(features_NF: Tensor, learned_N: Tensor, clip: float) -> Tensor:
+    """Return features of at most this norm with labels in [-1, 1], times `clip`, as the last: (N, F + 1)."""
+    return torch.cat([clipped(features_NF, clip), clip * learned_N.double()[:, None]], 1)
 
 
 def packed(products_FF: Tensor) -> Tensor:

@@ -238,7 +238,7 @@ def run_job(
                 recorder.notes["untrained"] = names
             if plan := job.settings.privacy:
                 recorder.notes["noise"] = _noise(plan, strategy, recorder, config.rounds)
-            if scale := strategy.exchanger.label_scale:
+            if (scale := strategy.exchanger.label_scale) and not config.task.label_range:
                 recorder.notes["label-scale"] = scale
             return recorder.finish(models, claim(strategy), missing), recorder.path
         finally:

@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from flwr_replay.errors import ConfigError, DivergedError, FlwrReplayError, RefusedError, RunError, WireError
-from flwr_replay.learning.tasks import Task
+from flwr_replay.learning.tasks import Regression, Task
 from flwr_replay.payloads.common import MOST, OPEN_STAGES, Failure, LabelScale, Summed
 from flwr_replay.payloads.replay import Kept
 from flwr_replay.report.progress import shown_time
@@ -65,7 +65,12 @@ class Exchanger:
         return self.settings.task
 
     def scale_labels(self, scale: tuple[float, float] | None) -> None:
-        """Use this mean and standard deviation for all labels from now on, here and at the institutions."""
+        """Use this mean and standard deviation for all labels from now on, here and at the institutions.
+
+        A regression's known range is used in their place.
+        """
+        if isinstance(task := self.settings.task, Regression) and task.bounded:
+            scale = task.mean, task.scale
         self.label_scale = scale
         if scale is not None:
             self.settings = replace(self.settings, task=self.task.scaled(*scale))

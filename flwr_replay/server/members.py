@@ -16,14 +16,13 @@ from hashlib import sha256
 
 from flwr.app import Message
 
+from flwr_replay.config.sections import LABEL
 from flwr_replay.errors import RunError, WireError
 from flwr_replay.files.atomic import NAME
 from flwr_replay.payloads.common import MOST, Present
 from flwr_replay.wire.payload import rows
 
 __all__ = ["Member", "Members", "present"]
-
-LARGEST_LABEL = 1e12  # in the label's unit
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,10 @@ def present(node_id: int, reply: Message, pinned: bool) -> Member:
     if (total is None) != (squares is None):
         raise WireError(f"sums of labels and of their squares go together; {answer.name} reports one of them")
     if total is not None and squares is not None:
-        possible = abs(total) <= n * LARGEST_LABEL and 0 <= squares <= n * LARGEST_LABEL**2
+        possible = abs(total) <= n * LABEL and 0 <= squares <= n * LABEL**2
         if not possible or n * squares < total**2 * (1 - 1e-9):
             raise WireError(
-                f"{answer.name} reports sums of {n} labels that no labels below {LARGEST_LABEL:g} have: {total:g}, "
+                f"{answer.name} reports sums of {n} labels that no labels below {LABEL:g} have: {total:g}, "
                 f"squares {squares:g}"
             )
     digest = sha256(answer.proof.encode()).hexdigest() if answer.proof else ""

@@ -2,8 +2,10 @@
 
 import math
 
+import dp_accounting
 import numpy as np
 import pytest
+from dp_accounting.pld import PLDAccountant
 from harness import write_shards
 from hostile_server import HostileServer, metrics, refusal, weights
 from sealed_runs import pinned
@@ -65,6 +67,16 @@ def test_regressions_and_segmentations_are_never_whole(task):
     config = compose([f"task={task}", "strategy=fedsgd", "dp=gradient"])
     assert config.end_to_end == (config.task.kind == "classification")
     assert config.end_to_end == PrivacyPlan.of(config).end_to_end
+
+
+def test_with_a_public_range_a_regression_is_whole_at_the_epsilon_of_one_gaussian():
+    config = compose(["task=diabetes", "task.label-range=[25,346]", *SUMS[-4:]])
+    plan, pld = PrivacyPlan.of(config), PLDAccountant()
+    assert config.end_to_end
+    assert plan.end_to_end
+    pld.compose(dp_accounting.GaussianDpEvent(plan.share("statistics", 300)))
+    stated, delta = plan.planned(300)
+    assert stated <= 2 < 1.01 * pld.get_epsilon(delta) < 2.03  # theirs is rounded up to its grid
 
 
 @pytest.mark.parametrize("replay", ["buffer", "vqvae2", "pixelcnn"])

@@ -13,18 +13,21 @@ from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import ConfigError, DivergedError, FlwrReplayError, WireError
 from flwr_replay.files.tensors import read_tensors
 from flwr_replay.learning.heads import discriminants, features_of, linear_head, nearest_means
+from flwr_replay.learning.tasks import Regression
 from flwr_replay.models.layers import as_input
 from flwr_replay.models.zoo import backbone
 from flwr_replay.payloads.fedstats import PRODUCTS, ClassSums, Summarise, pairs_of
 from flwr_replay.privacy.secret import Stream
-from flwr_replay.privacy.sums import class_sums, noises, noisy, packed, unpacked
+from flwr_replay.privacy.sums import WITH_LABEL, class_sums, labelled, noises, noisy, packed, unpacked
 from flwr_replay.report.progress import Display
+from flwr_replay.rng import derived_seed
 from flwr_replay.server.answers import check_answer
 from flwr_replay.wire.masked import blank_masked
 
 JOB = ["task=digits", "model=gabor", "nodes=3", "device=cpu", "rounds=2", "strategy=fedstats"]
 
 
+REGRESSION = ["task=diabetes", "partition=iid", "model=mlp", "model.width=12", "task.label-range=[50,300]"]
 SHARED = ["masked=true", "dp=statistics", "privacy.noise=shared", "delta=1e-5"]
 
 
@@ -40,7 +43,8 @@ def union(*options):
     part, data = dealt(config.task, config.partition, config.nodes, config.seed), loaded(config.task)
     owned = [part.examples(data, k).train for k in range(config.nodes)]
     x, y = (np.concatenate([getattr(own, name) for own in owned]) for name in "xy")
-    return features_of(backbone(config.model, config.task)(0), as_input(torch.from_numpy(x))).double().numpy(), y
+    model = backbone(config.model, config.task)(derived_seed(config.seed, "model"))
+    return features_of(model, as_input(torch.from_numpy(x))).double().numpy(), y
 
 
 @pytest.mark.parametrize("partition", [["partition=iid"], ["partition=ks", "ks=0.9"]])
@@ -67,6 +71,22 @@ def test_discriminants_are_those_of_the_unions_covariance(tmp_path, how):
     slow = np.linalg.solve(within, means.T).T
     np.testing.assert_allclose(weight, slow, rtol=1e-3, atol=1e-3 * np.abs(slow).max())
     np.testing.assert_allclose(bias, -(slow * means).sum(1) / 2, rtol=1e-3)
+
+
+@pytest.mark.parametrize("hidden", [[], ["masked=true"], ["masked=true", "dp=statistics", "privacy.noise=shared"]])
+def test_a_regression_has_numpys_ridge_of_the_union(tmp_path, hidden):
+    """Labels outside the range count as its ends; with noise of ε = 10⁶, too."""
+    noise = ["delta=1e-5", "target-epsilon=1e6"] if "dp=statistics" in hidden else []
+    weight, bias = head_after(tmp_path, *REGRESSION, *hidden, *noise, "strategy.clip=1.6")
+    f_NF, y_N = union(*REGRESSION)
+    y_N = (y_N.clip(50, 300) - 175) / 125
+    centred = f_NF - f_NF.mean(0)
+    assert np.linalg.norm(f_NF, axis=1).max() < 1.6
+    penalty = max(0.01 * np.cov(f_NF.T, bias=True).trace() / 12, 2.56e-6) * len(f_NF)
+    slow = np.linalg.solve(centred.T @ centred + penalty * np.eye(12), centred.T @ (y_N - y_N.mean()))
+    close = {"rtol": 0.1, "atol": 0.25} if noise else {"rtol": 1e-3, "atol": 1e-4}
+    np.testing.assert_allclose(weight[0], slow, **close)
+    np.testing.assert_allclose(bias, [y_N.mean() - slow @ f_NF.mean(0)], **close)
 
 
 def test_it_is_asked_once_under_masks_too_with_the_same_result(tmp_path):
@@ -130,18 +150,19 @@ def test_who_comes_late_is_asked_then_and_nobody_twice(tmp_path, script):
     st.sampled_from([1, 2, 12, 300]),
     st.sampled_from([1e-3, 1.0, 10.0]),
     st.sampled_from([0.0, 1e-6, 1.0, 1e3, 1e30, np.inf, np.nan]),
-    st.booleans(),
+    st.sampled_from(["means", "lda", "ridge"]),
 )
-def test_no_patient_changes_the_sums_by_more_than_one(seed, images, clip, size, asked):
+def test_no_patient_changes_the_sums_by_more_than_one(seed, images, clip, size, head):
     rng = np.random.default_rng(seed)
     features = rng.normal(size=(30 + images, 7)) * clip
     features[30:] = features[np.arange(images) % 30] * size if np.isfinite(size) else size
     labels, patients = rng.integers(0, 4, 30 + images), np.r_[rng.integers(0, 9, 30), np.full(images, 9)]
 
     def sums(n):
-        of_class, products = class_sums(
-            *(torch.from_numpy(of[:n]) for of in (features, labels, patients)), 4, clip, asked
-        )
+        f, y, of = (torch.from_numpy(of[:n]) for of in (features, labels, patients))
+        if head == "ridge":
+            f, y = labelled(f, Regression(1.5, 1.0, bounded=True).learned(y), clip), y * 0
+        of_class, products = class_sums(f, y, of, 4, clip * (WITH_LABEL if head == "ridge" else 1), head != "means")
         return torch.cat([of_class.flatten(), packed(products)])
 
     change = torch.linalg.vector_norm(sums(30 + images) - sums(30))
@@ -216,7 +237,11 @@ def test_a_class_that_nobody_has_is_never_named(tmp_path):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["task=diabetes", "model=mlp"], "has none: choose a classification"),
+        (["task=diabetes", "model=mlp"], r"has none: set task\.label-range=\[LOWEST,HIGHEST\]"),
+        ([*REGRESSION, "strategy.head=lda"], "head is ridge regression; got head=lda: leave it out"),
+        ([*REGRESSION, "task.label-range=[5]"], r"lowest and the highest label of a regression.*; got \[5.0\]"),
+        ([*REGRESSION, "task.label-range=[9,5]"], r"the highest label of a regression.*; got \[9.0, 5.0\]"),
+        (["task=isbi2012", "model=unet"], "is a segmentation: choose another task"),
         (["task=digits", "training.augment=flip"], "training.augment=none"),
         (["task=digits", "strategy.clip=0"], "strategy.clip lies in"),
         (["task=digits", "strategy.head=ridge"], "strategy.head must be one of auto, means, lda"),
