@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flwr_replay.clients.cwt import CWTClient
 from flwr_replay.config.model import ModelConfig
@@ -170,15 +171,18 @@ def test_runs_share_no_state(client):
         (TrainingConfig(optimizer="adam", weight_decay=0.01), torch.optim.Adam, {"fused": True, "weight_decay": 0.01}),
     ],
 )
-def test_an_optimizer_makes_the_steps_of_pytorchs(ours, kind, options):
-    models = build(1), build(1)
+def test_an_optimizer_makes_the_steps_of_pytorchs_which_hooks_see(ours, kind, options):
+    models, seen = (build(1), build(1)), list[tuple[object, ...]]()
     one, other = make_optimizer(models[0], ours, 0.1), kind(models[1].parameters(), lr=0.1, **options)
     x, y = torch.rand(8, 9, generator=torch_rng(0)), torch.arange(8) % 3
+    hook = register_optimizer_step_pre_hook(lambda *given: seen.append(given))
     for _ in range(3):
         for model, optimizer in zip(models, (one, other), strict=True):
             optimizer.zero_grad()
             cross_entropy(model(x), y).backward()
             optimizer.step()
+    hook.remove()
+    assert seen == [(one, (one,), {}), (other, (other,), {})] * 3
     for mine, its in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(mine, its)
     assert str(one.state_dict()) == str(other.state_dict())
