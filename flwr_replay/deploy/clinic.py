@@ -144,8 +144,8 @@ def _weights(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
 def _policy(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
     config = _study(folder)
     policy = read_policy(folder / "policy.yaml")
-    refused = [rule for rule in refusals(policy, config, Job.of(config).strategy("").all_stages()) if rule["reason"]]
-    if refused:
+    stages, state = Job.of(config).strategy("").all_stages(), folder / "state" / env["NAME"]
+    if refused := [rule for rule in refusals(policy, config, stages, [state]) if rule["reason"]]:
         raise ConfigError(f"policy.yaml refuses this study; {refused[0]['reason']}")
     yield f"policy.yaml is valid and lets {env['NAME']} take part; the dry run in README.md shows every field"
 

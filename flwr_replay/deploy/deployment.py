@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
@@ -55,8 +56,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 LOCAL_PORT = 9094  # Flower's default between a SuperNode and its own processes
 DAYS = 365  # that certificates are valid
 EXAMPLES = 1000  # of an institution, where only the kinds and the largest message matter
-UPLOAD_MB = 64  # FedReplay's largest message, unless strategy.chunk-mb says otherwise
-TESTS = 500
+UPLOAD_MB = 64  # of rows: FedReplay's largest message, unless strategy.chunk-mb says otherwise
 STAYS = "Your images stay in this building."
 LEAVES = {  # by the kind of field, the gravest first
     "per-sample-raw": "Some of your images leave this building as they are, with their labels, for all the others.",
@@ -229,18 +229,19 @@ def _policy(config: RunConfig, clinics: Sequence[str]) -> dict[str, str]:
     sums = make_task(config.task).label_sums(torch.arange(EXAMPLES))
     values = {"num_examples": EXAMPLES, "raw_bytes": EXAMPLES, **sums}
     present = [Present(name=name, **values) for name in clinics]  # type: ignore[arg-type]
-    kinds, largest, tests = {"statistic": None}, 0, 0
+    kinds, largest, tests = {"statistic": None}, 0, Counter[str]()
     for expected in exchanged(job, present)[1]:
         fields = list(rows(expected.answer.encode(), type(expected.answer)))
         kinds |= {row.kind: None for row in fields if row.kind != "notice"}  # type: ignore[misc]
         largest = max(largest, sum(row.bytes for row in fields))
-        tests += expected.times * isinstance(expected.answer, Evaluation)
+        tests[expected.member.name] += expected.times * isinstance(expected.answer, Evaluation)
+    rows_leave = any(kind.startswith("per-sample") for kind in kinds)
     return {
         "strategy": config.strategy.name,
         "kinds": ", ".join(kinds),
-        "upload": str(max(UPLOAD_MB, math.ceil(1.1 * largest / 1e6))),
+        "upload": str(max(UPLOAD_MB * rows_leave, math.ceil(1.1 * largest / 1e6))),
         "metrics": "exact" if config.task.kind == "regression" else "counted",
-        "tests": str(max(TESTS, 2 * tests)),
+        "tests": str(2 * max(tests.values())),  # a run that is resumed repeats some
         "agreed": _agreed(config),
         "sealed": IN_POLICY.get(config.hiding, ""),
     }

@@ -7,7 +7,6 @@ Nothing is trained and nothing is sent. The messages of the forecast are put bef
 from __future__ import annotations
 
 import tomllib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,14 +28,14 @@ from flwr_replay.engines.simulate import Simulation
 from flwr_replay.errors import ConfigError, FlwrReplayError
 from flwr_replay.files.atomic import NAME, read_text
 from flwr_replay.forecast.forecast import Expected, expected
-from flwr_replay.institution.floor import check_examples
+from flwr_replay.institution.floor import check_examples, check_room
 from flwr_replay.institution.guard import check_answer, check_pinned, check_release, check_request, run_rules
 from flwr_replay.institution.policy import Policy, read_policy
-from flwr_replay.payloads.common import Evaluation
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.runs.environment import versions
 from flwr_replay.runs.execute import Job, claim, network_of
 from flwr_replay.runs.options import INLINE_NODES
+from flwr_replay.state.counts import FILE
 from flwr_replay.wire.fields import Field
 from flwr_replay.wire.payload import REQUESTS, LedgerRow, Payload, rows
 from flwr_replay.wire.records import metrics_in
@@ -132,12 +131,12 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
     delta = config.privacy.delta_for(min(map(len, train.values())))  # the largest; 0 in the options is 1/|D|
     agreed = replace(config, privacy=replace(config.privacy, delta=delta))
     stages = [*strategy.all_stages(), *(sent.request.stage_name for sent in own)]
-    rules = refusals(policy, agreed, stages)
+    rules = refusals(policy, agreed, stages, [policy_file.parent / "state" / name for name in names if policy_file])
     if policy.min_count:
         rules += [_verdict("min-count", partial(check_examples, policy, own)) for own in train.values()]
     takes_part = not any(rule["verdict"] == REFUSED for rule in rules)
-    for answered, too_many in _counted(own, policy):
-        for row, verdict, reason in _judged(answered, policy, config, too_many if takes_part else NO_PART):
+    for answered in own:
+        for row, verdict, reason in _judged(answered, policy, config, "" if takes_part else NO_PART):
             key = (answered.member.name, answered.request.stage_name, row.field, row.protection, verdict, reason)
             line = fields.setdefault(
                 key,
@@ -157,7 +156,6 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
             )
             line["messages"] += answered.times
             line["bytes"] += row.bytes * answered.times
-    rules.append(_tests(policy, own))
     lines = list(fields.values())
     refused = [entry for entry in [*rules, *lines] if entry["verdict"] == REFUSED]
     down = {name: sum(_size(sent.request) * sent.times for sent in own if sent.member.name == name) for name in names}
@@ -192,8 +190,13 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
     }
 
 
-def refusals(policy: Policy, config: RunConfig, stages: Sequence[str]) -> list[dict[str, str]]:
-    """Return the verdict of every rule of a policy on a run as a whole, and on what each requested stage sends."""
+def refusals(
+    policy: Policy, config: RunConfig, stages: Sequence[str], states: Sequence[Path] = ()
+) -> list[dict[str, str]]:
+    """Return the verdict of every rule of a policy on a run as a whole, and on what each requested stage sends.
+
+    In the institutions' `states`, as far as they are here, lies what earlier runs have used up.
+    """
     load_client(config.strategy.name)  # its import declares the method's payloads
     verdicts = [_verdict(key, check) for key, check in run_rules(policy, config).items()]
     for stage in dict.fromkeys(("roll-call", *stages, "evaluate")):
@@ -201,7 +204,9 @@ def refusals(policy: Policy, config: RunConfig, stages: Sequence[str]) -> list[d
         verdicts.append(_verdict(f"what stage {stage} sends", partial(check_release, answer, policy, config)))
     if "extract" in stages:
         verdicts.append(_verdict("weights", partial(check_pinned, policy, config)))
-    return verdicts
+    answers = [REQUESTS[stage].answer for stage in stages]
+    used = [state for state in states if policy.min_count and (state / FILE).exists()]
+    return [*verdicts, *(_verdict("room", partial(check_room, policy, state, config, answers)) for state in used)]
 
 
 def _verdict(rule: str, check: Callable[[], None]) -> dict[str, str]:
@@ -210,31 +215,6 @@ def _verdict(rule: str, check: Callable[[], None]) -> dict[str, str]:
     except FlwrReplayError as error:
         return {"rule": rule, "verdict": REFUSED, "reason": str(error)}
     return {"rule": rule, "verdict": ALLOWED, "reason": ""}
-
-
-def _tests(policy: Policy, own: Sequence[Expected]) -> dict[str, str]:
-    """Return the verdict on how many tests an institution is asked for."""
-    made: Counter[str] = Counter()
-    for sent in own:
-        if isinstance(sent.answer, Evaluation):
-            made[sent.member.name] += sent.times
-    last = max(made.values(), default=1) - 1
-    return _verdict("max-evaluations", partial(policy.check_evaluations, last))
-
-
-def _counted(own: Sequence[Expected], policy: Policy) -> Iterator[tuple[Expected, str]]:
-    """Yield messages with nothing, and tests beyond the number that the policy allows with the reason."""
-    made: Counter[str] = Counter()
-    for sent in own:
-        within = sent.times
-        if isinstance(sent.answer, Evaluation):
-            within = min(sent.times, max(0, policy.max_evaluations - made[sent.member.name]))
-            made[sent.member.name] += sent.times
-        if within:
-            yield sent._replace(times=within), ""
-        if more := sent.times - within:
-            refused = _verdict("", partial(policy.check_evaluations, policy.max_evaluations))
-            yield sent._replace(times=more), refused["reason"]
 
 
 def _judged(sent: Expected, policy: Policy, config: RunConfig, given: str) -> Iterator[tuple[LedgerRow, str, str]]:

@@ -10,8 +10,9 @@ all classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from math import ceil, inf, isqrt
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,13 @@ from flwr_replay.config.run import RunConfig
 from flwr_replay.data import Examples
 from flwr_replay.errors import RefusedError
 from flwr_replay.institution.owner import Institution
-from flwr_replay.institution.policy import Policy
-from flwr_replay.payloads.common import Evaluation
+from flwr_replay.institution.policy import ADVICE, Policy
+from flwr_replay.payloads.common import Evaluation, RollCall
 from flwr_replay.payloads.replay import Kept
 from flwr_replay.state.counts import Released
+from flwr_replay.state.store import StateStore
 from flwr_replay.wire.fields import Field
-from flwr_replay.wire.payload import Payload
+from flwr_replay.wire.payload import Payload, Request, asked_for
 from flwr_replay.wire.records import config_in, metrics_in
 
 __all__ = [
@@ -37,27 +39,32 @@ __all__ = [
     "check_known",
     "check_options",
     "check_room",
+    "check_tests",
     "floored",
     "released",
+    "take_room",
 ]
 
 TESTED = ("num-examples", "confusion", "hits")  # all that may leave of a test
 
 
 def check_options(policy: Policy, config: RunConfig) -> None:
-    """Refuse a run that lets the server choose which examples count, or that asks for more tests than are allowed."""
+    """Refuse a run that lets the server choose which examples count, or whose answers count none."""
     if config.task.balanced:
         raise _refused(policy, "with task.balanced a number of examples is that of the smallest class: leave it out")
     if config.task.kind != "classification":
         raise _refused(
             policy, f"tests and sums of labels of a {config.task.kind} do not count examples: choose a classification"
         )
-    if (tests := _tests(policy, config)) > policy.max_evaluations:
-        raise _refused(
-            policy,
-            f"two tests can be subtracted, so of all runs together {policy.max_evaluations:,} may leave "
-            f"(max-evaluations); this run asks for {tests:,}: set evaluate-every={config.rounds} split=test",
-        )
+
+
+def check_tests(policy: Policy, config: RunConfig) -> None:
+    """Refuse a run that asks for more tests than are allowed: it would fail at its last."""
+    if (tests := _tests(policy, config)) > (most := policy.max_evaluations):
+        asks = f"(max-evaluations); this run asks for {tests:,}: set evaluate-every={config.rounds} split=test"
+        if policy.min_count:
+            raise _refused(policy, f"two tests can be subtracted, so of all runs together {most:,} may leave {asks}")
+        raise RefusedError(f"policy allows {most:,} tests in a run {asks}, {ADVICE}")
 
 
 def _tests(policy: Policy, config: RunConfig) -> int:
@@ -117,9 +124,23 @@ def released(institution: Institution) -> Released:
     return Released(institution.state, institution.policy.min_count, institution.policy.max_evaluations)
 
 
-def check_room(institution: Institution, config: RunConfig, run: str, answers: Iterable[type[Payload]]) -> None:
-    """Refuse, before anyone trains, a run whose tests or sums could not leave since other runs' have."""
-    released(institution).check_room(run, _tests(institution.policy, config), _sums(answers))
+def check_room(policy: Policy, state: Path, config: RunConfig, answers: Iterable[type[Payload]]) -> None:
+    """Refuse a run whose tests or sums could not leave since other runs' have, or may."""
+    Released(state, policy.min_count, policy.max_evaluations).check_room(_tests(policy, config), _sums(answers))
+
+
+def take_room(
+    institution: Institution, config: RunConfig, run: str, request: type[Request] | None, asked: Mapping[str, Any]
+) -> None:
+    """Keep for a run at its roll call what it may ask for, before anyone trains; refuse as `check_room`.
+
+    Later messages say that it goes on.
+    """
+    counts, own = released(institution), StateStore(institution).of_run(run)
+    if request is RollCall:
+        counts.check_room(_tests(institution.policy, config), _sums(asked_for(request, asked)), own)
+    else:
+        counts.goes_on(own)
 
 
 def check_known(institution: Institution) -> None:

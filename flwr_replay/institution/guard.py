@@ -105,8 +105,6 @@ def _answered(
     request = request_of(message)
     check_sealing(institution, config, message)
     check_request(message, request, institution.policy, config, institution.private_model)
-    if request is RollCall and institution.policy.min_count:
-        floor.check_room(institution, config, run, asked_for(RollCall, config_in(message.content)))
     cover = COVERS[config.hiding](institution, config, run) if config.hiding.pinned else None
     plan, policy, answer, store = _plan(config), institution.policy, request and request.answer, StateStore(institution)
     with cover.alone() if cover and request and request is not RollCall else nullcontext():
@@ -134,6 +132,8 @@ def _answered(
             reply = Message(RecordDict({"metrics": MetricRecord(counts)}), reply_to=message)
         else:
             reply = called()
+        if policy.min_count:
+            floor.take_room(institution, config, run, request, config_in(message.content))
         if institution.digested and "data" in vars(institution):  # they were read
             store.note_data(run)
         leaving = check_answer(reply, answer, policy, config)
@@ -185,6 +185,7 @@ def run_rules(policy: Policy, config: RunConfig) -> dict[str, Callable[[], None]
     plan = _plan(config)
     rules: dict[str, Callable[[], None]] = {
         **({"min-count": partial(floor.check_options, policy, config)} if policy.min_count else {}),
+        "max-evaluations": partial(floor.check_tests, policy, config),
         "strategies": lambda: policy.check_strategy(config.strategy.name),
         "recording": lambda: policy.check_recording(config.record),
         "limits": lambda: _check_options(policy, config),

@@ -75,7 +75,7 @@ from flwr_replay.payloads.common import Evaluation
 from flwr_replay.wire.fields import Field, Kind
 from flwr_replay.wire.payload import Payload
 
-__all__ = ["LIMITS", "RANDOM", "Policy", "read_policy"]
+__all__ = ["ADVICE", "LIMITS", "RANDOM", "Policy", "read_policy"]
 
 # stages whose weights a policy may pin
 PINNED = ("extract", "encode-images", "train-generator", "keep-decoder", "train-prior", "keep-prior")

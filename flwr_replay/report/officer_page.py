@@ -29,6 +29,7 @@ RULES = {
     "max-delta": "δ is small enough (max-delta)",
     "min-colluders": "shared noise holds against enough institutions that help the server (min-colluders)",
     "max-evaluations": "the number of tests (max-evaluations)",
+    "room": "other runs have left room for its tests and sums, by the state here (max-evaluations)",
 }
 ENFORCED = (
     "It reads its policy anew for every message, and refuses before it reads data where it can.",
@@ -124,7 +125,7 @@ def write_officer_page(folder: Path, forecast: Mapping[str, Any]) -> tuple[Path,
         verdict=verdict(forecast),
         allowed=forecast["allowed"],
         rules={
-            "caption": "The rules, each by itself. The institution takes part only if none but the last is broken",
+            "caption": "The rules, each by itself. The institution takes part only if none is broken",
             "heads": ["what the policy is asked", "the answer"],
             "rows": [
                 [RULES.get(rule["rule"], rule["rule"]), _said({**rule, "verdict": HELD[rule["verdict"]]}, number)]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -11,12 +14,16 @@ from typing import Any
 from flwr.app import Array, RecordDict
 
 from flwr_replay.errors import PrivacyError, RefusedError, TrainingError, WireError
-from flwr_replay.files.atomic import alone, sync
+from flwr_replay.files.atomic import alone, private_folder, read_json, sync, write_json
+from flwr_replay.files.disk import looked
 from flwr_replay.files.lines import add_line, read_lines
+from flwr_replay.state.store import RUNS
 
-__all__ = ["FILE", "Released"]
+__all__ = ["FILE", "KEPT", "ROOM", "Released"]
 
 FILE = "counts.jsonl"  # in the state directory: a line each, on the disk before what it says leaves
+ROOM = "room"  # a run's file: what it may ask for
+KEPT = 1800  # seconds after a run's last message for which no other run gets that
 
 
 class Released:
@@ -46,33 +53,55 @@ class Released:
             if n not in totals:
                 self._write({"total": n})
 
-    def check_room(self, run: str, tests: int, sums: bool) -> None:
-        """Refuse a run that would ask for more tests, or sums with noise, than other runs have left."""
+    def check_room(self, tests: int, sums: bool, own: Path | None = None) -> None:
+        """Refuse a run that would ask for more tests, or sums with noise, than other runs have left.
+
+        What it may ask for is kept for it in its folder `own`, so that of two runs at the same time the second is
+        refused; without a folder, nothing is.
+        """
+        run = own.name if own else ""
         with self._held() as lines:
-            made = [line for line in lines if "test" in line and line["run"] != run]
-            if tests and len(made) + tests > self.most:
-                raise self._used_up("tests can be subtracted")
-            if sums:
-                self._check_sums(run, lines)
+            made = Counter(line["run"] for line in lines if "test" in line and line["run"] != run)
+            summed = {line["sums"] for line in lines if "sums" in line}
+            for with_others in (False, True):
+                if tests and made.total() + tests > self.most:
+                    raise self._used_up("tests can be subtracted", with_others)
+                if sums:
+                    self._check_sums(run, summed, with_others)
+                for other, asked in self._kept(run):
+                    made[other] = max(made[other], asked["tests"])
+                    summed |= {other} if asked["sums"] else set()
+            if own:
+                write_json(private_folder(own) / ROOM, {"tests": tests, "sums": sums})
+
+    def _kept(self, run: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the other runs that go on, and what they may ask for."""
+        for file, status in looked(self.file.parent.glob(f"{RUNS}/*/{ROOM}")).items():
+            if file.parent.name != run and time.time() - status.st_mtime < KEPT:
+                yield file.parent.name, read_json(file, {"tests": int, "sums": bool})
+
+    def goes_on(self, own: Path) -> None:
+        """Keep for longer what a run may ask for."""
+        with suppress(FileNotFoundError):
+            os.utime(own / ROOM)
 
     def sums(self, run: str) -> None:
         """Count that sums with noise leave in a run."""
         with self._held() as lines:
-            if self._check_sums(run, lines):
+            if self._check_sums(run, {line["sums"] for line in lines if "sums" in line}):
                 self._write({"sums": run})
 
-    def _check_sums(self, run: str, lines: list[dict[str, Any]]) -> bool:
+    def _check_sums(self, run: str, summed: set[str], with_others: bool = False) -> bool:
         """Say whether these are the run's first sums; refuse those of more runs than may have some."""
-        summed = {line["sums"] for line in lines if "sums" in line}
         if run not in summed and len(summed) >= self.most:
-            raise self._used_up("the noise of many sums averages out")
+            raise self._used_up("the noise of many sums averages out", with_others)
         return run not in summed
 
-    def _used_up(self, why: str) -> RefusedError:
-        return self._refused(
-            f"{why}, so of all runs together {self.most:,} may leave (max-evaluations); they are used up: leave them "
-            "out, or ask the institution to change its policy file"
-        )
+    def _used_up(self, why: str, with_others: bool = False) -> RefusedError:
+        how = "they are used up: leave them out, or ask the institution to change its policy file"
+        if with_others:
+            how = f"another run may still ask for them: wait until it ends, or is silent for {KEPT // 60} min"
+        return self._refused(f"{why}, so of all runs together {self.most:,} may leave (max-evaluations); {how}")
 
     def tested(self, run: str, request: RecordDict, test: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the answer to a test, or raise its refusal again: it is counted before it is made.

@@ -12,9 +12,11 @@ from torchvision.utils import save_image
 from flwr_replay.config.compose import compose
 from flwr_replay.data.dealt import loaded
 from flwr_replay.errors import ConfigError, RefusedError
+from flwr_replay.files.lines import add_line
 from flwr_replay.forecast.officer import NO_PART, findings, planned, study_options
 from flwr_replay.report.officer_page import sums, write_officer_page
 from flwr_replay.runs.options import INLINE_NODES
+from flwr_replay.state.counts import FILE
 
 TASK = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=6", "batch_size=8", "device=cpu"]
 CUT = ["strategy=fedreplay", "cut=hidden1", "encoder_epochs=1", "rounds=2"]
@@ -86,17 +88,22 @@ def test_a_refusal_has_the_words_that_the_institution_then_sends(hospitals, tmp_
     assert reason in str(refused.value)
 
 
-def test_tests_beyond_the_number_that_the_policy_allows_are_refused_ones(hospitals, tmp_path):
-    policy = tmp_path / "policy.yaml"
-    policy.write_text("max-evaluations: 2\n")
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        ("max-evaluations: 2\n", "policy allows 2 tests in a run (max-evaluations); this run asks for 4: "),
+        ("min-count: 2\nmax-evaluations: 4\n", "of all runs together 4 may leave (max-evaluations); they are used up"),
+    ],
+)
+def test_a_run_with_more_tests_than_are_left_is_refused_whole(hospitals, tmp_path, written, reason):
+    policy, state = tmp_path / "policy.yaml", tmp_path / "state" / "a"
+    policy.write_text(written)
+    state.mkdir(parents=True)
+    add_line(state / FILE, {"test": "1", "run": "an earlier one"})
     words = [*TASK, "strategy=fedavg", "nodes=3", "rounds=3", "partition=natural", f"data_dir={hospitals / 'a.npz'}"]
     found = findings(*planned(words, ["a"]), policy)
-    tests = [one for one in found["fields"] if (one["stage"], one["field"]) == ("evaluate", "confusion")]
-    assert tests[0]["messages"] == 2
-    assert [one["verdict"] for one in tests] == ["allowed", "refused"]
-    assert tests[1]["bytes"] == tests[0]["bytes"] / 2 * tests[1]["messages"]
-    assert "policy allows 2 tests in a run" in tests[1]["reason"]
-    assert "refused" in sums(found)[0]
+    assert [rule["rule"] for rule in found["rules"] if reason in rule["reason"]]
+    assert not found["takes-part"]
     page = write_officer_page(tmp_path, found)[0].read_text()
     heads = re.findall(">([^<>]+)</th>", page.split("by kind</span>")[1].split("<tbody")[0])
     assert heads == ["kind", "allowed", "refused", "what it is"]  # nothing is kept here

@@ -1,5 +1,9 @@
 """Attacks on a policy's floor for small cells by tests, of one run and of several."""
 
+import os
+import time
+from functools import partial
+
 import numpy as np
 import pytest
 from flwr.app import Message, MetricRecord, RecordDict
@@ -8,13 +12,14 @@ from small_cells import COUNTS, FLOOR, HEAD, TASK, always, answered_by, ask, ser
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import RefusedError
-from flwr_replay.institution.floor import check_options, floored
+from flwr_replay.institution.floor import check_tests, floored
 from flwr_replay.institution.policy import Policy
 from flwr_replay.memory import forget
-from flwr_replay.payloads.common import RollCall
+from flwr_replay.payloads.common import RollCall, Train
 from flwr_replay.payloads.ditto import EvaluatePersonal, TrainPersonal
 from flwr_replay.payloads.local import EvaluateOwn, TrainOwn
-from flwr_replay.state.counts import FILE
+from flwr_replay.state.counts import FILE, KEPT, ROOM
+from flwr_replay.state.store import RUNS
 
 
 @pytest.fixture
@@ -167,12 +172,25 @@ def test_a_run_of_which_no_test_could_leave_is_refused_before_it_trains(folder):
     assert "subtracted" not in refusal(without.send(RollCall(strategy="fedavg", run="r")))
 
 
+def test_of_two_runs_at_the_same_time_the_second_is_refused_before_it_trains(folder):
+    call, server = partial(RollCall, strategy="fedavg", stages=["train", "evaluate"]), server_of(folder)
+    assert not refusal(server.send(call(run="first")))
+    assert "another run may still ask for them: wait until it ends" in refusal(server.send(call(run="second")))
+    assert not refusal(server.send(call(run="first")))  # it was resumed
+    long_ago = time.time() - KEPT - 1
+    os.utime(server.state / RUNS / "first" / ROOM, (long_ago, long_ago))
+    assert not refusal(server.send(call(run="third")))
+    os.utime(server.state / RUNS / "third" / ROOM, (long_ago, long_ago))
+    server.send(Train(arrays=server.weights, run="third", server_round=1, lr=0.1, local_epochs=1))  # it goes on
+    assert "another run may still" in refusal(server.send(call(run="second")))
+
+
 def test_tests_at_the_end_of_a_run_are_counted():
     options = [*TASK[:-1], "strategy=fedavg", "rounds=4", "evaluate_every=2", "evaluate_before_mixing=true"]
     config = compose([*(option for option in options if option != "split=test"), "split=validation"])
-    check_options(Policy(min_count=10, max_evaluations=6), config)
+    check_tests(Policy(min_count=10, max_evaluations=6), config)
     with pytest.raises(RefusedError, match="this run asks for 6"):
-        check_options(Policy(min_count=10, max_evaluations=5), config)
+        check_tests(Policy(min_count=10, max_evaluations=5), config)
 
 
 @pytest.mark.parametrize(

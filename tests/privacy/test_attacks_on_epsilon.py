@@ -256,11 +256,12 @@ def test_beside_a_largest_epsilon_only_counts_of_tests_leave(folder):
 
 
 def test_a_run_has_so_many_tests(folder):
-    server = HostileServer(folder, *TASK, "strategy=cwt", policy="max-evaluations: 2")
+    job = [*TASK, "strategy=cwt", "evaluate_every=100", "split=test"]
+    server = HostileServer(folder, *job, policy="max-evaluations: 2")
     replies = [server.send(Evaluate(arrays=server.weights, run="tests")) for _ in range(3)]
     assert [bool(refusal(reply)) for reply in replies] == [False, False, True]
     assert "policy allows 2 tests in a run" in refusal(replies[2])
-    another = HostileServer(folder, *TASK, "strategy=cwt", policy="max-evaluations: 2")  # a new process counts on
+    another = HostileServer(folder, *job, policy="max-evaluations: 2")  # a new process counts on
     assert refusal(another.send(Evaluate(arrays=server.weights, run="tests")))
 
 
