@@ -1,6 +1,6 @@
 """FedER and its modes, beside averaging, cycling and what nobody shares: Pennisi et al.'s Tables I and II in shape.
 
-Source: Pennisi et al. 2023, sections IV-B and IV-C.
+Source: Pennisi et al. 2023, sections IV-B and IV-C. Its numbers are of other images, so that none stands beside ours.
 
 The generator is vqvae2 with its prior: at this size it passes the bar that StyleGAN2 misses (docs/feder.md). Every
 institution trains one, for all methods and modes of a seed. The score is balanced accuracy, pooled over the

@@ -1,6 +1,7 @@
 """ProxyFL and its family with differential privacy: Kalra et al.'s Fig. 3, 5-7 and 11-13, and a sound form of it.
 
-Sources: Kalra et al. 2023, sections 4.1 and 4.2, appendix B.
+Sources: Kalra et al. 2023, sections 4.1 and 4.2, appendix B, whose accuracies are curves only: no number stands beside
+ours.
 
 The partition is the paper's: 8 institutions with 1,000 of MNIST's 60,000 images, 80 % of them of one class drawn at
 random, the rest uniform over the other classes; tests on all 10,000.

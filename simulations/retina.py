@@ -10,7 +10,10 @@ methods that it compares.
 
 from __future__ import annotations
 
-from flwr_replay.studies.methods import with_kept
+from typing import Any
+
+from flwr_replay.studies.methods import named, with_kept
+from flwr_replay.studies.printed import Printed
 from flwr_replay.studies.study import Part
 
 __all__ = ["FIGURE_5", "PARTS"]
@@ -36,6 +39,31 @@ FIGURE_5 = ["central", *with_kept(SERIAL_AND_PARALLEL), "fedreplay"]
 CUTS = {"conv1": "fedreplay", **{cut: f"fedreplay:cut={cut}" for cut in ("layer2", "layer3")}}
 TABLE_3 = [f"fedreplay, {cut} := {method}" for cut, method in CUTS.items()]
 
+SOURCE = "Qu et al. 2022, Table "
+PRINTED_1 = (  # by institution whose data these are of; in a row after the visit to Inst1, Inst2, …
+    ("0.956", "0.910", "0.699", "0.517"),
+    ("0.834", "0.877", "0.690", "0.600"),
+    ("0.234", "0.537", "0.930", "0.910"),
+    ("0.094", "0.418", "0.957", "0.977"),
+)
+FORGETTING = {
+    f"institution-{data} after institution-{visit}": share
+    for data, row in enumerate(PRINTED_1, 1)
+    for visit, share in enumerate(row, 1)
+}
+ACCURACY = {  # Table 3, first row
+    "fedavg": "0.7065 ± 0.0083",
+    "fedreplay, conv1": "0.7720 ± 0.0013",
+    "fedreplay, layer2": "0.7648 ± 0.0063",
+    "fedreplay, layer3": "0.7500 ± 0.0098",
+}
+PSNR = {  # Table 3, second row, over 50 images
+    "fedavg": "11.82 ± 1.86",
+    "fedreplay, conv1": "11.64 ± 0.98",
+    "fedreplay, layer2": "10.48 ± 1.23",
+    "fedreplay, layer3": "9.22 ± 1.28",
+}
+
 # Everything above at a size that a laptop runs in minutes.
 SMALL = ["preset=quick", "training.batch_size=8", "task.size=32", "task.balanced=true"]
 SMALL += ["task.train_size=64", "task.val_size=0", "task.test_size=32"]  # patients, half of them diseased
@@ -44,16 +72,18 @@ QUICK = [*SMALL, "model=resnet18", "model.width=4", "model.stem=small"]
 QUICK_WEIGHTS = [*SMALL, "model=mlp"]  # the attack differentiates a training step, which takes minutes for a ResNet
 
 
-def part(name: str, about: str, methods: list[str], options: list[str], quick: list[str] = QUICK, **more: str) -> Part:
+def part(name: str, about: str, methods: list[str], options: list[str], quick: list[str] = QUICK, **more: Any) -> Part:
     """Return a part on Retina."""
     return Part.led(name, about, methods, [*PAPER, *options], data=".", quick=quick, **more)
 
 
-def attacked(name: str, about: str, methods: list[str], options: list[str], quick: list[str]) -> Part:
+def attacked(name: str, about: str, methods: list[str], options: list[str], quick: list[str], of: str) -> Part:
     """Return a part on Split 3 whose messages are recorded, and attacked by who has another institution's images."""
     # 224 pixels in the paper; one run, whose images give the standard deviation.
     recorded = [*SPLITS["split-3"], "task.size=224", "seeds=1", "record=all", "record_mb=50000", *options]
-    return part(name, about, methods, recorded, quick, attack="institution-2")
+    labels = [named(method)[0] for method in methods]
+    paper = Printed(source=f"{SOURCE}3: PSNR in dB, by {of}", values={label: PSNR[label] for label in labels}, of=of)
+    return part(name, about, methods, recorded, quick, attack="institution-2", paper=paper)
 
 
 PARTS = [
@@ -66,9 +96,20 @@ PARTS = [
         "Table 1: what CWT forgets from visit to visit, on Split 3.",
         ["cwt"],
         [*SPLITS["split-3"], "seeds=1", "forgetting=true"],
+        paper=Printed(
+            source=f"{SOURCE}1: accuracy on whose data, after whose visit", values=FORGETTING, of="forgetting"
+        ),
     ),
-    part("table-3", "Table 3, first row: accuracy by cut, on Split 3.", ["fedavg", *TABLE_3], SPLITS["split-3"]),
-    attacked("table-3-latents", "Table 3, second row: what latents show, by cut.", TABLE_3, [], QUICK),
+    part(
+        "table-3",
+        "Table 3, first row: accuracy by cut, on Split 3.",
+        ["fedavg", *TABLE_3],
+        SPLITS["split-3"],
+        paper=Printed(source=f"{SOURCE}3", values=ACCURACY),
+    ),
+    attacked(
+        "table-3-latents", "Table 3, second row: what latents show, by cut.", TABLE_3, [], QUICK, "latent matching"
+    ),
     attacked(
         "table-3-weights",
         # The paper does not say how many images lie behind an update. A search looks for at most 128.
@@ -76,5 +117,6 @@ PARTS = [
         ["fedavg"],
         ["partition.size=8", "training.batch_size=8", "rounds=1"],
         QUICK_WEIGHTS,
+        "gradient matching",
     ),
 ]

@@ -187,10 +187,17 @@ def dots(rows: Mapping[str, Row], of: str = "seed") -> Chart:
         axes.annotate(f"{row.mean:.3f}", (1, at), (8, 0), **outside)
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
     axes.xaxis.set_major_formatter("{x:g}")
-    numbers = [(name, key, value, "", "") for name, row in rows.items() for key, value in row.values.items()]
-    means = [(name, "mean", row.mean, *(row.interval or ("", ""))) for name, row in rows.items() if len(row.values) > 1]
+    marks = {name: "" if row.mark is None else row.mark for name, row in rows.items()}
+    numbers = [
+        (name, key, value, "", "", marks[name]) for name, row in rows.items() for key, value in row.values.items()
+    ]
+    means = [
+        (name, "mean", row.mean, *(row.interval or ("", "")), marks[name])
+        for name, row in rows.items()
+        if len(row.values) > 1
+    ]
     told = "; ".join(f"{name}: {row.mean:.3f}" for name, row in rows.items())
-    return Chart(figure, told, ("name", of, "value", "low", "high"), [*numbers, *means])
+    return Chart(figure, told, ("name", of, "value", "low", "high", "dashed"), [*numbers, *means])
 
 
 def write_figures(folder: Path, charts: Mapping[str, Chart], forms: Sequence[str] = FORMS, title: str = "") -> None:

@@ -17,7 +17,7 @@ from flwr_replay.report.plots import heat_map
 from flwr_replay.report.run_files import FORMS
 from flwr_replay.report.templates import spared
 
-__all__ = ["ForgettingMatrix", "drops", "last_visits"]
+__all__ = ["ForgettingMatrix", "after_last_visits", "drops", "last_visits"]
 
 
 class ForgettingMatrix:
@@ -97,14 +97,30 @@ def last_visits(matrix: Mapping[str, Any]) -> list[str]:
     >>> last_visits({**matrix, "matrix": [[0.9, 0.1], [0.3, None]]})[2:]
     ['| a | 0.900 | 0.300 |', '| b | 0.100 | – |']
     """
-    names = matrix["institutions"]
-    last = {
-        exchange["taught"][0]: at for at, exchange in enumerate(matrix["exchanges"]) if len(exchange["taught"]) == 1
+    after, names = after_last_visits(matrix), matrix["institutions"]
+    rows = [
+        [name, *("–" if (value := after[name, visited]) is None else f"{value:.3f}" for visited in names)]
+        for name in names
+        if after
+    ]
+    return (
+        markdown_table([f"{matrix['metric']} on the data of", *(f"after {name}" for name in names)], rows)
+        if rows
+        else []
+    )
+
+
+def after_last_visits(matrix: Mapping[str, Any] | None) -> dict[tuple[str, str], float | None]:
+    """Return the metric by institution whose own data it is of, and institution after whose last visit it was taken.
+
+    It is empty without a matrix, or if exchanges train on several institutions at once; None if one was away.
+    """
+    names, exchanges = (matrix["institutions"], matrix["exchanges"]) if matrix else ([], [])
+    last = {exchange["taught"][0]: at for at, exchange in enumerate(exchanges) if len(exchange["taught"]) == 1}
+    if not matrix or set(last) != set(names):
+        return {}
+    return {
+        (name, visited): matrix["matrix"][last[visited]][column]
+        for column, name in enumerate(names)
+        for visited in names
     }
-    if set(last) != set(names):
-        return []
-    rows = []
-    for column, name in enumerate(names):
-        values = [matrix["matrix"][last[visited]][column] for visited in names]
-        rows.append([name, *("–" if value is None else f"{value:.3f}" for value in values)])
-    return markdown_table([f"{matrix['metric']} on the data of", *(f"after {name}" for name in names)], rows)

@@ -39,7 +39,8 @@ from flwr_replay.report.texts import notes, verdicts
 
 __all__ = ["PICTURES", "sweeps", "write_compare_page", "write_page", "write_study_page"]
 
-PICTURE = re.compile(r'<img src="([\w.-]+\.png)"')
+PICTURE = re.compile(r'<p><img src="([\w.-]+\.png)" alt="([^"]*)" /></p>')
+BESIDE = re.compile(r'(<div class="scroll"(?:(?!</div>).)*</div>)\s*(<figure>.*?</figure>)', re.DOTALL)
 COMPARISON, PICTURES = "compare.json", ("compare", "curves", "epsilon")
 CELL = {"label": str, "strategy": str, "seed": int, "folder": str, "options": [str]}
 COMPARED = {
@@ -92,14 +93,15 @@ def write_study_page(file: Path) -> Path:
     def inside(match: re.Match[str]) -> str:
         picture = file.parent / match[1]
         text = base64.b64encode(read_bytes(picture)).decode() if picture.exists() else ""
-        return f'<img src="data:image/png;base64,{text}"'
+        return f'<figure><img class="drawn" src="data:image/png;base64,{text}" alt="{match[2]}"></figure>'
 
     heading, _, text = read_text(file).partition("\n")
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     body = body.replace("<table>", '<div class="scroll" tabindex="0"><table>').replace("</table>", "</table></div>")
+    body = BESIDE.sub(r'<div class="beside">\1\2</div>', PICTURE.sub(inside, body))
     page = file.with_suffix(".html")
     title, version = heading.removeprefix("# "), metadata.version("flwr-replay")
-    write_atomic(page, render("study", title=title, body=Markup(PICTURE.sub(inside, body)), version=version))
+    write_atomic(page, render("study", title=title, body=Markup(body), version=version))
     return page
 
 

@@ -46,8 +46,10 @@ thead th { font-weight: 600; vertical-align: bottom; } .number { text-align: rig
 .scroll { overflow-x: auto; background: linear-gradient(90deg, var(--paper) 40%, transparent) local, linear-gradient(-90deg, var(--paper) 40%, transparent) 100% 0 local,
   linear-gradient(90deg, rgba(128, 128, 128, .6), transparent), linear-gradient(-90deg, rgba(128, 128, 128, .6), transparent) 100% 0; background-size: 3rem 100%, 3rem 100%, 1rem 100%, 1rem 100%; background-repeat: no-repeat; }
 figure { margin: 1rem 0; } figure svg { width: 100%; max-width: 44rem; display: block; }
-figure img { max-width: 100%; image-rendering: pixelated; } svg text { font: 12px system-ui, sans-serif; fill: var(--ink); }
+figure img { max-width: 100%; image-rendering: pixelated; } figure .drawn { image-rendering: auto; width: 100%; max-width: 36rem; } svg text { font: 12px system-ui, sans-serif; fill: var(--ink); }
 tbody th { min-width: 8.5rem; max-width: 16rem; overflow-wrap: anywhere; }
+.headline { font-size: 1.3rem; max-width: 56rem; border-left: 4px solid var(--c1); padding-left: .8rem; }
+.pairs { display: flex; flex-wrap: wrap; gap: .5rem; } .pairs img { width: clamp(5.8rem, 7.2vw, 6rem); } .large img { width: clamp(10rem, 15vw, 11.8rem); } .large img:nth-child(n + 7) { display: none; }
 .confusion td, .confusion th { text-align: right; padding: .2rem .5rem; } .confusion tbody th { min-width: 6rem; }
 {% for n in range(11) %}.shade{{ n }} { background: rgba(var(--shade), {{ n * 0.05 }}); } {% endfor %}
 details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space: pre-wrap; } pre.one { columns: auto; } a { color: var(--c0); }
@@ -163,20 +165,21 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
     "attacks": """\
 {% extends "frame" %}
 {% import "draw" as draw %}
+{% macro pairs(one, looks) %}
+<figure><div class="{{ looks }}">{% for image in one.pairs %}<img src="data:image/png;base64,{{ image }}" alt="{{ one.alt }}">{% endfor %}</div>
+<figcaption>{{ one.caption }}</figcaption></figure>
+{% endmacro %}
 {% block content %}
-<p>{{ about }}</p>
+<p class="headline">{{ headline }}</p>
+{% for one in first if one.pairs %}{{ pairs(one, "pairs large") }}{% endfor %}
 <p><strong>This page shows patients.</strong> Keep it where the data may lie. {{ claim }}</p>
+<p>{{ about }}</p>
 {% for institution, results in by_institution.items() %}
 <h2>{{ institution }}</h2>
 <ul>{% for one in results %}
 <li>{{ one.sentence }}</li>{% endfor %}
 </ul>
-{% for one in results if one.image %}
-<figure>
-<img src="data:image/png;base64,{{ one.image }}" alt="{{ one.alt }}">
-<figcaption>{{ one.caption }}</figcaption>
-</figure>
-{% endfor %}
+{% for one in results if one.pairs and one not in first %}{{ pairs(one, "pairs") }}{% endfor %}
 {% endfor %}
 {% if images.rows %}
 <h2>Figures</h2>

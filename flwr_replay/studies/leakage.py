@@ -62,7 +62,11 @@ def attacked(asked: Sequence[Asked], minutes: float, jobs: int) -> list[list[dic
         metric = comparison.report["metric"]
         attacks.append(
             [
-                {**line, "label": cell["label"], "metric": cell["result"]["final"]["global"][metric]}
+                {
+                    **line,
+                    **{key: cell[key] for key in ("label", "seed")},
+                    "metric": cell["result"]["final"]["global"][metric],
+                }
                 for cell, line in lines
             ]
         )

@@ -21,7 +21,7 @@ from flwr_replay.attacks.scores import image_metrics
 from flwr_replay.errors import ConfigError, DataError, nearest
 from flwr_replay.files.atomic import make_folder, write_atomic
 from flwr_replay.files.table import csv_text
-from flwr_replay.report.charts import FORMS, write_figures
+from flwr_replay.report.charts import FORMS, Row, dots, write_figures
 from flwr_replay.report.comparison import gaps, markdown, overview, ranks_of_parts
 from flwr_replay.report.forgetting import last_visits
 from flwr_replay.report.pages import write_study_page
@@ -33,6 +33,7 @@ from flwr_replay.studies.cells import short_hash
 from flwr_replay.studies.compare import PlannedComparison, planned, run_comparisons
 from flwr_replay.studies.leakage import Asked, attacked, leakage
 from flwr_replay.studies.methods import seeds_of
+from flwr_replay.studies.printed import Printed
 
 __all__ = ["Part", "forecast", "parts_of", "plan_study", "run_study", "studies"]
 
@@ -60,6 +61,7 @@ class Part:
     group: str = ""  # parts of one group share an overview
     attack: str = ""  # the attacker's own images, of a part whose recorded messages are attacked; empty: they are not
     field: str = ""  # the only one that is attacked; empty: all
+    paper: Printed | None = None  # what the paper prints of it
 
     @classmethod
     def led(cls, name: str, about: str, methods: Sequence[str], options: Sequence[str], **further: Any) -> Self:
@@ -161,6 +163,12 @@ def run_study(
     asked = {part.name: Asked(reports[part.name], part.attack, part.field) for part in chosen if part.attack}
     attacks = attacked(list(asked.values()), minutes, jobs)
     leaks = {stem: leakage(lines, reports[stem]["metric"]) for stem, lines in zip(asked, attacks, strict=True)}
+    lines_of_attacks = dict(zip(asked, attacks, strict=True))
+    papers = {
+        part.name: (part.paper, part.paper.beside(reports[part.name], lines_of_attacks.get(part.name, [])))
+        for part in chosen
+        if part.paper
+    }
     some = f" --only {','.join(only)}" if only else ""
     some += f" --seeds {seeds}" if seeds else ""
     some += f" --minutes {minutes:g}" if minutes != MINUTES and not quick else ""
@@ -168,13 +176,17 @@ def run_study(
     parts_told = "-".join(only) if len("-".join(only)) <= MOST_TOLD else short_hash(list(only))
     seeds_told = f"seeds-{seeds.replace(',', '-')}" if seeds else ""
     stem = "-".join(filter(None, ["study", name, parts_told, seeds_told[:MOST_TOLD]]))
-    text = _report(stem, name, document, command, chosen, reports, leaks)
+    text = _report(stem, name, document, command, chosen, reports, leaks, papers)
     write_atomic(file := folder / f"{stem}.md", text)
     write_atomic(file.with_suffix(".csv"), _numbers(reports))
     for group, members in _groups(chosen, reports).items():
         with spared(picture := folder / _picture(stem, group)):
             if chart := lines(members):
                 write_figures(folder, {picture.stem: chart}, ("png", *FORMS), group)
+    for part_name, (paper, rows) in papers.items():
+        with spared(picture := folder / _beside(stem, part_name)):
+            if rows:
+                write_figures(folder, {picture.stem: dots(rows)}, ("png", *FORMS), f"dashed: {paper.source}")
     with spared(file.with_suffix(".html")):
         write_study_page(file)
     failed = [cell for report in reports.values() for cell in report["cells"] if "error" in cell]
@@ -247,6 +259,7 @@ def _report(
     parts: Sequence[Part],
     reports: dict[str, dict[str, Any]],
     leaks: dict[str, list[str]],
+    papers: Mapping[str, tuple[Printed, Mapping[str, Row]]],
 ) -> str:
     """Write the tables as Markdown: an overview of each group, then part by part.
 
@@ -259,7 +272,9 @@ def _report(
     text = [f"# Study: {name}", "", document.strip(), "", f"Written by `{command}`.", ""]
     if name.endswith("-quick"):
         text += ["Two rounds and one seed show only that all of it runs. The figures mean nothing.", ""]
-    text += [COLUMNS.format(stem=stem), *(f"- {note}" for note in alike), ""]
+    text += [COLUMNS.format(stem=stem)]
+    text += ["- a difference to a paper is our mean minus its; its seeds, and so its splits, are others"] * any(papers)
+    text += [*(f"- {note}" for note in alike), ""]
     for group, members in _groups(parts, reports).items():
         text += [f"## {group}", "", *overview(members), "", f"![{group}]({_picture(stem, group)})", ""]
         text += [f"Over {len(members)} parts {found.told}.", ""] if (found := ranks_of_parts(members)) else []
@@ -267,6 +282,10 @@ def _report(
         report = reports[part.name]
         text += [f"### {part.name}", "", f"{part.about} {report['title']}, {_seeds(report['seeds'])}.", ""]
         text += [] if part.group else [*markdown(report, costs=False), ""]
+        if part.name in papers:
+            paper, rows = papers[part.name]
+            text += [f"Beside {paper.source}:", "", *paper.table(rows), ""]
+            text += [f"![{part.name}; dashed: {paper.source}]({_beside(stem, part.name)})", ""] if rows else []
         text += [f"- {note}" for note in notes[part.name] if note not in alike]
         text += [*_forgotten(report), "", *gaps(report), ""]
         text += [*leaks.get(part.name, []), ""]
@@ -297,6 +316,10 @@ def _groups(parts: Sequence[Part], reports: dict[str, dict[str, Any]]) -> dict[s
 
 def _picture(stem: str, group: str) -> str:
     return f"{stem}-{group.split(',')[0].lower().replace(' ', '-')}.png"
+
+
+def _beside(stem: str, part: str) -> str:
+    return f"{stem}-{part}-paper.png"
 
 
 def _forgotten(report: dict[str, Any]) -> list[str]:

@@ -35,8 +35,12 @@ def test_a_row_has_a_dot_for_each_seed_beside_its_mean_and_interval():
     assert "epsilon 8" in " ".join(text for text, _ in texts)
     assert chart.told == "a: 0.300; b: 0.500"
     numbers = [line.split(",") for line in chart.csv.splitlines()]
-    assert numbers[1:4] == [["a", "0", "0.2", "", ""], ["a", "1", "0.4", "", ""], ["b", "0", "0.5", "", ""]]
-    assert numbers[4:] == [["a", "mean", "0.3", "0.1", "0.5"]]
+    assert numbers[1:4] == [
+        ["a", "0", "0.2", "", "", "0.5"],
+        ["a", "1", "0.4", "", "", "0.5"],
+        ["b", "0", "0.5", "", "", ""],
+    ]
+    assert numbers[4:] == [["a", "mean", "0.3", "0.1", "0.5", "0.5"]]
 
 
 @settings(max_examples=20)

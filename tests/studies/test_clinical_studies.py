@@ -53,12 +53,19 @@ def test_tables_1_and_3_on_retina(study, tmp_path):
     runs = results(tmp_path / "runs")
     assert sorted(runs) == ["cwt-seed0", "fedavg-seed0"]
     (tmp_path / "runs" / "study-retina-quick-table-1-table-3-weights.html").stat()
-    table = [line.split(" | ") for line in said.out.splitlines() if line.startswith("| institution-")]
+    rows = [line.strip("| ").split(" | ") for line in said.out.splitlines() if line.startswith("| institution-")]
+    beside, table = [row for row in rows if " after " in row[0]], [row for row in rows if " after " not in row[0]]
     matrix = runs["cwt-seed0"]["forgetting"]["matrix"]  # two rounds of four visits: the last four rows are the table
-    assert [row[0] for row in table] == [f"| institution-{k}" for k in range(1, 5)]
-    assert [[float(cell.strip(" |")) for cell in row[1:]] for row in table] == [
+    assert [row[0] for row in table] == [f"institution-{k}" for k in range(1, 5)]
+    assert [[float(cell) for cell in row[1:]] for row in table] == [
         pytest.approx([after[k] for after in matrix[4:]], abs=6e-4) for k in range(4)
     ]
+    assert len(beside) == 16
+    assert beside[1][:2] == ["institution-1 after institution-2", "0.910"]
+    ours = matrix[5][0]  # the data of the first, after the second's last visit
+    assert [float(cell) for cell in beside[1][2:]] == pytest.approx([ours, ours - 0.910], abs=6e-5)
+    drawn = csv.reader(next((tmp_path / "runs").glob("study-*-table-1-paper.csv")).open())
+    assert [*drawn][2] == ["institution-1 after institution-2", "0", str(ours), "", "", "0.91"]
     shares = runs["cwt-seed0"]["skew"]
     assert shares["ks"] == pytest.approx(0.53, abs=0.05)
     assert "gradient matching" in said.out
@@ -81,6 +88,8 @@ def test_table_2_on_boneage_has_the_control(study, tmp_path):
     assert found == {(0, False): "mae", (0, True): "mae"}
     for label in ("no privacy", "no privacy, gradient codebook", "with privacy"):
         assert f"\n| {label} |" in said.out
+    printed = next(line for line in said.out.splitlines() if line.startswith("| with privacy | 9.84 ± 0.02 |"))
+    assert float(printed.split(" | ")[3].strip(" |")) == pytest.approx(float(printed.split(" | ")[2]) - 9.84, abs=2e-4)
     code, said = study(*words, "--seeds", "0,3", "--dry-run")
     assert code == 0
     assert "table-2-split-3: 3 runs, 3 finished" in said.out  # a quick study has the first seed only
@@ -107,7 +116,9 @@ def test_figure_6_on_brats_has_both_dice_coefficients_of_the_same_runs(study, tm
     page = (folder / "report.html").read_text()
     assert f"Dice-mean {told}".replace("'", "&#39;") in page
     assert "| method | mean (dice-mean) | pooled (dice) |" in said.out
-    numbers = list(csv.DictReader(next((tmp_path / "runs").glob("study-*.csv")).open()))
+    numbers = list(csv.DictReader((tmp_path / "runs" / "study-brats-quick.csv").open()))
+    beside = csv.DictReader((tmp_path / "runs" / "study-brats-quick-mean-paper.csv").open())
+    assert {row["name"]: row["dashed"] for row in beside} == {"central": "0.853", "fedreplay": "0.854"}
     for label in ("cwt", "cwt, kept", "fedavgshare, kept"):
         assert said.out.count(f"| {label} |") == 1  # the overview
         assert [row["metric"] for row in numbers if row["method"] == label] == ["dice-mean", "dice"]
@@ -120,6 +131,14 @@ def test_every_method_with_a_state_is_there_with_it_fresh_and_kept():
         assert {label.removesuffix(", kept") for label in kept} == {*methods} - {"central", "fedreplay"} - kept
         for label in kept:
             assert methods[label] == methods[label.removesuffix(", kept")] + ":optimizer-state=keep"
+
+
+def test_what_a_paper_prints_is_of_methods_that_the_part_has():
+    parts = [part for module in (retina, boneage, brats) for part in module.PARTS if part.paper]
+    assert len(parts) == 10
+    for part in parts:
+        if part.paper.of != "forgetting":
+            assert {*part.paper.values} <= {*dict(map(named, part.methods))}
 
 
 @pytest.mark.parametrize("name", ["retina", "boneage", "brats"])
