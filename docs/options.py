@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from unittest.mock import patch
 
+from flwr_replay.config import catalogue
 from flwr_replay.config.catalogue import choices, conf_path
 from flwr_replay.forecast.described import Described, Option, comments, described, key
 
@@ -119,6 +121,7 @@ def methods(sections: Mapping[str, Described]) -> list[str]:
     return parts
 
 
+@patch.object(catalogue, "brought", dict)  # the page is of this package, whatever else is installed
 def page() -> str:
     """Return the whole page."""
     sections = described()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from flwr_replay.config import catalogue
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.compose import compose, to_yaml
 
@@ -14,7 +15,11 @@ PAGE = (DOCS / "options.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^- `([a-z.-]+)(?:=.*?)?`.*?: ?(.*)$", PAGE, re.M)
 
 
-def test_the_page_is_what_conf_says():
+def test_the_page_is_what_conf_says(monkeypatch):
+    """Of this package: another one's strategy, installed beside it, is not on the page."""
+    other = catalogue.Brought("other", "other", "other")
+    monkeypatch.setattr(catalogue, "brought", lambda: {"other": (other,)})
+    assert "other" in choices("strategy")
     spec = importlib.util.spec_from_file_location("options", DOCS / "options.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
