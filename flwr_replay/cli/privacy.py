@@ -81,6 +81,7 @@ def attack(
     from flwr_replay.lab.attack import FOLDER, attack_run
     from flwr_replay.lab.page import write_page
     from flwr_replay.lab.registry import Only
+    from flwr_replay.lab.sentences import headline
 
     folder = finished_place(place)
     tell = say if as_json else partial(print, flush=True)
@@ -88,6 +89,7 @@ def attack(
     page = write_page(folder / FOLDER, report)
     if as_json:
         answer(report, "", as_json)
+    tell(headline(report["attacks"])[0])
     tell(f"{page}: shows patients; a failed attack proves nothing")
 
 

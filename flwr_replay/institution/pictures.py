@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flwr_replay.files.atomic import private_folder, read_bytes, write_atomic
 
-__all__ = ["SHOWN", "draw_grid", "gather"]
+__all__ = ["SCALE", "SHOWN", "draw_grid", "gather"]
 
 SHOWN = 12  # images in a row
 SCALE = 3  # small images are drawn larger

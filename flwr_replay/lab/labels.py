@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flwr_replay.attacks.attacker import Attacker
 from flwr_replay.attacks.catalogue import AT_CUT, COUNTS, SHOWN
@@ -54,7 +55,7 @@ def _read(exhibit: Exhibit, evidence: Evidence, originals: Originals) -> dict[st
         raise RunError(SECRET)
     sent_n = torch.from_numpy(exhibit.array(trial.answer))[: len(rows_n)]
     own_n = rows_n >= 0
-    return _right(int((sent_n[own_n] == originals.y_N[rows_n[own_n]]).sum()), int(own_n.sum()))
+    return _right(sent_n[own_n], originals.y_N[rows_n[own_n]])
 
 
 def _counted(trial: OfChange, originals: Originals, attacker: Attacker) -> dict[str, Any]:
@@ -86,8 +87,9 @@ def _at_cut(exhibit: Exhibit, evidence: Evidence, originals: Originals) -> dict[
     task = evidence.config.task
     found_n = labels_at_cut(head, inputs, gradients, make_task(task).losses, task.classes)
     rows_n = OfActivations(begun[0], evidence).rows(originals)
-    return _right(int((found_n == originals.y_N[rows_n]).sum()), len(found_n))
+    return _right(found_n, originals.y_N[rows_n])
 
 
-def _right(right: int, number: int) -> dict[str, Any]:
-    return {"labels": {"right": right, "number": number}}
+def _right(found_n: Tensor, true_n: Tensor) -> dict[str, Any]:
+    right, commonest = int((found_n == true_n).sum()), int(torch.bincount(true_n.long()).max())
+    return {"labels": {"right": right, "number": len(true_n), "always-one": commonest}}

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import base64
 from importlib import metadata
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from flwr_replay.files.atomic import read_bytes, write_atomic
-from flwr_replay.lab.sentences import DOES_NOT_SHOW, between
+import numpy as np
+from PIL import Image
+
+from flwr_replay.files.atomic import write_atomic
+from flwr_replay.institution.pictures import SCALE, SHOWN
+from flwr_replay.lab.sentences import DOES_NOT_SHOW, between, headline
 from flwr_replay.report.templates import render
 
 __all__ = ["write_page"]
@@ -27,23 +32,31 @@ def write_page(folder: Path, document: dict[str, Any]) -> Path:
     results = document["attacks"]
     by_institution: dict[str, list[dict[str, Any]]] = {}
     for result in results:
-        shown = {**result, "image": "", "alt": "", "caption": ""}
+        shown = {**result, "pairs": [], "alt": "", "caption": ""}
         if result.get("picture") and (folder / result["picture"]).exists():
             rows = "Above the originals, below" if result.get("scores") else "In the picture"
             if "nearer" in (result.get("scores") or ()):
                 rows = "Above the nearest of the institution's images, below"
-            shown["image"] = base64.b64encode(read_bytes(folder / result["picture"])).decode()
+            shown["pairs"] = _columns(folder / result["picture"])
             shown["caption"] = (
                 f"{result['field']} of stage {result['stage']}, {result['attack']}, attacker's images: "
                 f"{result['auxiliary']}. {rows} what the attack made of the message."
             )
-            shown["alt"] = f"Reconstructions of {result['institution']}'s images by the attack {result['attack']}"
+            shown["alt"] = (
+                f"An image of {result['institution']} and its reconstruction by the attack {result['attack']}"
+            )
         by_institution.setdefault(result["institution"], []).append(shown)
+    told, worst = headline(results)
+    first = [
+        one for one in by_institution.get(worst.get("institution", ""), []) if one["sentence"] == worst["sentence"]
+    ]
     images = [_image_row(result) for result in results if result.get("scores")]
     members = [_member_row(result) for result in results if "membership" in result]
     text = render(
         "attacks",
         title="What the messages of this run show",
+        headline=told,
+        first=first,
         about=document["run"]["about"],
         claim=document["run"]["claim"],
         by_institution=by_institution,
@@ -55,6 +68,19 @@ def write_page(folder: Path, document: dict[str, Any]) -> Path:
     path = folder / "report.html"
     write_atomic(path, text)
     return path
+
+
+def _columns(picture: Path) -> list[str]:
+    """Cut a picture of `draw_grid` into its columns, each an image above its reconstruction: PNG in base64."""
+    columns = []
+    with Image.open(picture) as grid:
+        step = (grid.width - SCALE) // SHOWN
+        for left in range(SCALE, SHOWN * step, step):
+            column, file = grid.crop((left, SCALE, left + step - SCALE, grid.height - SCALE)), BytesIO()
+            if np.asarray(column).min() < 255:  # else there were fewer images
+                column.save(file, "PNG")
+                columns.append(base64.b64encode(file.getvalue()).decode())
+    return columns
 
 
 def _image_row(result: dict[str, Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """The privacy lab on recorded runs: what it finds, what it refuses, and that the attacker never sees an original."""
 
 import json
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -18,6 +19,7 @@ from flwr_replay.lab.evidence import Evidence
 from flwr_replay.lab.judge import Originals, OtherOriginals, originals_of
 from flwr_replay.lab.membership import member_attacks
 from flwr_replay.lab.registry import nothing_tried
+from flwr_replay.lab.sentences import headline
 from flwr_replay.lab.trials import OfActivations
 from flwr_replay.memory import forget
 from flwr_replay.state.store import DATA
@@ -73,6 +75,13 @@ def test_images_are_found_and_judged(runs, monkeypatch, capsys, run, field, atta
     assert (runs / run / "attacks" / one["picture"]).read_bytes().startswith(b"\x89PNG")
     page = (runs / run / "attacks" / "report.html").read_text()
     assert one["sentence"].partition(":")[0] in page
+    told = re.search(r'<p class="headline">(.*)</p>', page)[1]
+    if least >= 0.5:  # codes of so short a training tell no more than guessing
+        assert re.match(r"Of \d+ .* where guessing finds [\d.]+: whoever", told)
+    if attack == "latent matching" and run == "latents":
+        assert "images made from what institution-1 sent" in told
+        assert page.count("<figure>") == len({line["picture"] for line in results.values() if "picture" in line})
+        assert page.partition("<h2>")[0].count("data:image/png;base64,") == min(12, one["scores"]["number"])
     assert "A failed attack proves nothing" in page
     assert "http" not in page.replace("http-equiv", "")
 
@@ -125,6 +134,31 @@ def test_where_a_message_is_of_all_images_other_peoples_are_the_control(runs, mo
     assert one["batch"] == 4
     assert 0 < one["control"]["identified"]["value"] <= 1  # the same reconstructions, assigned to four others
     assert "scored as if they were of other images" in one["sentence"]
+
+
+@pytest.mark.parametrize(
+    ("results", "told"),
+    [
+        ([], "more than guessing"),
+        ([{"scores": {"number": 8, "nearer": 6, "by_chance": 4.0, "p": 0.2}}], "more than guessing"),
+        ([{"scores": {"number": 8, "nearer": 8, "by_chance": 4.0, "p": 0.01}}], "8 are nearer to its patients'"),
+        ([{"membership": {"auc": {"value": 0.6, "low": 0.49}}}], "more than guessing"),
+        ([{"membership": {"auc": {"value": 0.81, "low": 0.7}}}], "the patient in 81% of pairs, where guessing does"),
+        ([{"labels": {"right": 20, "number": 20, "equal-counts": 11}}], "where guessing finds 11"),
+        ([{"labels": {"right": 20, "number": 20}}], "more than guessing"),  # of an earlier version
+        ([{"alone": {"value": 1.0, "low": 0.4}, "number": 3, "among": 300}], "3 are found among 300, where guessing"),
+        (
+            [
+                {"labels": {"right": 20, "number": 20, "always-one": 10}},
+                {"scores": {"number": 20, "identified": {"value": 1.0, "low": 0.84}, "chance": 0.01}},
+                {"scores": {"number": 20, "identified": {"value": 1.0, "low": 0.84}, "chance": 0.9}},
+            ],
+            "20 point to the right patient, where guessing finds 0.2:",
+        ),
+    ],
+)
+def test_the_headline_is_what_exceeds_guessing_most(results, told):
+    assert told in headline([{"institution": "a", **result} for result in results])[0]
 
 
 def test_an_institution_is_not_attacked_with_its_own_images(runs, tmp_path, monkeypatch, capsys):
