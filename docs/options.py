@@ -15,27 +15,27 @@ SEVERAL = 2  # options of one choice only: more of them stand below the others, 
 FEW = 3  # choices that are named beside an option
 HEAD = """# Options
 
-Every option of a run. `python docs/options.py > docs/options.md` writes this page from `conf/` and the dataclasses that
-check the values. `flwr-replay options` says the same in a terminal, and names all choices that have an option.
+Every option of a run, as `docs/options.py` finds them. `flwr-replay options` says the same in a terminal, and names all
+choices that have an option.
 
 - An option is written `key=value`, and stands here with its default. A hyphen in a key is an underscore.
 - The section may be left out where the name is unique: `cut=layer2` is `strategy.cut=layer2`. Options of `generator`
   and `prior` are written in full where another section has the same name.
-- A group is chosen (`task=mnist`), all else is set (`rounds=5`).
 - What you set wins over the preset, and the preset over `conf/config.yaml`.
 - A list is written `[a,b]`; text with spaces or commas is quoted: `"task.data-dir='/my data'"`.
 - In a study file for `flwr run` the keys of `[tool.flwr.app.config]` hold the same options; all others go into
   `overrides`.
 
 **A run leaves** a directory under `runs/`, after `flwr run` under `~/.flwr-replay/runs`: options, metrics, ledger,
-models, result and `report.html`. What simulated institutions keep lies under `~/.flwr-replay/state`.
+models, result and `report.html`. Simulated institutions' states are under `~/.flwr-replay/state`.
 `$FLWR_REPLAY_HOME` moves both.
 
 **Resuming.** `flwr-replay run --resume DIR` goes on where the run stopped. On a CPU it ends with the same bits, except
 under `dp=`, whose noise is secret. `rounds=` with it makes the run longer.
 
 `flwr-replay COMMAND --help` lists a command's flags. `compare` also takes `seeds=`: `seeds=31` is 31 seeds, 0 to 30;
-`seeds=31,` is seed 31; `seeds=5-7` three. `lr=auto` tries five rates with every method. Commands exit
+`seeds=31,` is seed 31; `seeds=5-7` three. `lr=auto` tries five rates with every method. With `lr=0.001..0.1 --tune 20`
+Optuna tries twenty, on a seed that is not reported; the report says their ε (`flwr-replay[optuna]`). Commands exit
 with 0; with 1 if some of several runs failed; with 2 after a mistake.
 """
 PRESETS = """\

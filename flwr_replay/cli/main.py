@@ -155,6 +155,9 @@ def compare(
     metric: Annotated[
         str | None, typer.Option("--metric", help="accuracy, loss, …; default: the task's main metric.")
     ] = None,
+    tune: Annotated[
+        int | None, typer.Option("--tune", help="Tries by Optuna for each method, where an option is lr=0.001..0.1.")
+    ] = None,
     jobs: Annotated[int, typer.Option("--jobs", help="Runs at the same time.")] = 1,
     runs_dir: RunsDir = "runs",
     form: Annotated[str, typer.Option("--format", help="text | md | csv | latex | json.")] = "text",
@@ -168,7 +171,7 @@ def compare(
     seeds=3, with a comma the seed 3. fedreplay.cut=layer2 holds for FedReplay only. lr=0.1|0.3 makes two methods of
     each; so do partition=iid|ks and partition.alpha=0.1|0.5. Of one method this compares the values, seed by seed,
     with the first. lr=auto tries five rates with every method on the first seed, and keeps the best on validation
-    examples.
+    examples. lr=0.001..0.1 --tune 20 lets Optuna look for it, in 20 tries with a seed that is not reported.
 
     Exit code 1: some runs failed. The table says why.
     """
@@ -179,8 +182,13 @@ def compare(
     from flwr_replay.studies.compare import compare_strategies
     from flwr_replay.terminal import wrapped
 
-    names, place = strategies.split(","), Path(runs_dir)
-    text, report = compare_strategies(names, options or [], against or "", jobs, place, metric or "")
+    words = strategies.split(","), options or [], against or "", jobs, Path(runs_dir), metric or ""
+    if tune is None:
+        text, report = compare_strategies(*words)
+    else:
+        from flwr_replay.studies.tuning import compare_tuned
+
+        text, report = compare_tuned(*words, tune)
     print(Comparison(Path(report["folder"]), report, wrapped(text)).shown("json" if as_json else form))
     if any("error" in cell for cell in report["cells"]):
         sys.exit(1)

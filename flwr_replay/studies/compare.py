@@ -85,7 +85,7 @@ def compare_strategies(
         refuse(compose(list(tried.cells[0].overrides)).split, tried.about["noise"])
         tried = replace(tried, cells=[replace(cell, metric=f"{VALIDATION}{cell.metric}") for cell in tried.cells])
         strategies, told = with_rates(strategies, run_comparisons([tried], jobs)[0][1])
-    whole = planned(strategies, options, against, runs_dir, metric, tuned="lr" if auto else "")
+    whole = planned(strategies, options, against, runs_dir, metric, tuned=("lr",) if auto else ())
     return run_comparisons([replace(whole, about=whole.about | {"rates": told})], jobs)[0]
 
 
@@ -111,11 +111,11 @@ def planned(
     runs_dir: Path,
     metric: str = "",
     part: str = "",
-    tuned: str = "",
+    tuned: Sequence[str] = (),
 ) -> PlannedComparison:
     """Parse and check a comparison; the parameters are those of `compare_strategies`.
 
-    `part` is the part of a study that it belongs to; `tuned` is an option that was tuned for each method before.
+    `part` is the part of a study that it belongs to; `tuned` are options that were tuned for each method before.
     """
     first = len(strategies) == 1  # values of one method's options: the first is the reference
     strategies, options = swept(strategies, options)
@@ -245,14 +245,14 @@ def _differing(methods: Sequence[Method], configs: Mapping[str, RunConfig]) -> l
     return lines
 
 
-def _untuned(methods: Sequence[Method], configs: Mapping[str, RunConfig], tuned: str) -> str:
-    """Name the hyperparameters, but one, of which each method has one value here; empty for one method alone."""
+def _untuned(methods: Sequence[Method], configs: Mapping[str, RunConfig], tuned: Sequence[str]) -> str:
+    """Name the hyperparameters not tuned, of which each method has one value here; empty for one method alone."""
     values: dict[tuple[str, str], set[float]] = {}  # by option and strategy
     for method in methods:
         config = configs[method.label]
         own = {name: value for name, value in asdict(config.strategy).items() if isinstance(value, float)}
         found = {name: getattr(config.training, name) for name in TUNED} | own
-        for name in (name for name, value in found.items() if value and name not in ("chunk_mb", tuned)):
+        for name in (name for name, value in found.items() if value and name not in ("chunk_mb", *tuned)):
             values.setdefault((name, method.strategy), set()).add(found[name])
     strategies: dict[str, list[str]] = {}
     for (name, strategy), several in values.items():

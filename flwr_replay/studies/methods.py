@@ -17,7 +17,7 @@ from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, nearest
 from flwr_replay.studies.cells import Method
 
-__all__ = ["methods_of", "named", "options_of", "seeds_of", "swept", "with_kept"]
+__all__ = ["methods_of", "named", "options_of", "own_option", "seeds_of", "swept", "with_kept"]
 
 SEEDS = (0, 1, 2)
 MOST_SEEDS = 1000
@@ -182,10 +182,10 @@ def methods_of(names: Sequence[str], own: dict[str, list[str]]) -> list[Method]:
         strategy, *variants = re.split(r":(?=[\w.-]+=)", spec)
         if ":" in strategy:
             raise ConfigError(f"a variant is written strategy:option=value; got {name!r}")
-        pairs = [_own_option(strategy, option) for option in variants]
+        pairs = [own_option(strategy, option) for option in variants]
         if twice := [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]:
             raise ConfigError(f"a variant sets an option once; got {twice[0]} twice in {name.strip()!r}: leave one")
-        merged = dict([*(_own_option(strategy, option) for option in own[strategy]), *pairs])
+        merged = dict([*(own_option(strategy, option) for option in own[strategy]), *pairs])
         method = Method(label, strategy, tuple(f"{key}={value}" for key, value in merged.items()))
         if any(method.slug == other.slug or label == other.label for other in methods):
             raise ConfigError(f"every method is compared once; got {name.strip()!r} twice: remove one")
@@ -199,7 +199,7 @@ def named(name: str) -> tuple[str, str]:
     return (label.strip(), spec.strip()) if given else (name.strip(), name.strip())
 
 
-def _own_option(strategy: str, option: str) -> tuple[str, str]:
+def own_option(strategy: str, option: str) -> tuple[str, str]:
     """Return an option of one method under its full name with its section, and its value."""
     key, _, value = option.partition("=")
     plain = key.replace("-", "_")

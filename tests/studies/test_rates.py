@@ -1,13 +1,14 @@
-"""`lr=auto`: whose trial is best, what is refused, and that trials are runs of the comparison."""
+"""`lr=auto` and `--tune`: whose trial is best, what is refused, that trials are runs, and what they cost."""
 
 import re
 
 import pytest
 
 from flwr_replay.errors import ConfigError
-from flwr_replay.report.run_files import read_result
+from flwr_replay.report.run_files import options_of, read_result
 from flwr_replay.studies.compare import compare_strategies
 from flwr_replay.studies.rates import RATES, with_rates
+from flwr_replay.studies.tuning import compare_tuned
 
 TINY = ["task=digits", "nodes=2", "rounds=1", "model=mlp", "model.width=4", "device=cpu"]
 
@@ -72,4 +73,61 @@ def test_trials_are_runs_of_the_comparison_and_the_best_is_not_repeated(tmp_path
 def test_what_cannot_be_tuned_fairly_is_refused_before_any_run(options, said, tmp_path):
     with pytest.raises(ConfigError, match=said):
         compare_strategies(["fedavg"], [*TINY, "lr=auto", *options], "", 1, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.sampled(2, of="slow studies")
+def test_optuna_tries_on_a_seed_that_is_not_reported_and_repeats_none(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    methods = ["cwt", "fixed := cwt:lr=1e-9", "noisy := fedavg:dp=classifier:sigma=2:delta=1e-3"]
+    options = [*TINY, "seeds=6,", "lr=0.01..1", "fedavg.batch-size=16..64"]
+    runs = []
+    for tries in (2, 3):  # the second command goes on with the first one's tries
+        text, report = compare_tuned(methods, options, "", 1, tmp_path, "", tries)
+        runs.append({file.parent.name: file.stat().st_mtime_ns for file in tmp_path.glob("compare-*/*/result.json")})
+        capsys.readouterr()
+    own = {name for name in runs[1] if name.endswith("seed7")}
+    assert len(own) == 2 * 3
+    assert {name for name in runs[0] if name in own} < own
+    assert runs[0].items() <= runs[1].items()
+    assert report["seeds"] == [6]
+    for label, strategy in (("cwt", "cwt"), ("noisy", "fedavg")):
+        judged = {}
+        for folder in (file.parent for name in own for file in tmp_path.glob(f"compare-*/{name}/result.json")):
+            if options_of(folder)["strategy"]["name"] == strategy:
+                rate = options_of(folder)["training"]["lr"]
+                judged[rate] = read_result(folder)["final"]["global"]["validation-accuracy"]
+        cell = next(cell for cell in report["cells"] if cell["label"] == label)
+        chosen = options_of(tmp_path / report["folder"] / cell["folder"])["training"]["lr"]
+        assert len(judged) == 3
+        assert judged[chosen] == max(judged.values())
+    assert {cell["options"][0] for cell in report["cells"] if cell["label"] == "fixed"} == {"training.lr=1e-9"}
+    epsilons = [
+        max(account["epsilon"] for account in read_result(folder.parent)["privacy"].values())
+        for folder in tmp_path.glob("compare-*/fedavg-*seed7/result.json")
+    ]
+    spent, delta = re.search(r"spent epsilon beside that of a run: noisy ([\d.]+) at delta ([\d.]+)", text).groups()
+    assert sum(epsilons) <= float(spent) <= sum(epsilons) * 1.01
+    assert float(delta) == pytest.approx(3e-3)
+    assert "of 3 tries each the best by validation-accuracy with seed 7, which is not reported" in report["rates"]
+    assert not re.search(r"\blr\b", report["untuned"])
+
+
+@pytest.mark.parametrize(
+    ("options", "tries", "said"),
+    [
+        (["lr=auto", "split=test"], 3, "--tune chooses by validation examples"),
+        (["lr=auto", "fedavg.lr=1"], 3, "a range that no method sets itself"),
+        (["lr=0.1|0.2"], 3, "a range that no method sets itself"),
+        (["ks=0.1..0.9"], 3, "no option of the data"),
+        (["lr=1.0..0.1"], 3, "a range is low..high; got lr=1.0..0.1"),
+        (["lr=1.."], 3, "lr"),
+        (["mu=0.1..1"], 3, "unknown option 'mu' of the method fedavg"),
+        (["lr=auto"], 0, "--tune must be at least 1"),
+        (["lr=auto", "rounds=0"], 3, "rounds"),
+    ],
+)
+def test_what_optuna_cannot_tune_is_refused_before_any_run(options, tries, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        compare_tuned(["fedavg"], [*TINY, *options], "", 1, tmp_path, "", tries)
     assert list(tmp_path.iterdir()) == []

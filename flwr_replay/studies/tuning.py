@@ -1,0 +1,151 @@
+"""`--tune N`: before a comparison, Optuna looks for each method's best values of some options, in N tries each.
+
+`lr=0.001..0.1` is a range, and `lr=auto` that of `rates.RATES`. A try is a whole run with a seed that is not reported,
+judged by its validation examples. All methods have as many tries. Which values are tried follows from what was found
+before alone, so a repeated command asks for the same ones, and tries that have finished are not repeated.
+
+Under differential privacy a try spends epsilon like any run. The report says what all tries spend together: at most the
+sums of their epsilons and deltas (Dwork and Roth 2014, doi 10.1561/0400000042, Theorem 3.16).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from flwr_replay.config.compose import compose
+from flwr_replay.errors import ConfigError
+from flwr_replay.files.atomic import alone, make_folder
+from flwr_replay.privacy.accounting import rounded_up
+from flwr_replay.report.comparison import of_data
+from flwr_replay.report.metrics import VALIDATION, largest
+from flwr_replay.studies.cells import run_all
+from flwr_replay.studies.compare import planned, run_comparisons
+from flwr_replay.studies.methods import named, own_option, swept
+from flwr_replay.studies.rates import AUTO, RATES
+from flwr_replay.terminal import installing
+
+__all__ = ["compare_tuned"]
+
+RANGE = re.compile(r"([\w.-]+)=([\d.eE+-]+?)\.\.([\d.eE+-]+)")
+SUCH = "write one such as lr=0.001..0.1"
+LOGARITHMIC = 10  # times the lower end that the upper one is, from which a range is searched by powers of ten
+Space = dict[str, Any]  # by option, Optuna's distribution
+
+
+def compare_tuned(
+    strategies: list[str], options: list[str], against: str, jobs: int, runs_dir: Path, metric: str, tries: int
+) -> tuple[str, dict[str, Any]]:
+    """Tune methods, each in so many tries, and compare them; all else is as of `compare_strategies`.
+
+    Raises
+    ------
+    ConfigError
+        Also if Optuna is missing, or for what cannot be tuned; before any try.
+    """
+    try:
+        import optuna
+    except ImportError:
+        raise ConfigError(f"--tune needs Optuna: {installing('optuna')}") from None
+    if tries < 1:
+        raise ConfigError(f"--tune must be at least 1; got {tries}")
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    against = against or (named(strategies[0])[0] if len(strategies) == 1 else "")
+    strategies, options = swept(strategies, options)
+    methods = dict(map(named, strategies))
+    spaces, fixed = _spaces(methods, options)
+    whole = planned(strategies, fixed, against, runs_dir, metric)  # refused before any try
+    if compose(list(whole.cells[0].overrides)).split != "validation":
+        raise ConfigError("--tune chooses by validation examples; got split=test: write split=validation")
+    metric, seed, more = whole.about["metric"], max(whole.about["seeds"]) + 1, whole.about["higher-is-better"]
+    words = [*(option for option in fixed if not option.startswith("seeds=")), f"seeds={seed},"]
+    way = optuna.study.StudyDirection.MAXIMIZE if more else optuna.study.StudyDirection.MINIMIZE
+    sampler = optuna.samplers.TPESampler
+    studies = {label: optuna.create_study(direction=way, sampler=sampler(seed=0)) for label in spaces}
+    found: dict[str, dict[str, dict[str, Any]]] = {label: {} for label in spaces}  # what came out, by the try's name
+    for _ in range(tries):
+        asked = {label: studies[label].ask(space) for label, space in spaces.items()}
+        names = {label: _with(label, methods[label], trial.params, tried=True) for label, trial in asked.items()}
+        plan = planned([*names.values()], words, "", runs_dir, metric, "tuning")
+        with alone(make_folder(plan.runs, "--runs-dir")):
+            outcomes = dict(run_all([replace(cell, metric=f"{VALIDATION}{metric}") for cell in plan.cells], jobs))
+        for (label, trial), cell in zip(asked.items(), plan.cells, strict=True):
+            found[label][names[label]] = outcome = outcomes[cell.folder]
+            judged = outcome["result"]["final"]["global"] if "result" in outcome else {}
+            studies[label].tell(trial, judged.get(f"{VALIDATION}{metric}", float("nan")))  # which is a failure
+    told, best = [], dict(zip(methods, strategies, strict=True))
+    for label, study in studies.items():
+        if len({trial.value for trial in study.trials} - {None}) > 1:  # else the default is as good
+            best[label] = _with(label, methods[label], study.best_params)
+            told.append(_with(label, methods[label], study.best_params, tried=True).partition(" := ")[0])
+    every = planned([name for outcomes in found.values() for name in outcomes], words, "", runs_dir, metric, "tuning")
+    folder = run_comparisons([every], jobs)[0][1]["folder"]  # a page of all tries
+    line = (
+        f"--tune: {'; '.join(told) or 'all tries are alike, or failed'}; of {tries} tries each the best by {VALIDATION}"
+        f"{metric} with seed {seed}, which is not reported; {_costs(found)}: {folder}"
+    )
+    tuned = sorted({option.rpartition(".")[2] for space in spaces.values() for option in space})
+    whole = planned([*best.values()], fixed, against, runs_dir, metric, tuned=tuned)
+    return run_comparisons([replace(whole, about=whole.about | {"rates": line})], jobs)[0]
+
+
+def _spaces(methods: Mapping[str, str], options: Sequence[str]) -> tuple[dict[str, Space], list[str]]:
+    """Return what is searched for each method, by label and option, and the options without a range.
+
+    A method's own value wins: `fedavg,cwt:lr=1 lr=0.01..0.1` searches for FedAvg's rate only.
+    """
+    spaces: dict[str, Space] = {label: {} for label in methods}
+    options = [f"lr={RATES[0]}..{RATES[-1]}" if option in AUTO else option for option in options]
+    ranges = {option: ends for option in options if (ends := RANGE.fullmatch(option))}
+    fixed = [option for option in options if option not in ranges]
+    for label, spec in methods.items():
+        strategy, *own = re.split(r":(?=[\w.-]+=)", spec)
+        own += [option.removeprefix(f"{strategy}.") for option in fixed if option.startswith(f"{strategy}.")]
+        others = {each.partition(":")[0] for each in methods.values()} - {strategy}
+        for option, ends in ranges.items():
+            key, *numbers = ends.groups()
+            if key.partition(".")[0] in others:
+                continue
+            full, _ = own_option(strategy, f"{key.removeprefix(f'{strategy}.')}=")
+            if of_data(full):
+                raise ConfigError(f"what is tuned is no option of the data; got {option}: write one value")
+            if full not in {own_option(strategy, each)[0] for each in own}:
+                spaces[label][full] = _space(option, *numbers)
+    if not any(spaces.values()):
+        raise ConfigError(f"--tune is for options with a range that no method sets itself; got {options}: {SUCH}")
+    return {label: space for label, space in spaces.items() if space}, fixed
+
+
+def _space(option: str, *ends: str) -> Any:
+    from optuna.distributions import FloatDistribution, IntDistribution
+
+    try:
+        low, high = map(float, ends)
+        log = high >= LOGARITHMIC * low > 0
+        whole = all(end.isdecimal() for end in ends)
+        return IntDistribution(int(low), int(high), log) if whole else FloatDistribution(low, high, log)
+    except ValueError:
+        raise ConfigError(f"a range is low..high; got {option}: {SUCH}") from None
+
+
+def _with(label: str, spec: str, values: Mapping[str, float], tried: bool = False) -> str:
+    """Return a method with values of its own, as a comparison takes it; a try's name says them."""
+    own = [f"{key}={value:.3g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items()]
+    return f"{', '.join([label, *own]) if tried else label} := {':'.join([spec, *own])}"
+
+
+def _costs(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """Say what the tries of each method cost: examples, and epsilon where there is noise."""
+    examples, spent = 0, []
+    for label, outcomes in found.items():
+        results = [outcome["result"] for outcome in outcomes.values() if "result" in outcome]
+        examples += sum(result["examples-seen"] for result in results)
+        if stated := [account for result in results if (account := largest(result["privacy"].values()))]:
+            epsilon = rounded_up(sum(inf if account.epsilon is None else account.epsilon for account in stated))
+            spent.append(f"{label} {epsilon} at delta {rounded_up(sum(account.delta for account in stated), 2)}")
+    price = f" and spent epsilon beside that of a run: {', '.join(spent)} (basic composition)" if spent else ""
+    return f"these tries saw {examples:,} examples{price}"
