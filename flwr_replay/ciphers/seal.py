@@ -87,8 +87,7 @@ class Seal:
         if len(set(pins.values())) < len(pins):
             raise ConfigError("every institution has a key of its own; two pinned keys are the same: correct the file")
         self.name, self.key, self.pins = name, key, dict(sorted(pins.items()))
-        for other in self.pins:
-            self._shared(other, b"", sends=True)  # refuse what is no public key before anything leaves
+        self.secrets = {other: self._secret(other) for other in self.pins}  # static, and most of the time of a mask
 
     @property
     def digest(self) -> str:
@@ -156,13 +155,15 @@ class Seal:
         return self._derived(other, salt, LABEL, (self.name, other) if sends else (other, self.name))
 
     def _derived(self, other: str, salt: bytes, label: bytes, names: Sequence[str]) -> bytes:
-        theirs = bytes.fromhex(self.pins[other])
+        info = label + b"".join(_text(f"{name} {self.pins[name]}".encode()) for name in names)
+        return HKDF(SHA256(), 32, salt, info).derive(self.secrets[other])
+
+    def _secret(self, other: str) -> bytes:
+        """Return what X25519 makes of this institution's private key and another's public one."""
         try:
-            secret = self.key.exchange(X25519PublicKey.from_public_bytes(theirs))
+            return self.key.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(self.pins[other])))
         except ValueError:
             raise ConfigError(f"the pinned key of {other} is no public key of X25519: correct the file") from None
-        info = label + b"".join(_text(f"{name} {self.pins[name]}".encode()) for name in names)
-        return HKDF(SHA256(), 32, salt, info).derive(secret)
 
 
 def _bound(head: bytes, salt: bytes, receiver: str, body: bytes) -> bytes:
