@@ -26,7 +26,7 @@ from flwr_replay.movements.participation import AtOnce
 from flwr_replay.payloads.common import Trained, Unmask, Unmasked
 from flwr_replay.privacy.shares import check_sums
 from flwr_replay.server.members import Member
-from flwr_replay.wire.masked import add, blank_masked, mean_of, sums_of
+from flwr_replay.wire.masked import MASKED, add, blank_masked, mean_of, sums_of
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened
 
@@ -172,7 +172,21 @@ class Parallel(AtOnce):
         exchanger(grid, self.exchange, messages, needed=False, take=self.take_shares)
         exchanger.answered, exchanger.failed, exchanger.diverged, exchanger.lost = before
         if len(self.told) >= self.least:
-            strip(self.total, self.cohort, self.points, self.told)
+            self.strip()
+
+    def strip(self) -> None:
+        """Take off the masks that do not cancel; if that fails, without each one's shares in turn, if enough remain."""
+        under_masks = self.total
+        for wrong in ("", *(self.told if len(self.told) > self.least else ())):
+            self.total = {name: array.copy() for name, array in under_masks.items()}
+            told = {name: shares for name, shares in self.told.items() if name != wrong}
+            strip(self.total, self.cohort, self.points, told)
+            if not self.total[MASKED][1]:
+                if wrong:
+                    self.recorder.log(
+                        f"{wrong} has told wrong shares of keys; exchange {self.exchange} is read without"
+                    )
+                return
 
     def take_shares(self, member: Member, reply: Message) -> None:
         """Note an institution's shares."""

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import re
 import secrets
 from collections import Counter
 from contextlib import suppress
@@ -350,10 +351,24 @@ def spoils(stage, of, change):
     return after
 
 
-@pytest.mark.parametrize("stage", ["differentiate", "unmask"])
-def test_wrong_shares_and_points_are_a_line_not_a_model(folder, stage):
+def flipped(told):
+    return bytes(byte ^ 1 for byte in told)
+
+
+@pytest.mark.parametrize(("stage", "failing"), [("differentiate", ""), ("unmask", "de")])
+def test_wrong_points_and_shares_where_all_are_needed_are_a_line_not_a_model(folder, stage, failing):
+    failures = [("differentiate", name, 1) for name in failing]
     with pytest.raises(RunError, match="with dropouts one that has told wrong shares of keys spoils a sum, too"):
-        ran(folder, GRADIENT, after=spoils(stage, "b", lambda told: bytes(byte ^ 1 for byte in told)))
+        ran(folder, GRADIENT, after=spoils(stage, "b", flipped), failing=failures)
+
+
+@pytest.mark.parametrize("failing", ["", "d"])
+def test_who_tells_wrong_shares_is_named_and_costs_no_sum(folder, caplog, failing):
+    caplog.set_level(logging.INFO, "flwr")
+    failures = [("differentiate", name, 1) for name in failing]
+    done = ran(folder, [*GRADIENT, "rounds=1"], after=spoils("unmask", "b", flipped), failing=failures)
+    assert re.findall(r"(\w+) has told wrong shares", caplog.text) == ["b"]
+    assert (done.folder / "models" / "global.safetensors").exists()
 
 
 @pytest.mark.parametrize(("stage", "line"), [("differentiate", "points of"), ("unmask", "shares of")])
