@@ -104,8 +104,9 @@ def show_audit(
         str,
         typer.Option(
             "--kind",
-            help="gradients: inside DP-SGD | images: mislabelled, scored on classifiers, proxies and encoders | noise: "
-            "images of noise, scored on generators, priors and drawn images.",
+            help="gradients: inside DP-SGD | sums: in sums with noise, of fedsgd and fedstats | images: mislabelled, "
+            "scored on classifiers, proxies and encoders | noise: images of noise, scored on generators, priors and "
+            "drawn images.",
         ),
     ] = "gradients",
     institution: Annotated[str, typer.Option("--institution", help="Whose epsilon; empty: the first one's.")] = "",
@@ -268,7 +269,8 @@ def _audited(report: dict[str, Any], folder: Path) -> str:
     claim, bound, steps = report["claim"], report["bounds"]["steinke"], report.get("steps")
     lines = [f"{report['institution']}, at delta {rounded_up(claim['delta'], 2)}:"]
     if steps:
-        lines.append(f"  {steps['steps']:,} steps of DP-SGD were seen, {steps['charged']:,} were charged")
+        what = "sums" if report["kind"] == "sums" else "steps of DP-SGD"
+        lines.append(f"  {steps['steps']:,} {what} were seen, {steps['charged']:,} were charged")
         for kind in steps["kinds"]:
             sigma, rate = kind["sigma"], kind["rate"]
             lines.append(

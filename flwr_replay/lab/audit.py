@@ -37,6 +37,7 @@ from flwr_replay.institution.guard import guard
 from flwr_replay.institution.node import institution_of
 from flwr_replay.lab.canaries import Canaries, GradientCanaries
 from flwr_replay.lab.canary_images import ImageCanaries
+from flwr_replay.lab.canary_sums import SumCanaries
 from flwr_replay.lab.seen_steps import judged
 from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.accounting import SampledGaussian
@@ -50,7 +51,7 @@ from flwr_replay.wire.payload import REQUESTS
 
 __all__ = ["KINDS", "audit", "audited_app"]
 
-KINDS = ("gradients", "images", "noise")
+KINDS = ("gradients", "sums", "images", "noise")
 SCORED = {"images": ("classifier", "proxy", "encoder"), "noise": ("generator", "prior")}  # on what these release
 DELTA = 1e-5  # at most: at 1/|D| the term 2mδ takes Steinke's test its power
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the canaries that are guessed, fixed before any audit
@@ -68,8 +69,8 @@ def audit(
     institution : str
         At which m canaries are; empty: the first.
     kind : str
-        gradients: inside DP-SGD | images: mislabelled, scored on released classifiers, proxies and encoders | noise:
-        images of noise, scored on released generators and priors, and on drawn images.
+        gradients: inside DP-SGD | sums: in sums that get noise | images: mislabelled, scored on released classifiers,
+        proxies and encoders | noise: images of noise, scored on released generators and priors, and on drawn images.
 
     Returns
     -------
@@ -91,7 +92,9 @@ def audit(
     at = names.index(name)
     tossed = Canaries.tossed(canaries, len(simulation.part.train[at]), config.seed)
     probe: GradientCanaries | ImageCanaries = GradientCanaries(tossed, config.seed)
-    if kind != "gradients":
+    if kind == "sums" and (plan := simulation.job.settings.privacy):
+        probe = SumCanaries(tossed, config.seed, plan, name, names)
+    elif kind != "gradients":
         probe = ImageCanaries(tossed, simulation.part.examples(loaded(config.task), at), config, kind == "noise")
     _, folder = simulate(simulation, overrides, display, audited_app(name, probe))
     require(
@@ -107,8 +110,8 @@ def audit(
     elif claim["epsilon"] is not None:
         require(
             bool(probe.seen) and all(steps.most for steps in probe.seen),
-            f"steps of DP-SGD are tested; {name} has taken none that an example joined: choose another --institution, "
-            "or more rounds",
+            f"steps and sums are tested; {name} has taken no step that an example joined, and no sum was read: choose "
+            "another --institution, or more rounds",
         )
         significance /= 2  # the other half is for the guesses
         report["steps"] = judged(probe.seen, charged, probe.stray, claim["delta"], significance)
@@ -129,11 +132,23 @@ def check(simulation: Simulation, kind: str) -> None:
         f"canaries are one institution's examples; strategy={config.strategy.name} trains on those of all: choose "
         "another strategy, or local",
     )
+    if kind == "sums":
+        require(
+            plan is not None and {*plan.mechanisms} <= {*ON_SUMS} and not plan.dropouts,
+            f"canaries in sums test noise on sums, dp={' or '.join(ON_SUMS)}, without dropouts; got dp="
+            f"{config.privacy.dp}, dropouts={config.privacy.dropouts}: choose other options, or --kind gradients",
+        )
+        return
     if kind == "gradients":
         why = f"dp={config.privacy.dp} takes no such step" if plan else "got dp=none, which has no mechanism to audit"
         known = [name for name in config.strategy.traits.dp_mechanisms if name not in (LATENTS, *ON_SUMS)]
         advice = f"choose dp={' or '.join(known)}, or --kind images or noise"
-        advice = advice if known else f"strategy={config.strategy.name} can have none: choose another strategy"
+        advice = "choose --kind sums" if plan and {*plan.mechanisms} <= {*ON_SUMS} else advice
+        advice = (
+            advice
+            if known or "sums" in advice
+            else f"strategy={config.strategy.name} can have none: choose another strategy"
+        )
         steps = plan is not None and {*plan.mechanisms} - {LATENTS, *ON_SUMS}
         require(bool(steps), f"canaries that are gradients test DP-SGD; {why}: {advice}")
         return
@@ -168,6 +183,11 @@ def audited_app(name: str, probe: GradientCanaries | ImageCanaries) -> ClientApp
         if "data" in context.node_config or "name" in context.node_config:
             raise ConfigError("an audit puts canaries among examples, in a simulation only; this node is deployed")
         institution, config = institution_of(context)
+        if isinstance(probe, SumCanaries):
+            client = client_of(institution, config)
+            assert client.budget is not None
+            probe.join(institution.name, client.budget)
+            return client
         if institution.name != name:
             return client_of(institution, config)
         if isinstance(probe, ImageCanaries):
@@ -179,7 +199,13 @@ def audited_app(name: str, probe: GradientCanaries | ImageCanaries) -> ClientApp
 
     def watch(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """Watch the institution's steps, or score what leaves it, after the guard has let it."""
-        if institution_of(context)[0].name != name:
+        own = institution_of(context)[0].name
+        if isinstance(probe, SumCanaries):
+            answer = call_next(message, context)
+            if answer.has_content():
+                probe.saw_answer(own, answer.content)
+            return answer
+        if own != name:
             return call_next(message, context)
         if isinstance(probe, GradientCanaries):
             with probe.message():

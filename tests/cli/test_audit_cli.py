@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import RecordDict
@@ -14,9 +15,11 @@ from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.institution import budget
 from flwr_replay.lab.audit import audited_app
 from flwr_replay.lab.canaries import Canaries, GradientCanaries
+from flwr_replay.privacy import shares
 from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 from flwr_replay.privacy.dpsgd import noisy_step
+from flwr_replay.privacy.secret import Stream
 
 TASK = ["task=digits", "nodes=2", "partition=iid", "batch-size=64"]
 DIGITS = [*TASK, "model=mlp", "model.width=16", "rounds=2"]
@@ -188,3 +191,27 @@ def test_a_deployed_node_has_no_canaries(tmp_path, caplog):
     assert "ConfigError" in reply.content["config"]["failure"]
     assert "in a simulation only; this node is deployed" in caplog.text
     assert not probe.scores_m.any()
+
+
+SUMS = ["preset=private", "task=digits", "nodes=4", "target-epsilon=1", "delta=1e-5", "--kind", "sums", "--json"]
+
+
+@pytest.mark.parametrize("noise", [1, 1 / 6])
+@pytest.mark.parametrize(
+    "method", [["rounds=3"], ["strategy=fedstats", "rounds=1"], ["rounds=3", "masked=false", "noise=secret"]]
+)
+def test_noise_of_a_sixth_in_sums_is_found_by_the_bound_too(audit, monkeypatch, method, noise):
+    """One of four helps the server; its share is taken off. Of the guesses' bound all epsilons hold."""
+    drawn, normal = shares.discrete_gaussian, Stream.normal
+    monkeypatch.setattr(shares, "discrete_gaussian", lambda n, stream: (drawn(n, stream) * noise).astype(np.int64))
+    monkeypatch.setattr(Stream, "normal", lambda self, shape: normal(self, shape) * noise)
+    code, out, _ = audit(*method, *SUMS, "--canaries", "300")
+    report = json.loads(out)
+    claim, bound = report["claim"]["epsilon"], report["bounds"]["steinke"]["epsilon"]
+    assert claim == pytest.approx(1, rel=1e-3)
+    assert report["steps"]["steps"] == report["steps"]["charged"] == (1 if "strategy=fedstats" in method else 3)
+    [kind] = report["steps"]["kinds"]
+    assert kind["sigma"]["seen"] == pytest.approx(noise * kind["sigma"]["charged"], rel=0.03)
+    assert (code, bool(report["steps"]["found"]), bound > claim) == (
+        (0, False, False) if noise == 1 else (1, True, True)
+    )
