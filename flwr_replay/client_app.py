@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import lru_cache
+from typing import Any
 
 import torch
-from flwr.app import Context
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from flwr_replay.config.binding import binding
 from flwr_replay.config.compose import model_named
@@ -15,14 +20,14 @@ from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.guard import guard
-from flwr_replay.institution.node import institution_of
+from flwr_replay.institution.node import institution_of, take_data
 from flwr_replay.institution.owner import Institution
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.serve import serve
 
-__all__ = ["app", "client_of", "make_client"]
+__all__ = ["app", "app_with", "client_of", "make_client"]
 
 
 def make_client(context: Context) -> InstitutionClient:
@@ -56,6 +61,26 @@ def client_of(institution: Institution, config: RunConfig) -> InstitutionClient:
 @lru_cache(maxsize=64)  # the same options come with every message
 def _plans(config: RunConfig) -> tuple[ReplayPlan | None, PrivacyPlan | None, SynthesisPlan | None]:
     return ReplayPlan.of(config), PrivacyPlan.of(config), SynthesisPlan.of(config)
+
+
+def app_with(data: Callable[[Context], Mapping[str, Any]]) -> ClientApp:
+    """Return a ClientApp for examples that your own code loads; policy, ledger, masks and noise are as in `app`.
+
+    Parameters
+    ----------
+    data : Callable[[Context], Mapping[str, Any]]
+        Returns train and test, and perhaps val, of the node that the context names: pairs of arrays, Datasets or
+        DataLoaders, as `flwr_replay.data.own.arrays_of` takes them. What it computes from several patients, such as a
+        mean, is in no epsilon.
+    """
+
+    def own(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        with suppress(Exception):  # the guard says what is wrong
+            take_data(context, data)
+        return call_next(message, context)
+
+    mods: list[Mod] = [own, guard]
+    return serve(make_client, mods=mods)
 
 
 app = serve(make_client, mods=[guard])

@@ -28,7 +28,7 @@ from flwr_replay.data.tables import read_diabetes, read_heart_disease
 from flwr_replay.errors import DataError
 from flwr_replay.rng import derived_seed
 
-__all__ = ["MIXES_PATIENTS", "PREPARES", "Dataset", "Examples", "examples_of", "load"]
+__all__ = ["MIXES_PATIENTS", "PREPARES", "Dataset", "Examples", "dataset_of", "examples_of", "load"]
 
 READERS: dict[str, Callable[[TaskConfig], dict[str, Raw]]] = {
     "digits": read_digits,
@@ -204,6 +204,11 @@ def load(task: TaskConfig, kept: DecodedImages | None = None) -> Dataset:
     """
     one_of("task.format", task.format, (*READERS, *DECODERS))
     raws = DECODERS[task.format](task, kept) if task.format in DECODERS else READERS[task.format](task)
+    return dataset_of(raws, task)
+
+
+def dataset_of(raws: dict[str, Raw], task: TaskConfig) -> Dataset:
+    """Check what was read, and divide it; errors as of `load`."""
     splits = {split: _checked(raw, task) for split, raw in raws.items()}
     if "all" in splits:
         splits |= _divided(splits.pop("all"))

@@ -23,7 +23,7 @@ from flwr_replay.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-__all__ = ["arrays_of", "channels_first", "read_own"]
+__all__ = ["arrays_of", "channels_first", "raws_of", "read_own"]
 
 SPLITS = ({"train", "test"}, {"train", "test", "val"}, {"all"})
 IMAGES = ("image", "img", "x")  # columns that are looked for
@@ -47,6 +47,11 @@ def read_own(task: TaskConfig) -> dict[str, Raw]:
     option, load = f"task={task.load}", import_part("task", task.load)
     with users_code(DataError, f"{option}, called with task.data-dir={task.data_dir!r}, failed"):
         splits = load(task.data_dir)
+    return raws_of(splits, task, option)
+
+
+def raws_of(splits: Any, task: TaskConfig, option: str) -> dict[str, Raw]:
+    """Return the splits that a function of the user's has returned, which `option` names, as `read_own` says."""
     if not isinstance(splits, Mapping) or set(splits) not in SPLITS:
         got = ", ".join(map(str, splits)) if isinstance(splits, Mapping) else type(splits).__name__
         raise ConfigError(f'{option} must return {{"train": …, "test": …}}, perhaps with "val", or "all"; got {got}')

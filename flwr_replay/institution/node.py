@@ -21,8 +21,10 @@ from flwr_replay.config.quoting import digits
 from flwr_replay.config.run import RECORD, RunConfig
 from flwr_replay.config.sections import BATCH, Range, TaskConfig
 from flwr_replay.data import Dataset, institution_names, load, load_bounded
+from flwr_replay.data.datasets import dataset_of
 from flwr_replay.data.dealt import dealt, loaded, pooled
 from flwr_replay.data.decoded import FOLDER, DecodedImages
+from flwr_replay.data.own import raws_of
 from flwr_replay.errors import ConfigError, RefusedError, nearest
 from flwr_replay.files.atomic import home
 from flwr_replay.institution.features import featured
@@ -33,7 +35,7 @@ from flwr_replay.memory import remembered
 from flwr_replay.models.zoo import encoder_digest, encoder_of
 from flwr_replay.processes import end_those_left
 
-__all__ = ["institution_of", "own_task"]
+__all__ = ["institution_of", "own_task", "take_data"]
 
 CACHE_GB = 20  # the most that decoded images and features may take, unless the node's configuration says otherwise
 FILES = {"checkpoint": "generator-checkpoint", "perceptual_weights": "perceptual-weights"}  # options, and a node's keys
@@ -81,6 +83,15 @@ def _institution(
             """--node-config 'name="a" data="/data/a"' (no spaces around =, strings in double quotes)"""
         )
     return _simulated(config, int(owned["partition-id"]), int(owned["num-partitions"]), owned), config
+
+
+def take_data(context: Context, data: Callable[[Context], Mapping[str, Any]]) -> None:
+    """Have this node's institution read its examples by a function of the user's app; `task` says their form."""
+    institution, config = institution_of(context)
+    kept = DecodedImages(institution.state / FOLDER, 0)
+    institution.read = lambda: _featured(
+        dataset_of(raws_of(data(context), config.task, "the app's data"), config.task), config, config.task, kept
+    )
 
 
 def own_task(task: TaskConfig, data: str) -> TaskConfig:
