@@ -142,11 +142,12 @@ class RunConfig:
 
     def _check_masked(self) -> None:
         """Refuse what needs more of an institution's weights than their part in a sum."""
-        name = self.strategy.name
+        name, complete = self.strategy.name, getattr(self.strategy, "topology", "") == "complete"
+        equal = "; fedsgd dp=gradient has the model of topology=complete with one step a round on all examples"
         require(
             self.strategy.traits.summed,
             f"masked=true is for methods whose server averages weights and needs nothing else; that of strategy={name} "
-            "does not: leave masked out, or choose a strategy of docs/masked.md",
+            f"does not: leave masked out, or choose a strategy of docs/masked.md{equal * complete}",
         )
         require(
             self.nodes not in (1, 2),

@@ -194,6 +194,7 @@ def test_a_masked_run_keeps_the_contract(name, monkeypatch, tmp_path):
     [
         (["strategy=cwt"], "methods whose server averages weights and needs nothing else"),
         (["strategy=fedavgshare"], "methods whose server averages weights and needs nothing else"),
+        (["strategy=proxyfl", "topology=complete"], "fedsgd dp=gradient has the model of topology=complete"),
         (["strategy=fedavg", "replay=vqvae2"], "got replay=vqvae2: leave replay out"),
         (["strategy=fedavg", "fraction=0.5"], "got fraction=0.5: leave fraction out"),
         (["strategy=fedavg", "evaluate-before-mixing=true"], "leave evaluate-before-mixing out"),

@@ -3,6 +3,7 @@
 from contextlib import suppress
 from math import inf
 
+import numpy as np
 import pytest
 import torch
 from harness import same
@@ -12,6 +13,7 @@ from torch.nn import functional
 from flwr_replay.config.compose import compose
 from flwr_replay.engines.simulate import Simulation, run_inline
 from flwr_replay.errors import BudgetError, ConfigError, RefusedError, RunError
+from flwr_replay.files.tensors import read_tensors
 from flwr_replay.forecast.forecast import forecast_page
 from flwr_replay.learning.training import batches, torch_rng
 from flwr_replay.models.zoo import backbone
@@ -21,6 +23,7 @@ from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.options import resolve
+from flwr_replay.strategies.proxyfl import ProxyFL
 
 PROXYFL = ["strategy=proxyfl", "rounds=2"]
 DP = ["dp=proxy", "sigma=2", "delta=0.01"]
@@ -76,6 +79,20 @@ def test_a_run_is_algorithm_1(shards):
         for expected, found in ((phi[name], ran.private(name, 2)), (theta[name], ran.model(name, 2)[0])):
             for key, value in expected.state_dict().items():
                 torch.testing.assert_close(torch.from_numpy(found[key]), value, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("momentum", ["0", "0.9"])
+def test_on_the_complete_graph_the_mixed_proxy_is_fedsgds_model(folder, momentum, monkeypatch):
+    """Of equal institutions, from equal fresh weights: mixing, a step on all examples and momentum are linear."""
+    monkeypatch.setattr(ProxyFL, "seed_of", "model")
+    job = ["rounds=3", "dp=none", "lr=0.5", f"momentum={momentum}", "split=test"]
+    ran = run(folder, "strategy=proxyfl", *job, "alpha=0", "beta=0", "topology=complete", f"batch_size={N}")
+    summed = read_tensors(run(folder, "strategy=fedsgd", *job).folder / "models" / "global.safetensors")
+    fresh = backbone(*(getattr(compose([*JOB]), part) for part in ("model", "task")))(derived_seed(0, "model"))
+    for key, array in fresh.state_dict().items():
+        assert np.abs(summed[key] - array.numpy()).max() > 1e-2
+        for name in NAMES:
+            np.testing.assert_allclose(ran.model(name, 3)[0][key], summed[key], rtol=0, atol=1e-6)
 
 
 def of_c(model):
