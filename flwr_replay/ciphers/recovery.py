@@ -26,8 +26,9 @@ Both conditions hold if K - t > d (d + 1), which `flwr_replay/config/run.py` ask
 several exchanges with the same sums (dp=statistics), it has one set of survivors in all of them, and there is one sum.
 
 With a wrong share a key is wrong, and the sum is random. Its check shows it. If more than T tell, the server tries
-without each of them: without the only one who told wrong shares the sum opens, and it is named. Among T, or two who
-do so, nobody is: any T shares and the points are on some polynomial. So are wrong points, which spoil a sum for good.
+without each of them: without the only one who told wrong shares the sum opens, and it is named. Two who lie together
+can choose whom it opens without, so nobody is left out for it. Of T who tell, nobody is named: any T shares and the
+points are on some polynomial. Wrong points spoil a sum for good.
 
 Source: Bonawitz et al. 2017 (doi:10.1145/3133956.3133982), section 4: two masks, Shamir's shares. Deviations: by pinned
 keys nothing is sent from one institution to another. K, d and t are such that survivors need not be signed.

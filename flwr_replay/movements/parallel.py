@@ -183,9 +183,8 @@ class Parallel(AtOnce):
             strip(self.total, self.cohort, self.points, told)
             if not self.total[MASKED][1]:
                 if wrong:
-                    self.recorder.log(
-                        f"{wrong} has told wrong shares of keys; exchange {self.exchange} is read without"
-                    )
+                    line = f"{wrong} has told wrong shares of keys, or two others have together"
+                    self.recorder.log(f"{line}; exchange {self.exchange} is read without those of {wrong}")
                 return
 
     def take_shares(self, member: Member, reply: Message) -> None:
