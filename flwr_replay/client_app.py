@@ -66,6 +66,8 @@ def _plans(config: RunConfig) -> tuple[ReplayPlan | None, PrivacyPlan | None, Sy
 def app_with(data: Callable[[Context], Mapping[str, Any]]) -> ClientApp:
     """Return a ClientApp for examples that your own code loads; policy, ledger, masks and noise are as in `app`.
 
+    No training of your own answers: a server could ask it beside the masks.
+
     Parameters
     ----------
     data : Callable[[Context], Mapping[str, Any]]

@@ -88,10 +88,12 @@ def _institution(
 def take_data(context: Context, data: Callable[[Context], Mapping[str, Any]]) -> None:
     """Have this node's institution read its examples by a function of the user's app; `task` says their form."""
     institution, config = institution_of(context)
-    kept = DecodedImages(institution.state / FOLDER, 0)
-    institution.read = lambda: _featured(
-        dataset_of(raws_of(data(context), config.task, "the app's data"), config.task), config, config.task, kept
-    )
+
+    def read() -> Dataset:
+        dataset = dataset_of(raws_of(data(context), config.task, "the app's data"), config.task)
+        return _featured(dataset, config, config.task, DecodedImages(institution.state / FOLDER, 0))
+
+    institution.read = read
 
 
 def own_task(task: TaskConfig, data: str) -> TaskConfig:

@@ -143,12 +143,8 @@ def check(simulation: Simulation, kind: str) -> None:
         why = f"dp={config.privacy.dp} takes no such step" if plan else "got dp=none, which has no mechanism to audit"
         known = [name for name in config.strategy.traits.dp_mechanisms if name not in (LATENTS, *ON_SUMS)]
         advice = f"choose dp={' or '.join(known)}, or --kind images or noise"
+        advice = advice if known else f"strategy={config.strategy.name} can have none: choose another strategy"
         advice = "choose --kind sums" if plan and {*plan.mechanisms} <= {*ON_SUMS} else advice
-        advice = (
-            advice
-            if known or "sums" in advice
-            else f"strategy={config.strategy.name} can have none: choose another strategy"
-        )
         steps = plan is not None and {*plan.mechanisms} - {LATENTS, *ON_SUMS}
         require(bool(steps), f"canaries that are gradients test DP-SGD; {why}: {advice}")
         return

@@ -172,9 +172,9 @@ class Parallel(AtOnce):
         exchanger(grid, self.exchange, messages, needed=False, take=self.take_shares)
         exchanger.answered, exchanger.failed, exchanger.diverged, exchanger.lost = before
         if len(self.told) >= self.least:
-            self.strip()
+            self.take_masks_off()
 
-    def strip(self) -> None:
+    def take_masks_off(self) -> None:
         """Take off the masks that do not cancel; if that fails, without each one's shares in turn, if enough remain."""
         under_masks = self.total
         for wrong in ("", *(self.told if len(self.told) > self.least else ())):
