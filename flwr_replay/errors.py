@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 __all__ = [
     "BudgetError",
@@ -22,6 +22,7 @@ __all__ = [
     "nearest",
     "one_line",
     "refuse_all",
+    "refuse_each",
 ]
 
 LONGEST = 1000  # characters of an error's line
@@ -80,6 +81,19 @@ class RunError(FlwrReplayError):
 
 class DamagedError(RunError):
     """A file that is missing or, read whole, is not as it was written; one that could not be read may be sound."""
+
+
+def refuse_each(*checks: Callable[[], object]) -> None:
+    """Make checks that do not depend on each other, and raise what they refuse: one error as it is, several at once."""
+    faults: list[FlwrReplayError] = []
+    for check in checks:
+        try:
+            check()
+        except FlwrReplayError as error:
+            faults.append(error)
+    if len(faults) == 1:
+        raise faults[0]
+    refuse_all(list(dict.fromkeys(str(text) for fault in faults for text in fault.args)))
 
 
 def refuse_all(faults: Sequence[str]) -> None:

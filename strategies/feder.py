@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -46,7 +47,7 @@ from flwr.serverapp import Grid
 
 from flwr_replay.config.sections import PASSES, one_of, require, within
 from flwr_replay.config.strategy import StrategyConfig, Traits
-from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.errors import ConfigError, RunError, refuse_each
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.evaluating import RunState
@@ -162,21 +163,22 @@ class FedER(Relay):
     @classmethod
     def check(cls, config: FedERConfig, settings: Settings, names: Sequence[str] = ()) -> None:
         """Refuse durations for fewer institutions than there are, and models that cannot be built for the task."""
-        super().check(config, settings, names)
-        if config.durations and len(config.durations) < len(names):
-            raise ConfigError(
-                "strategy.durations must have a number for each institution; got "
-                f"{len(config.durations)} for {len(names)}"
-            )
-        require(
-            settings.fraction == 1 or not config.durations,
-            f"durations are for all institutions in every round; got fraction={settings.fraction:g}: leave one out",
-        )
-        for fresh in settings.private_models:
-            fresh(0)
-        require(
-            settings.hiding.readable or not config.agreement,
-            "agreement compares models that the server hands to all; got sealed=true: leave one of the two out",
+        durations = config.durations
+        refuse_each(
+            partial(super().check, config, settings, names),
+            lambda: require(
+                not durations or len(durations) >= len(names),
+                f"strategy.durations must have a number for each institution; got {len(durations)} for {len(names)}",
+            ),
+            lambda: require(
+                settings.fraction == 1 or not durations,
+                f"durations are for all institutions in every round; got fraction={settings.fraction:g}: leave one out",
+            ),
+            *(partial(fresh, 0) for fresh in settings.private_models),
+            lambda: require(
+                settings.hiding.readable or not config.agreement,
+                "agreement compares models that the server hands to all; got sealed=true: leave one of the two out",
+            ),
         )
 
     @property

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from flwr_replay.config.sections import PASSES, THREADS, VIEWS, Range, one_of, require, within
 from flwr_replay.config.strategy import StrategyConfig, Traits
-from flwr_replay.errors import ConfigError, DivergedError, RunError, WireError
+from flwr_replay.errors import DivergedError, RunError, WireError, refuse_each
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.learning.latents import LatentStore, bytes_by_cut, check_reach, rows_per_chunk
 from flwr_replay.learning.ranks import Loss, Ranks
@@ -125,21 +125,38 @@ class FedReplay(OneShot):
     @classmethod
     def check(cls, config: FedReplayConfig, settings: Settings, names: Sequence[str] = ()) -> None:
         """Refuse a cut that the model lacks, chunks too small, an encoder that does not fit, an unknown institution."""
-        super().check(config, settings, names)
-        strategy = cls(config, settings)
-        strategy.fitting_rows()
-        if config.upload_views > 1 and strategy.blank_labels(1).ndim > 1:
-            raise ConfigError(f"strategy.upload-views shifts images, no masks: set it to 1; got {config.upload_views}")
-        trained = config.encoder if strategy.encoder_shapes else "none that trains"
-        if trained != config.encoder and (config.encoder, config.encoder_institution) != ("institution", "largest"):
-            raise ConfigError("nothing before the cut trains: leave strategy.encoder and encoder-institution out")
-        if settings.training.changes and trained != "institution":
-            raise ConfigError(f"training.augment needs encoder=institution; got {trained}: set augment=none")
-        strategy.ranks.check(strategy.primary, settings.training.batch_size)
-        if config.encoder == "file":
-            read_encoder(Path(config.encoder_file), strategy.encoder_shapes)
-        if names:
-            one_of("strategy.encoder-institution", config.encoder_institution, ("largest", *names))
+        alone = replace(settings, fraction=1.0, replay_plan=None, synthesis=None)  # refused by the base class
+        refuse_each(
+            partial(super().check, config, settings, names),
+            lambda: cls(config, alone).check_model(),
+            lambda: one_of(
+                "strategy.encoder-institution",
+                config.encoder_institution,
+                ("largest", *(names or [config.encoder_institution])),
+            ),
+        )
+
+    def check_model(self) -> None:
+        """Refuse what does not fit the model."""
+        config, settings = self.config, self.settings
+        trained = config.encoder if self.encoder_shapes else "none that trains"
+        idle = trained != config.encoder and (config.encoder, config.encoder_institution) != ("institution", "largest")
+        refuse_each(
+            self.fitting_rows,
+            lambda: require(
+                config.upload_views == 1 or self.blank_labels(1).ndim == 1,
+                f"strategy.upload-views shifts images, no masks: set it to 1; got {config.upload_views}",
+            ),
+            lambda: require(
+                not idle, "nothing before the cut trains: leave strategy.encoder and encoder-institution out"
+            ),
+            lambda: require(
+                trained == "institution" or not settings.training.changes,
+                f"training.augment needs encoder=institution; got {trained}: set augment=none",
+            ),
+            lambda: self.ranks.check(self.primary, settings.training.batch_size),
+            lambda: read_encoder(Path(config.encoder_file), self.encoder_shapes) if config.encoder == "file" else None,
+        )
 
     def begin_run(self) -> None:
         """Compare what will be uploaded with the raw data, before anything is trained."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf, sqrt
 from typing import Any
 
@@ -34,6 +34,7 @@ from torch import nn
 
 from flwr_replay.config.sections import NOT_NEGATIVE_FINITE, require, within
 from flwr_replay.config.strategy import StrategyConfig, Traits
+from flwr_replay.errors import refuse_each
 from flwr_replay.learning.training import make_optimizer
 from flwr_replay.movements.base import Settings
 from flwr_replay.movements.parallel import Parallel, weighted_mean
@@ -77,12 +78,13 @@ class FedSGD(Parallel):
     @classmethod
     def check(cls, config: FedSGDConfig, settings: Settings, names: Sequence[str] = ()) -> None:
         """Refuse changed images and parts that drop out under DP."""
-        super().check(config, settings, names)
-        if settings.privacy and settings.model is not None:
-            refuse_chance(settings.model(0))
-        require(
-            not (settings.privacy and settings.training.changes),
-            "dp=gradient takes each image once, as it is: set training.augment=none",
+        refuse_each(
+            partial(super().check, config, settings, names),
+            lambda: refuse_chance(settings.model(0)) if settings.privacy and settings.model is not None else None,
+            lambda: require(
+                not (settings.privacy and settings.training.changes),
+                "dp=gradient takes each image once, as it is: set training.augment=none",
+            ),
         )
 
     def train_request(self, exchange: int, arrays: Weights) -> Differentiate:

@@ -33,14 +33,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from flwr_replay.config.sections import Range, TaskConfig, one_of, require, within
 from flwr_replay.config.strategy import StrategyConfig, Traits
-from flwr_replay.errors import RunError
+from flwr_replay.errors import RunError, refuse_each
 from flwr_replay.learning.heads import discriminants, linear_head, nearest_means, ridge
 from flwr_replay.learning.tasks import Regression
 from flwr_replay.movements.base import Settings
@@ -113,10 +113,12 @@ class FedStats(Parallel):
     @classmethod
     def check(cls, config: FedStatsConfig, settings: Settings, names: Sequence[str] = ()) -> None:
         """Refuse changed images, a model without a linear head, and products of too many features."""
-        super().check(config, settings, names)
-        require(
-            not settings.training.changes,
-            "strategy=fedstats takes each image once, as it is: set training.augment=none",
+        refuse_each(
+            partial(super().check, config, settings, names),
+            lambda: require(
+                not settings.training.changes,
+                "strategy=fedstats takes each image once, as it is: set training.augment=none",
+            ),
         )
         if settings.model is not None:
             numbers = isinstance(settings.task, Regression)

@@ -24,10 +24,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from flwr.app import ArrayRecord
 
+from flwr_replay.errors import refuse_each
 from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.mutual import MutualConfig, check_pair, first_state
 from flwr_replay.movements.parallel import Parallel, weighted_mean
@@ -69,8 +71,7 @@ class FML(Parallel):
     @classmethod
     def check(cls, config: FMLConfig, settings: Settings, names: Sequence[str] = ()) -> None:
         """Refuse private models that cannot be built."""
-        super().check(config, settings, names)
-        check_pair(config, settings)
+        refuse_each(partial(super().check, config, settings, names), partial(check_pair, config, settings))
 
     def train_request(self, exchange: int, arrays: Weights) -> TrainMutually:
         """Ask for one pass of both models."""

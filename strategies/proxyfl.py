@@ -35,8 +35,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from flwr_replay.errors import refuse_each
 from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.gossip import Gossip, GossipConfig
 from flwr_replay.movements.mutual import MutualConfig, check_pair, first_state
@@ -82,8 +84,7 @@ class ProxyFL(Gossip):
     @classmethod
     def check(cls, config: Any, settings: Settings, names: Sequence[str] = ()) -> None:
         """Refuse private models that cannot be built."""
-        super().check(config, settings, names)
-        check_pair(config, settings)
+        refuse_each(partial(super().check, config, settings, names), partial(check_pair, config, settings))
 
     def train_request(self, exchange: int, member: Member) -> TrainProxy:
         """Ask for one pass of both models."""

@@ -26,10 +26,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from flwr_replay.config.sections import PASSES, require, within
 from flwr_replay.config.strategy import StrategyConfig, Traits
+from flwr_replay.errors import refuse_each
 from flwr_replay.movements.base import Exchange, Settings
 from flwr_replay.movements.parallel import Parallel, weighted_mean
 from flwr_replay.payloads.common import Trained
@@ -76,11 +78,14 @@ class Scaffold(Parallel):
     @classmethod
     def check(cls, config: ScaffoldConfig, settings: Settings, names: Sequence[str] = ()) -> None:
         """Refuse Adam, whose steps are no sums of gradients."""
-        super().check(config, settings, names)
-        require(
-            settings.training.optimizer == "sgd",
-            "strategy=scaffold makes gradients of what SGD has changed; got training.optimizer="
-            f"{settings.training.optimizer}: set training.optimizer=sgd",
+        optimizer = settings.training.optimizer
+        refuse_each(
+            partial(super().check, config, settings, names),
+            lambda: require(
+                optimizer == "sgd",
+                f"strategy=scaffold makes gradients of what SGD has changed; got training.optimizer={optimizer}: set "
+                "training.optimizer=sgd",
+            ),
         )
 
     def train_request(self, exchange: int, arrays: Weights) -> TrainControlled:

@@ -45,7 +45,7 @@ import sys
 from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,7 @@ from torch import Tensor
 
 from flwr_replay.config.sections import BATCH, one_of, within
 from flwr_replay.config.strategy import StrategyConfig, Traits
-from flwr_replay.errors import DivergedError, WireError
+from flwr_replay.errors import DivergedError, WireError, refuse_each
 from flwr_replay.learning.latents import bytes_by_cut
 from flwr_replay.learning.training import iterations, late_steps, make_optimizer, mean_loss, step
 from flwr_replay.models import StagedModel, placed, split, split_before_head
@@ -117,8 +117,7 @@ class SplitNN(Serial):
     @classmethod
     def check(cls, config: SplitNNConfig, settings: Settings, names: Sequence[str] = ()) -> None:
         """Refuse a cut that the model lacks, or one that leaves the server nothing."""
-        super().check(config, settings, names)
-        _ = cls(config, settings).parts
+        refuse_each(partial(super().check, config, settings, names), lambda: cls(config, settings).parts)
 
     @cached_property
     def parts(self) -> tuple[StagedModel, ...]:

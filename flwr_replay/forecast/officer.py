@@ -131,7 +131,7 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
     delta = config.privacy.delta_for(min(map(len, train.values())))  # the largest; 0 in the options is 1/|D|
     agreed = replace(config, privacy=replace(config.privacy, delta=delta))
     stages = [*strategy.all_stages(), *(sent.request.stage_name for sent in own)]
-    rules = refusals(policy, agreed, stages, [policy_file.parent / "state" / name for name in names if policy_file])
+    rules = refusals(policy, agreed, stages, list(policy_file.parent.glob("state/*")) if policy_file else [])
     if policy.min_count:
         rules += [_verdict("min-count", partial(check_examples, policy, own)) for own in train.values()]
     takes_part = not any(rule["verdict"] == REFUSED for rule in rules)
@@ -195,7 +195,7 @@ def refusals(
 ) -> list[dict[str, str]]:
     """Return the verdict of every rule of a policy on a run as a whole, and on what each requested stage sends.
 
-    In the institutions' `states`, as far as they are here, lies what earlier runs have used up.
+    In an institution's state directory, if it is here, lies what other runs have used up.
     """
     load_client(config.strategy.name)  # its import declares the method's payloads
     verdicts = [_verdict(key, check) for key, check in run_rules(policy, config).items()]

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,7 +35,7 @@ from flwr.serverapp import Grid
 
 from flwr_replay.config.sections import one_of, require
 from flwr_replay.config.strategy import StrategyConfig
-from flwr_replay.errors import ConfigError, WireError
+from flwr_replay.errors import ConfigError, WireError, refuse_each
 from flwr_replay.files.tensors import nested
 from flwr_replay.learning.pushsum import sender_name
 from flwr_replay.movements.base import Exchange
@@ -90,16 +91,18 @@ class Gossip(Relay):
     @classmethod
     def check(cls, config: GossipConfig, settings: Settings, names: Sequence[str] = ()) -> None:
         """Refuse an invalid topology before any training."""
-        super().check(config, settings, names)
         institutions = len(names) or settings.nodes
-        require(
-            settings.fraction == 1 or not config.topology_file,
-            f"a file of mixing matrices is for all institutions in every round; got fraction={settings.fraction:g}: "
-            "leave one of the two out",
-        )
-        require(
-            institutions > 0 or not config.topology_file,
-            "a file of mixing matrices is for one number of institutions; got nodes=0: set nodes to their number",
+        refuse_each(
+            partial(super().check, config, settings, names),
+            lambda: require(
+                settings.fraction == 1 or not config.topology_file,
+                f"a file of mixing matrices is for all institutions in every round; got fraction={settings.fraction:g}"
+                ": leave one of the two out",
+            ),
+            lambda: require(
+                institutions > 0 or not config.topology_file,
+                "a file of mixing matrices is for one number of institutions; got nodes=0: set nodes to their number",
+            ),
         )
         matrices = read_matrices(Path(config.topology_file), institutions) if config.topology_file else None
         mixing_matrix(config.topology, max(1, institutions), 0, matrices=matrices)

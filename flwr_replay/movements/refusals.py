@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from flwr_replay.config.catalogue import brought, choices
 from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.sections import require
-from flwr_replay.errors import ConfigError
+from flwr_replay.errors import ConfigError, refuse_each
 from flwr_replay.learning.training import refuse_single_batches
 from flwr_replay.movements.evaluating import RunState
 from flwr_replay.privacy.dpsgd import refuse_mixing
@@ -18,28 +20,35 @@ __all__ = ["refuse_fraction", "refuse_options", "say_what_differs"]
 
 def refuse_options(method: Any, settings: Settings) -> None:
     """Refuse replay, DP and tests before mixing where a method has none, and batches of one under batch norm."""
-    traits, name = method.traits(), method.config_type.name
-    if (settings.replay_plan or (settings.synthesis and settings.synthesis.replays)) and not traits.supports_replay:
+    traits, name, privacy = method.traits(), method.config_type.name, settings.privacy
+    wanted = privacy.mechanisms if privacy else ()
+    checks: list[Callable[[], object]] = [
+        partial(_refuse_replay, method, settings),
+        lambda: require(
+            traits.mixes or not settings.evaluate_before_mixing,
+            f"evaluate-before-mixing is for methods that average or mix models; got strategy={name}: leave it out",
+        ),
+        partial(refuse_fraction, method, settings),
+    ]
+    if privacy:
+        checks.append(partial(privacy.check_method, name, traits.dp_mechanisms))
+    if settings.model is not None:
+        model, batch_size = settings.model(0), settings.training.batch_size
+        if {"classifier", "encoder", "proxy", "gradient"} & set(wanted):
+            checks.append(partial(refuse_mixing, model))
+        if privacy and privacy.institutions:
+            checks.append(partial(privacy.check_room, sum(tensor.numel() for tensor in model.state_dict().values())))
+        checks.append(partial(refuse_single_batches, model, batch_size, batch_size))
+    refuse_each(*checks)
+
+
+def _refuse_replay(method: Any, settings: Settings) -> None:
+    replays = settings.replay_plan or (settings.synthesis and settings.synthesis.replays)
+    if replays and not method.traits().supports_replay:
         raise ConfigError(
-            f"replay is for serial and parallel methods; got strategy={name}: choose replay=none, or strategy="
-            f"{methods_with('supports_replay')}"
+            f"replay is for serial and parallel methods; got strategy={method.config_type.name}: choose replay=none, "
+            f"or strategy={methods_with('supports_replay')}"
         )
-    require(
-        traits.mixes or not settings.evaluate_before_mixing,
-        f"evaluate-before-mixing is for methods that average or mix models; got strategy={name}: leave it out",
-    )
-    refuse_fraction(method, settings)
-    wanted = settings.privacy.mechanisms if settings.privacy else ()
-    if settings.privacy:
-        settings.privacy.check_method(name, traits.dp_mechanisms)
-    if settings.model is None:
-        return
-    model, batch_size = settings.model(0), settings.training.batch_size
-    if {"classifier", "encoder", "proxy", "gradient"} & set(wanted):
-        refuse_mixing(model)
-    if settings.privacy and settings.privacy.institutions:
-        settings.privacy.check_room(sum(tensor.numel() for tensor in model.state_dict().values()))
-    refuse_single_batches(model, batch_size, batch_size)
 
 
 def refuse_fraction(method: Any, settings: Settings) -> None:

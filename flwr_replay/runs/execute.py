@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -18,7 +19,7 @@ from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.hiding import Hiding
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import require
-from flwr_replay.errors import refuse_all
+from flwr_replay.errors import refuse_all, refuse_each
 from flwr_replay.files.atomic import alone, sweep
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.synthesis import SynthesisPlan
@@ -87,9 +88,11 @@ class Job:
         """
         check_tracker(config.tracking)
         job = cls(config, settings_of(config))
-        load_strategy(config.strategy.name)[0].check(config.strategy, job.settings, names)
-        if job.settings.synthesis:
-            job.settings.synthesis.check(names)
+        method, synthesis = load_strategy(config.strategy.name)[0], job.settings.synthesis
+        refuse_each(
+            partial(method.check, config.strategy, job.settings, names),
+            lambda: synthesis.check(names) if synthesis else None,
+        )
         return job
 
     def strategy(self, run_id: str, recorder: Recorder | None = None) -> Movement:

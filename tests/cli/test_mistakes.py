@@ -15,6 +15,15 @@ SEVERAL = {
         "mu is an option",
     ),
     ("encoder=file", "lr=0"): ("encoder-file=PATH go together", "lr must be positive"),
+    ("strategy=scaffold", "replay=vqvae2", "optimizer=adam", "batch-size=1"): (
+        "replay is for serial and parallel methods",
+        "batch norm needs batches",
+        "set training.optimizer=sgd",
+    ),
+    ("strategy=fedreplay", "fraction=0.5", "encoder=random", "augment=flip"): (
+        "fraction is for methods",
+        "training.augment needs encoder=institution",
+    ),
 }
 
 

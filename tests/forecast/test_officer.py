@@ -96,7 +96,7 @@ def test_a_refusal_has_the_words_that_the_institution_then_sends(hospitals, tmp_
     ],
 )
 def test_a_run_with_more_tests_than_are_left_is_refused_whole(hospitals, tmp_path, written, reason):
-    policy, state = tmp_path / "policy.yaml", tmp_path / "state" / "a"
+    policy, state = tmp_path / "policy.yaml", tmp_path / "state" / "clinic"
     policy.write_text(written)
     state.mkdir(parents=True)
     add_line(state / FILE, {"test": "1", "run": "an earlier one"})
