@@ -23,6 +23,7 @@ from flwr_replay.institution.guard import guard
 from flwr_replay.institution.node import institution_of, take_data
 from flwr_replay.institution.owner import Institution
 from flwr_replay.learning.tasks import make_task
+from flwr_replay.memory import forget
 from flwr_replay.models.zoo import backbone
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.serve import serve
@@ -81,6 +82,7 @@ def app_with(data: Callable[[Context], Mapping[str, Any]]) -> ClientApp:
             take_data(context, data)
         return call_next(message, context)
 
+    forget()  # what another app of this process, as of a notebook's earlier cell, has read
     mods: list[Mod] = [own, guard]
     return serve(make_client, mods=mods)
 

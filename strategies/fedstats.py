@@ -141,7 +141,7 @@ class FedStats(Parallel):
     @property
     def regresses(self) -> bool:
         """Whether labels are numbers."""
-        return isinstance(self.task, Regression)
+        return isinstance(self.settings.task, Regression)
 
     @property
     def products(self) -> int:

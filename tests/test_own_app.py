@@ -16,6 +16,7 @@ from flwr.superlink.grid import HttpGrid
 from grid import Grid
 from torch import nn
 
+from flwr_replay.client_app import app_with
 from flwr_replay.clients.proxyfl import ProxyFLClient
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.compose import compose
@@ -32,11 +33,13 @@ from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.institution.owner import Institution
 from flwr_replay.learning.tasks import Classification
 from flwr_replay.movements.base import Settings
+from flwr_replay.payloads.common import Train
 from flwr_replay.privacy.plan import Passes, PrivacyPlan
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.execute import execute
 from flwr_replay.serve import serve, serving
 from flwr_replay.server.answers import check_foreign
+from flwr_replay.server.asking import failure_of
 from flwr_replay.strategies.cwt import CWT
 from flwr_replay.strategies.fedprox import FedProx
 from flwr_replay.strategies.proxyfl import ProxyFL
@@ -381,3 +384,18 @@ def test_metrics_that_records_cannot_hold_are_left_out_and_the_others_arrive(cap
     }
     left_out = [line.getMessage() for line in caplog.records if "left out" in line.getMessage()]
     assert [re.search(r"; (\S+) is a ", line)[1] for line in left_out] == ["'note'", "'none'", "'deep'", "3", "'i'"]
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_an_app_with_own_data_answers_no_training_beside_the_masks(own, ours):
+    """A hostile server asks for plain weights, as FedAvg does, or as any Flower app understands it."""
+    asked = []
+    options = "preset=private task=folder channels=1 task.size=8 classes=10"
+    grid = InlineGrid.simulated(app_with(asked.append), {"overrides": options}, 4)
+    weights = own[0].net().state_dict()
+    content = RecordDict({"arrays": ArrayRecord(weights), "config": ConfigRecord({"lr": 0.1})})
+    if ours:
+        content = Train(arrays={name: of.numpy() for name, of in weights.items()}, run="r", lr=0.1).encode()
+    reply = grid.answer(Message(content, next(iter(grid.get_node_ids())), "train"))
+    assert "refused" in failure_of(reply).failure
+    assert not asked

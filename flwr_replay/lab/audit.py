@@ -110,8 +110,8 @@ def audit(
     elif claim["epsilon"] is not None:
         require(
             bool(probe.seen) and all(steps.most for steps in probe.seen),
-            f"steps and sums are tested; {name} has taken no step that an example joined, and no sum was read: choose "
-            "another --institution, or more rounds",
+            f"steps and noisy sums are tested; {name} has taken none that an example joined: choose another "
+            "--institution, or more rounds",
         )
         significance /= 2  # the other half is for the guesses
         report["steps"] = judged(probe.seen, charged, probe.stray, claim["delta"], significance)
