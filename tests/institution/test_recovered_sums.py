@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from sealed_runs import SMALL, pinned
 
-from flwr_replay.ciphers import masking
+from flwr_replay.ciphers import masking, recovery
 from flwr_replay.ciphers.recovery import SECRET, points_of, shares_under, strip
 from flwr_replay.config.compose import compose
 from flwr_replay.engines.simulate import Simulation, run_inline
@@ -285,6 +285,25 @@ def test_enough_shares_give_every_secret_and_one_less_gives_none(n, data):
     wrong = {"x": total["x"].copy()}
     strip(wrong, names, points, shares | {name: bytes([shares[name][0] ^ 1]) + shares[name][1:]})
     assert wrong["x"].all()
+
+    def opens(told_by, left_out):
+        read = {"x": total["x"].copy()}
+        strip(read, names, points, {name: of for name, of in told_by.items() if name != left_out})
+        return not read["x"].any()
+
+    def lies(name, by):
+        changed = (int.from_bytes(everybody[name][:SECRET]) + by) % recovery.PRIME
+        return {name: changed.to_bytes(SECRET) + everybody[name][SECRET:]}
+
+    everybody = {names[w]: told(w) for w in survivors}
+    *_, last, spare_one = tellers = sorted(everybody)[: n - spare + 1]
+    if len(tellers) > n - spare:
+        assert [name for name in everybody if opens(everybody | lies(tellers[0], 1), name)] == [tellers[0]]
+        places = [names.index(name) + 1 for name in tellers[1:]]  # two who lie can have the first one named
+        row = recovery._coefficients([*places, *range(n + 1, n + spare + 2)], 0)[: len(places)]
+        other = -row[-2] * pow(row[-1], -1, recovery.PRIME)
+        both = everybody | lies(last, 1) | lies(spare_one, other)
+        assert [opens(both, name) for name in ("", tellers[0])] == [False, True]
 
 
 # --- an honest run ----------------------------------------------------------------------------------------------------
