@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.common.config import flatten_dict
+from sklearn import datasets
 
 from flwr_replay.config.compose import from_run_config
 from flwr_replay.engines.inline import InlineGrid
@@ -31,6 +33,7 @@ OWN = ("cwt", "fedreplay", "numpy_client", "replay", "proxyfl", "quickstart")
 MODULES = ("task", "client_app", "server_app")
 NODES = 4
 QUICKSTART = EXAMPLES / "quickstart"
+DIGITS = cache(datasets.load_digits)  # an app reads them for every message
 SWAPS = (  # strategy, the most lines that it takes, and the least accuracy; none is Flower's FedAvg
     *(("", 0, 0.7), ("fedavg", 3, 0.7), ("fedprox", 3, 0.7), ("cwt", 3, 0.7)),
     *(("fedreplay", 15, 0.7), ("fedstats", 20, 0.5), ("proxyfl", 20, 0.3), ("fedsgd", 15, 0.6)),
@@ -52,6 +55,7 @@ def example(
 ) -> Iterator[dict[str, Any]]:
     """Import one example as `flwr run` does: its folder leads the path, files go to the working directory."""
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(working_directory / "home"))
+    monkeypatch.setattr(datasets, "load_digits", DIGITS)
     monkeypatch.chdir(working_directory)
     with monkeypatch.context() as path:
         path.syspath_prepend(str(within / name))

@@ -9,11 +9,13 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from click import Command
 from click.exceptions import Abort, ClickException, NoArgsIsHelpError, NoSuchOption
 from typer.main import get_command
 
@@ -319,9 +321,15 @@ for command in (options, predict, export, watch, rehearse):
     app.command()(command)
 
 
+@cache
+def _command() -> Command:
+    """Return all commands; Typer itself builds them anew in every call, which takes longer than many of them."""
+    return get_command(app)
+
+
 def _instead(option: str) -> str:
     """Say which commands have an option that this one has not; else how options of a run are written."""
-    commands = getattr(get_command(app), "commands", {})
+    commands = getattr(_command(), "commands", {})
     having = [name for name, command in commands.items() if any(option in each.opts for each in command.params)]
     if having:
         return f"it is one of flwr-replay {', '.join(having)}"
@@ -334,7 +342,7 @@ def main() -> None:
     try:
         _refuse_unclear(sys.argv[1:])
         with users_code(FlwrReplayError):
-            code = app(standalone_mode=False)
+            code = _command()(standalone_mode=False)
     except NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)

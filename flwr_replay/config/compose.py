@@ -38,7 +38,7 @@ from flwr_replay.config.model import ModelConfig
 from flwr_replay.config.parts import OWN, allow, is_part
 from flwr_replay.config.quoting import key_of, quoted, short, value_of
 from flwr_replay.config.run import RunConfig
-from flwr_replay.config.strict_yaml import LOADER, read_yaml
+from flwr_replay.config.strict_yaml import DUMPER, LOADER, read_yaml
 from flwr_replay.errors import ConfigError, ConfigErrors, nearest, refuse_all
 
 __all__ = [
@@ -250,7 +250,7 @@ def to_yaml(config: RunConfig) -> str:
     """Write a resolved configuration as YAML; composing from it again gives the same `RunConfig`."""
     import yaml
 
-    return yaml.safe_dump(plain(config))
+    return yaml.dump(plain(config), Dumper=DUMPER)
 
 
 def overrides_of(path: Path) -> list[str]:

@@ -14,13 +14,14 @@ import yaml
 from flwr_replay.config.quoting import vanishes
 from flwr_replay.errors import ConfigError
 
-__all__ = ["LOADER", "Lined", "read_yaml"]
+__all__ = ["DUMPER", "LOADER", "Lined", "read_yaml"]
 
 CONSTANTS: dict[str, bool | None] = {"": None, "~": None, "null": None, "Null": None, "NULL": None}
 CONSTANTS |= {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 WHOLE = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 NUMBER = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # of what we wrote ourselves; in C ten times as fast
+DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # folds lines of other letters elsewhere
 OLD: Any = yaml.SafeLoader("")  # what YAML 1.1 takes a text for
 TEXT = "tag:yaml.org,2002:str"
 BREAK = re.compile("[\x85\u2028\u2029]")  # ends a line for YAML 1.1, and no line that an editor shows

@@ -33,7 +33,7 @@ LETTER, LINE, BROAD = 12, 15, 20  # size of letters, distance of lines of text, 
 STEPS = (1, 2, 2.5, 5, 10)  # between ticks, times a power of ten
 LOGARITHMIC = 10  # times the smallest value that the largest is, from which an axis of given values is logarithmic
 POINTS = 40  # a line with more has no marks
-LEADER = {"arrowstyle": "-", "linewidth": 0.7, "relpos": (0, 0.5), "shrinkA": 2, "shrinkB": 3}
+LEADER = {"arrowstyle": "-", "linewidth": 0.7, "relpos": (-0.03, 0.5), "patchA": None, "shrinkA": 0, "shrinkB": 0}
 INK, GRID = "#1b1b1b", "#c9c9c9"
 COLOURS = ("#0072b2", "#b34700", "#007a5a", "#8f4a9e", "#6b6b00", "#a3003d", "#4d4d4d", "#00708a")
 DASHES = ("-", (0, (6, 3)), (0, (2, 3)), (0, (8, 3, 2, 3)), (0, (12, 4)), (0, (4, 4)), (0, (1, 4)), (0, (10, 2, 2, 2)))
@@ -168,8 +168,11 @@ def dots(rows: Mapping[str, Row], of: str = "seed") -> Chart:
     axes.yaxis.set_visible(False)
     outside: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
     outside |= {"va": "center", "color": INK, "parse_math": False, "annotation_clip": False, "fontsize": LETTER}
+    across = axes.get_yaxis_transform()
+    axes.hlines(range(len(rows)), 0, 1, GRID, linewidth=0.8, zorder=0, transform=across)  # one by one takes 2 ms each
+    marks = {at: row.mark for at, row in enumerate(rows.values()) if row.mark is not None and math.isfinite(row.mark)}
+    axes.vlines(list(marks.values()), [at - 0.5 for at in marks], [at + 0.5 for at in marks], INK, (0, (3, 2)), lw=1.2)
     for at, row in enumerate(rows.values()):
-        axes.axhline(at, color=GRID, linewidth=0.8, zorder=0)
         shown = [value for value in row.values.values() if math.isfinite(value)]
         middle = (len(shown) - 1) / 2
         heights = [at + 0.5 * (place - middle) / len(shown) for place in range(len(shown))]
@@ -179,8 +182,6 @@ def dots(rows: Mapping[str, Row], of: str = "seed") -> Chart:
             axes.plot(row.interval, [at, at], color=COLOURS[0], linewidth=2)
         if not alone and math.isfinite(row.mean):
             axes.vlines(row.mean, at - 0.32, at + 0.32, COLOURS[0], linewidth=3)
-        if row.mark is not None and math.isfinite(row.mark):
-            axes.vlines(row.mark, at - 0.5, at + 0.5, INK, (0, (3, 2)), linewidth=1.2)
         for line, text in enumerate(texts[at]):  # each by itself, as only one line is flush right in any letters
             up = LINE * ((len(texts[at]) - 1) / 2 - line)
             axes.annotate(text, (0, at), (-8, up), ha="right", **outside)
@@ -262,6 +263,8 @@ def _axes(width: int, height: int, left: int, right: int, top: int, bottom: int)
     axes = figure.add_axes(place, facecolor="none")
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, labelcolor=INK, labelsize=LETTER)
+    for axis in (axes.xaxis, axes.yaxis):  # given, as looking for room below all numbers takes a sixth of the time
+        axis.set_label_coords(0.5, (16 - bottom) / (height - top - bottom))
     return figure, axes
 
 

@@ -57,9 +57,10 @@ __all__ = [
     "write_run_page",
 ]
 
-PAGE = "report.html"
+PAGE, ALL = "report.html", "all institutions"
 MOST_LINES = 7  # institutions that get a line of their own beside the pooled one
 MOST_CLASSES = 20  # of a matrix
+FEW = 2  # points of a line, which tell no more as a curve than as numbers
 ROOM = 700_000  # bytes of pictures, so that the page stays below 1 MB
 KINDS = {
     "model": "weights or gradients of a network",
@@ -95,7 +96,7 @@ def write_run_page(folder: Path, figures: Path | None = None) -> Path:
     guesses = {name: guessed(counts) for name, counts in confusion.items()} if metric == "accuracy" else {}
     dashed = "; dashed: what always naming the institution's most frequent label would have" if guesses else ""
     less = "" if result["higher-is-better"] else "; less is better"
-    by_round = _curves(rows, result, [*beside(final, confusion), *({"dice-mean"} & final.keys())])
+    by_round, few = _curves(rows, result, [*beside(final, confusion), *({"dice-mean"} & final.keys())])
     by_institution = (
         {
             "by-institution": (
@@ -125,6 +126,7 @@ def write_run_page(folder: Path, figures: Path | None = None) -> Path:
             *warnings(result, confusion, classes, tested),
         ],
         curves=by_round,
+        few=map(_sentence, few),
         institutions=by_institution,
         metrics=metrics_table(result, folder, tested),
         notes=[
@@ -217,24 +219,29 @@ def _answer(
 
 def _curves(
     rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any], more: Sequence[str]
-) -> dict[str, tuple[Chart, str]]:
-    """Return charts of the main metric, of more, and of the loss: pooled, and of each of few institutions."""
+) -> tuple[dict[str, tuple[Chart, str]], list[str]]:
+    """Return charts of the main metric, of more, and of the loss: pooled, and of each of few institutions.
+
+    Where a line would have a point or two, the pooled numbers stand in a sentence, among the second ones.
+    """
     exchanges = max(result["rounds"], *(row["round"] for row in rows), 1)  # older versions counted exchanges there
-    drawn = {}
+    drawn, few = {}, []
     names = {row["metric"] for row in rows}
     for metric in dict.fromkeys(judged(name, names) for name in (result["metric"], *more, "loss")):
         lines: dict[str, list[tuple[float, float]]] = {}
         for row in rows:
             if row["metric"] == metric:
-                name = row["institution"] or "all institutions"
+                name = row["institution"] or ALL
                 lines.setdefault(name, []).append((row["round"] * result["rounds"] / exchanges, row["value"]))
         if len(lines) > MOST_LINES + 1:
-            lines = {name: line for name, line in lines.items() if name == "all institutions"}
-        if chart := curves(lines, "round"):
-            examples = f"the institutions' {judged_by(result)} examples"
-            plain = metric.removeprefix(VALIDATION)
-            drawn[f"{plain}-by-round"] = chart, f"{plain} on {examples}, by round"
-    return drawn
+            lines = {name: line for name, line in lines.items() if name == ALL}
+        plain = metric.removeprefix(VALIDATION)
+        what = f"{plain} on the institutions' {judged_by(result)} examples, by round"
+        if ALL in lines and max(map(len, lines.values())) <= FEW:
+            few.append(f"{what}: {', '.join(f'{value:.3f} after {at:g}' for at, value in lines[ALL])}.")
+        elif chart := curves(lines, "round"):
+            drawn[f"{plain}-by-round"] = chart, what
+    return drawn, few
 
 
 def metrics_table(result: Mapping[str, Any], folder: Path, tested: Mapping[str, int]) -> dict[str, Any]:

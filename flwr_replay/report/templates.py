@@ -93,6 +93,7 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 {% for line in warnings %}<p class="warning"><strong>Warning.</strong> {{ line }}</p>{% endfor %}
 
 <h2>By round</h2>
+{% for line in few %}<p>{{ line }}</p>{% endfor %}
 <div class="beside">{% for chart, caption in curves.values() %}{{ draw.chart(chart, caption) }}{% endfor %}</div>
 
 <h2>By institution</h2>

@@ -97,6 +97,14 @@ def test_a_run_ends_with_a_page_that_says_what_happened(ran):
         shown = f"sigma {sigma:.3g}, clip C 1, sampling rate {q:.3g} (32 of {examples}), up to {steps} steps"
         assert f"classifier: {shown}" in page.text
         assert f"DP-SGD, Poisson sampling; classifier: {shown}" in summary(result, folder)
+    first, last = (
+        line["value"]
+        for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        if (line["institution"], line["metric"]) == ("", "validation-loss")
+    )
+    by_round = f"Loss on the institutions' validation examples, by round: {first:.3f} after 1, {last:.3f} after 2."
+    assert by_round in page.text  # a curve has no more to tell
+    assert file.read_text().count("<svg") == 1
     assert "model: weights or gradients of a network." in page.text
     assert "All institutions took part in every exchange." in page.text
     assert f"flwr {result['versions']['flwr']}" in page.text
@@ -174,7 +182,7 @@ def test_balanced_accuracy_stands_beside_accuracy_where_labels_are_unequal(ran, 
     assert f"balanced-accuracy {judged:.4f}, loss" in "  ".join(watch(folder))
     page = Page(write_page(folder))
     assert f"Labels are unequal; this model's balanced-accuracy is {balanced:.3f}." in page.text
-    assert "balanced-accuracy on the institutions' validation examples, by round" in page.text
+    assert "Balanced-accuracy on the institutions' validation examples, by round" in page.text
 
 
 def test_a_deployments_page_says_that_labels_are_unknown(ran, tmp_path):
@@ -215,6 +223,7 @@ def test_rounds_in_metrics_are_rounds_and_exchanges_stand_beside_them(tmp_path, 
     _, folder = run_inline(options, Display())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert {(line["round"], line["exchange"]) for line in lines} == {(1, 2), (2, 4), (3, 6)}
+    assert (folder / "report.html").read_text().count("<svg") == 3  # accuracy and loss by round, accuracies
 
 
 @pytest.mark.sampled(2, of="slow studies")
