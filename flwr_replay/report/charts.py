@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "FORMS", "Chart", "Row", "curves", "dots", "write_figures"]
+__all__ = ["COLOURS", "FEW", "FORMS", "Chart", "Row", "curves", "dots", "write_figures"]
 
 FORMS = ("svg", "pdf")  # of figures for a paper
 WIDTH, HEIGHT = 560, 230  # of a line chart, in points
@@ -32,7 +32,7 @@ ROW, NAMES, VALUES = 32, 165, 56  # of dots: height of a row, room for names and
 LETTER, LINE, BROAD = 12, 15, 20  # size of letters, distance of lines of text, letters in one
 STEPS = (1, 2, 2.5, 5, 10)  # between ticks, times a power of ten
 LOGARITHMIC = 10  # times the smallest value that the largest is, from which an axis of given values is logarithmic
-POINTS = 40  # a line with more has no marks
+POINTS, FEW = 40, 2  # a line with more has no marks; one with as few tells no more than its numbers
 LEADER = {"arrowstyle": "-", "linewidth": 0.7, "relpos": (-0.03, 0.5), "patchA": None, "shrinkA": 0, "shrinkB": 0}
 INK, GRID = "#1b1b1b", "#c9c9c9"
 COLOURS = ("#0072b2", "#b34700", "#007a5a", "#8f4a9e", "#6b6b00", "#a3003d", "#4d4d4d", "#00708a")
@@ -170,8 +170,9 @@ def dots(rows: Mapping[str, Row], of: str = "seed") -> Chart:
     outside |= {"va": "center", "color": INK, "parse_math": False, "annotation_clip": False, "fontsize": LETTER}
     across = axes.get_yaxis_transform()
     axes.hlines(range(len(rows)), 0, 1, GRID, linewidth=0.8, zorder=0, transform=across)  # one by one takes 2 ms each
-    marks = {at: row.mark for at, row in enumerate(rows.values()) if row.mark is not None and math.isfinite(row.mark)}
-    axes.vlines(list(marks.values()), [at - 0.5 for at in marks], [at + 0.5 for at in marks], INK, (0, (3, 2)), lw=1.2)
+    at_mark = {at: row.mark for at, row in enumerate(rows.values()) if row.mark is not None and math.isfinite(row.mark)}
+    low, high = ([at + half for at in at_mark] for half in (-0.5, 0.5))
+    axes.vlines(list(at_mark.values()), low, high, INK, (0, (3, 2)), linewidth=1.2)
     for at, row in enumerate(rows.values()):
         shown = [value for value in row.values.values() if math.isfinite(value)]
         middle = (len(shown) - 1) / 2

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import write_atomic
-from flwr_replay.report.charts import COLOURS, Chart, curves
+from flwr_replay.report.charts import COLOURS, FEW, Chart, curves
 from flwr_replay.report.metrics import shown_epsilon
 from flwr_replay.report.templates import spared
 
@@ -73,14 +73,15 @@ def epsilons(lines: Mapping[str, History], marks: Mapping[int, tuple[float, floa
 
 
 def draw_losses(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the losses in the lines of `generator.jsonl` by epoch into a folder, a picture for each kind of network."""
+    """Draw the losses in `generator.jsonl` by epoch into a folder: a picture for each network, but for few epochs."""
     by_network: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in rows:
         by_institution = by_network.setdefault(row["network"], {})
         by_institution.setdefault(row["institution"], []).append((row["epoch"], row["loss"]))
     for network, by_institution in by_network.items():
+        many = max(map(len, by_institution.values())) > FEW
         with spared(file := folder / f"{network}.png"):
-            if chart := curves(by_institution, "epoch"):
+            if many and (chart := curves(by_institution, "epoch")):
                 write_atomic(file, chart.file("png", f"{network}: loss by epoch"))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from flwr_replay.files.atomic import read_bytes, read_text, write_atomic
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.noise import shown_noise
-from flwr_replay.report.charts import Chart, Row, curves, dots, write_figures
+from flwr_replay.report.charts import FEW, Chart, Row, curves, dots, write_figures
 from flwr_replay.report.metrics import (
     SHARED,
     VALIDATION,
@@ -60,7 +60,6 @@ __all__ = [
 PAGE, ALL = "report.html", "all institutions"
 MOST_LINES = 7  # institutions that get a line of their own beside the pooled one
 MOST_CLASSES = 20  # of a matrix
-FEW = 2  # points of a line, which tell no more as a curve than as numbers
 ROOM = 700_000  # bytes of pictures, so that the page stays below 1 MB
 KINDS = {
     "model": "weights or gradients of a network",

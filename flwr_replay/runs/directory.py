@@ -18,7 +18,7 @@
 - `messages/`: with `record`, what travelled, a file for each message; lines of the ledger name them;
   in a simulation, when it has ended, digests of each institution's training data
 - `forgetting.jsonl`, `forgetting.png`: the forgetting matrix, with `forgetting=true`
-- `generator.jsonl`, `generator.png`, `prior.png`: the losses of replay's generator and priors
+- `generator.jsonl`, `generator.png`, `prior.png`: losses of replay's generator and priors, drawn from three epochs on
 - `mailbox/`: in gossip, models that their recipients have not fetched yet
 - `replay/`: with replay, the weights, codes and priors after each visit of the generator
 - `pictures/`: with replay, in a simulation: each institution's real, reconstructed and replayed images

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from flwr_replay.config import compose as composing
 from flwr_replay.config.catalogue import choices, conf_dir
 from flwr_replay.config.compose import compose, from_run_config, overrides_of, to_yaml
+from flwr_replay.config.sections import spelled
 from flwr_replay.errors import ConfigError
 from flwr_replay.runs.options import resolve
 
@@ -285,7 +286,7 @@ def test_so_does_that_of_every_preset(preset, task, tmp_path):
 @settings(max_examples=5)
 @given(drawn=st.lists(WORDS, max_size=30))
 def test_every_text_comes_back_as_it_was(drawn, tmp_path_factory):
-    texts = tuple(dict.fromkeys((*TEXTS, *drawn)))
+    texts = tuple({spelled(text): text for text in (*drawn, *TEXTS)}.values())
     config = compose(["strategy=cwt", "task=folder"])
     config = replace(config, run_name=texts[-1], task=replace(config.task, classes=len(texts), class_names=texts))
     assert there_and_back(config, tmp_path_factory.getbasetemp()) == config
