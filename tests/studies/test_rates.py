@@ -80,7 +80,7 @@ def test_what_cannot_be_tuned_fairly_is_refused_before_any_run(options, said, tm
 def test_optuna_tries_on_a_seed_that_is_not_reported_and_repeats_none(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     methods = ["cwt", "fixed := cwt:lr=1e-9", "noisy := fedavg:dp=classifier:sigma=2:delta=1e-3"]
-    options = [*TINY, "seeds=6,", "lr=0.01..1", "fedavg.batch-size=16..64"]
+    options = [*TINY[:-2], "model.width=32", "device=cpu", "seeds=6,", "lr=0.001..1", "fedavg.batch-size=16..64"]
     runs = []
     for tries in (2, 3):  # the second command goes on with the first one's tries
         text, report = compare_tuned(methods, options, "", 1, tmp_path, "", tries)
