@@ -24,6 +24,7 @@ NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 PUBLIC = ("api", "finished.trained", "tasks", "check", "serve", "errors")  # modules of flwr_replay for users
 CODE = "code/"  # the site's folder for what lies outside docs/
 LABEL = re.compile(r"^(Source|Idea|Travels|What is protected|Not protected|Deviations): ", re.M)
+DOORS = re.compile(r"(?<=## Where to go on\n\n)(- .*?\n)(?=\n)", re.S)
 LINK = re.compile(r"(\]\()(?!https?:|#)([^)#\s]+)")
 SHOWN = (".py", ".toml", ".yaml", ".md")
 
@@ -35,8 +36,10 @@ def on_config(config: Any) -> None:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that are made from files outside docs/, or from files that are no Markdown."""
+    """Add the pages that are made from files outside docs/, or from files that are no Markdown, and the style."""
     made = {there: relinked((ROOT / here).read_text(encoding="utf-8"), ROOT, there) for here, there in TOP.items()}
+    made["index.md"] = DOORS.sub(r'<div class="grid cards" markdown>\n\n\1\n</div>\n', made["index.md"])
+    made["site.css"] = (DOCS / "site" / "site.css").read_text(encoding="utf-8")
     made |= {f"methods/{name}.md": method(name) for name in METHODS}
     made["methods/index.md"] = "# Methods\n\n" + "\n".join(
         f"- [{title(one)}]({one}.md): {idea(one)}" for one in METHODS

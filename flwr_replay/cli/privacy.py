@@ -202,7 +202,9 @@ def plot(
             )
     file = Path(out).absolute()
     make_folder(file.parent, "--out's folder")
-    write_atomic(file, epsilons(curves, marks, f"DP-SGD, batch {batch}, noise {noise:g}, Poisson sampling, RDP"))
+    chart, title = epsilons(curves, marks), f"DP-SGD, batch {batch}, noise {noise:g}, Poisson sampling, RDP"
+    write_atomic(file, chart.file("png", title))
+    write_atomic(file.with_suffix(".csv"), chart.csv)
     print("\n".join([*lines, str(file)]))
 
 

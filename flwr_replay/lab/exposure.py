@@ -25,7 +25,6 @@ from torch import Tensor
 
 from flwr_replay.attacks.membership import bootstrapped
 from flwr_replay.errors import DataError
-from flwr_replay.files.atomic import write_atomic
 from flwr_replay.generators.base import Look
 from flwr_replay.generators.inception import InceptionDistance
 from flwr_replay.generators.perceptual import LocalFeatures, LpipsFeatures, Pixels, frechet, nearest, spread
@@ -33,6 +32,7 @@ from flwr_replay.institution.pictures import draw_grid
 from flwr_replay.institution.synthesis import SynthesisStages
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.models.layers import as_input
+from flwr_replay.report.charts import write_figures
 from flwr_replay.report.plots import histograms
 from flwr_replay.rng import derived_seed
 
@@ -115,7 +115,7 @@ def examine(
             attacks.append({"attack": attack, "distance": look.name, **figures})
             title = f"AUC {auc.value:.2f} ({auc.low:.2f} to {auc.high:.2f})"
             shown = histograms({"training images": in_n, "held-out images": out_n}, f"{attack}, {look.name}", title)
-            write_atomic(folder / f"{'-'.join(f'{attack} {look.name}'.replace(',', '').split())}.png", shown)
+            write_figures(folder, {"-".join(f"{attack} {look.name}".replace(",", "").split()): shown}, ("png",))
     for name, (x, _), closest in zip(("members", "others"), sides, made, strict=True):
         distances_nS = torch.cdist(measuring.embed_all(x, device), measuring.embed_all(synthetic, device))
         pick = synthetic[distances_nS.argmin(1).cpu()]  # what looks most like each image

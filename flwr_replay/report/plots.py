@@ -57,7 +57,7 @@ def ending(label: str, reports: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def epsilons(lines: Mapping[str, History], marks: Mapping[int, tuple[float, float, float]], title: str) -> bytes:
+def epsilons(lines: Mapping[str, History], marks: Mapping[int, tuple[float, float, float]]) -> Chart:
     """Draw epsilon by epoch; `marks` are by index of a line: epochs, the epsilon that a paper reports there, ours."""
     chart = curves(lines, "epochs")
     if chart is None:
@@ -69,7 +69,7 @@ def epsilons(lines: Mapping[str, History], marks: Mapping[int, tuple[float, floa
             axes.annotate(
                 f"{name} {height:.1f}", (epochs, height), xytext=(-7, 4), textcoords="offset points", ha="right"
             )
-    return chart.file("png", title)
+    return chart
 
 
 def draw_losses(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -85,7 +85,7 @@ def draw_losses(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
                 write_atomic(file, chart.file("png", f"{network}: loss by epoch"))
 
 
-def histograms(distances: Mapping[str, NDArray[Any]], distance: str, title: str) -> bytes:
+def histograms(distances: Mapping[str, NDArray[Any]], distance: str, title: str) -> Chart:
     """Draw how often distances occur in each group, as in Fig. 3 of Pennisi et al. 2023."""
     figure, axes = _axes(6.4, 4, title)
     bins = np.histogram_bin_edges(np.concatenate(list(distances.values())), 30).tolist()
@@ -94,7 +94,7 @@ def histograms(distances: Mapping[str, NDArray[Any]], distance: str, title: str)
     axes.legend(frameon=False, fontsize="small")
     heads = ["group", "distance"]
     rows = [(name, float(value)) for name, values in distances.items() for value in values]
-    return Chart(figure, title, heads, rows).file("png")
+    return Chart(figure, title, heads, rows)
 
 
 def heat_map(forgetting: Mapping[str, Any]) -> Chart:

@@ -71,6 +71,7 @@ def test_figure_7_is_drawn_with_the_papers_points_beside_ours(privacy, tmp_path)
     assert "|D| = 4,575, delta 0.00022: epsilon 21.0 after 300 epochs (RDP)" in out
     assert "after 225 epochs (7,875 steps) the paper reports 17.8; we find 39.1 (RDP) and 35.6 (PRV)" in out
     assert (tmp_path / "pictures" / "fig7.png").read_bytes().startswith(b"\x89PNG")
+    assert len((tmp_path / "pictures" / "fig7.csv").read_text().splitlines()) == 1 + 2 * 300
     assert "paper" not in privacy("plot", "--examples", "1144", "--noise", "1", "--epochs", "9")[1]
 
 

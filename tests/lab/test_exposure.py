@@ -131,7 +131,12 @@ def test_the_command_says_each_attack_and_keeps_its_pictures_for_the_owner(hospi
     assert "evidence, and no guarantee" in out
     (folder,) = (hospitals[0] / "state" / "a" / "synthetic").iterdir()
     names = {file.name for file in folder.iterdir()}
-    assert {"result.json", "members-real-projection-nearest.png", "projection-local-features.png"} <= names
+    assert {
+        "result.json",
+        "members-real-projection-nearest.png",
+        "projection-local-features.png",
+        "projection-local-features.csv",
+    } <= names
     assert all(stat.S_IMODE(file.stat().st_mode) & 0o077 == 0 for file in [folder, *folder.iterdir()])
 
 
