@@ -140,11 +140,10 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 <p>{{ question }}</p>
 {% for line in verdicts %}<p><strong>{{ line }}</strong></p>{% endfor %}
 {{ draw.table(table) }}
-<div class="beside">{% for chart, caption in by_method.values() %}{{ draw.chart(chart, caption) }}{% endfor %}
+<div class="beside"><div>{% for chart, caption in charts.values() %}{{ draw.chart(chart, caption) }}{% endfor %}
+{% if judged %}<p>{{ judged }}</p>{% endif %}</div>
 <div><h2>How to read this</h2>
 <ul>{% for line in notes %}<li>{{ line }}</li>{% endfor %}</ul></div></div>
-{% if charts %}<div class="beside">{% for chart, caption in charts.values() %}{{ draw.chart(chart, caption) }}{% endfor %}
-{% if judged %}<div><p>{{ judged }}</p></div>{% endif %}</div>{% endif %}
 <h2>The runs</h2>
 <details><summary>{{ count }} runs, each with a page</summary>
 <div class="scroll" tabindex="0" role="region" aria-label="The runs"><table>

@@ -84,7 +84,7 @@ def _guessing(report: Mapping[str, Any]) -> list[str]:
         if 2 * len(guesses) > len(cells):
             lines.append(
                 f"{label} has learned nothing, in {len(guesses)} of {len(cells)} runs: it is no better than always "
-                f"naming one label, with {guesses[0]}: try another lr, such as lr=0.001|0.01|0.1, and more rounds "
+                f"naming one label, with {guesses[0]}: try lr=auto (under dp= lr=0.001|0.01|0.1) and more rounds "
                 "before you compare it"
             )
     return lines

@@ -392,6 +392,6 @@ def test_a_comparison_says_who_has_learned_nothing_and_what_leaves(tmp_path: Pat
     said = [line for line in " ".join(text.split()).split("KS and TV")[0].split(". ") if "has learned nothing" in line]
     assert len(said) == 1
     assert "slow has learned nothing, in 2 of 2 runs" in said[0]
-    assert "with lr=1e-09, 40 batches of 32 in all: try another lr" in said[0]
+    assert "with lr=1e-09, 40 batches of 32 in all: try lr=auto" in said[0]
     assert [row["leaves"] for row in report["strategies"].values()] == [["model"], ["model"], ["per-sample", "model"]]
     assert "per-sample, model" in " ".join(text.split())
