@@ -70,21 +70,32 @@ def seal_key(
 def evidence(
     place: Annotated[str, typer.Argument(metavar="RUN", autocompletion=of_runs)],
     audit: Annotated[str, typer.Option("--audit", help="The audit.json of a run with the same options.")] = "",
+    policy: Annotated[
+        str, typer.Option("--policy", help="In a state directory; default: policy.yaml of the clinic's folder.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Write evidence.html and .json into a finished RUN: what a board and an egress reviewer can file.
 
-    RUN is a run directory, or `last`. Attacks on it are quoted if `privacy attack` has run.
+    RUN is a run directory, `last`, or an institution's state directory: then it is of all its runs, from its own files.
+    Attacks are quoted if `privacy attack` has run.
     """
+    from flwr_replay.deploy.own_evidence import write_own_evidence
     from flwr_replay.files.atomic import read_json
     from flwr_replay.lab.sentences import sentence
     from flwr_replay.report.evidence_page import write_evidence
+    from flwr_replay.report.run_files import CONFIG
+    from flwr_replay.wire.ledger import LEDGER
 
     folder = finished_place(place)
     made, attacked = absolute(audit) if audit else folder / "audit.json", folder / "attacks" / "attacks.json"
-    found = read_json(attacked)["attacks"] if attacked.exists() else []
-    report = read_json(made) if audit or made.exists() else None
-    page, data = write_evidence(folder, list(map(sentence, found)), report)
+    found = list(map(sentence, read_json(attacked)["attacks"] if attacked.exists() else []))
+    if (folder / LEDGER).exists() and not (folder / CONFIG).exists():
+        rules = absolute(policy) if policy else folder.parents[1] / "policy.yaml"
+        page, data = write_own_evidence(folder, rules if policy or rules.exists() else None, found)
+    else:
+        report = read_json(made) if audit or made.exists() else None
+        page, data = write_evidence(folder, found, report)
     answer({"files": [page, data]}, f"the page: {page}\nthe same as JSON: {data}", as_json)
 
 

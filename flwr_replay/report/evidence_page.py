@@ -9,7 +9,7 @@ assertions of the first were found, the outcomes of its CAF edition were not.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
 from importlib.util import find_spec
@@ -27,14 +27,15 @@ from flwr_replay.report.templates import render
 from flwr_replay.wire.masked import MASKED
 from flwr_replay.wire.sealed import SEALED
 
-__all__ = ["evidence", "write_evidence"]
+__all__ = ["CONTROLS", "NOT_RUN", "PAGE", "code_digest", "evidence", "kinds_in", "seen_by", "table", "write_evidence"]
 
 PAGE = "evidence"
 NOT_RUN = {
     "attacks": "No attack was run on this run's messages: `flwr-replay privacy attack RUN`, where they were recorded.",
     "audit": "No audit by canaries was given: `flwr-replay privacy audit` on the same options, then --audit FILE.",
-    "sacroml": "SACRO-ML was not run. It is no extra of this package: sacroml 2.0.1 would put pandas 2.3 in the place "
-    "of 3, and bring XGBoost. Install it elsewhere, and give it what `flwr-replay export` writes.",
+    "sacroml": "SACRO-ML was not run. `uv run docs/examples/sacroml/attack.py MODEL DATA REPORT`, in a checkout, runs "
+    "it on what `flwr-replay export` wrote, in an environment of its own. Beside pandas 3, as here, "
+    "sacroml 2.0.1 gets acro 0.4.2: later ones want pandas below 3.",
 }
 CONTROLS = (  # asked by, what is asked, what is here
     ("SATRE 3.1.2", "records of data handling decisions", "the policy file, officer.json, this page"),
@@ -60,7 +61,7 @@ CONTROLS = (  # asked by, what is asked, what is here
     (
         "SATRE 3.3.8",
         "outputs limited to the minimum",
-        "the policy; deploy init proposes the least",
+        "the policy; deploy init proposes what the study needs",
     ),
     ("SATRE 3.5.2", "penetration tests", "none by outsiders; hostile servers in the tests, docs/audit.md"),
     ("SATRE 3.5.4", "incident response", "none"),
@@ -99,7 +100,8 @@ def evidence(folder: Path, attacks: Sequence[str], audit: Mapping[str, Any] | No
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         **{name: result[name] for name in ("strategy", "task", "model", "rounds", "seed", "wall-seconds")},
         "left": travelled_by_kind(folder),
-        "seen": list(_seen(folder)),
+        "seen": list(seen_by(ledger_of(folder))),
+        "small-cells": _floor(ledger_of(folder)),
         "claim": result["privacy-claim"],
         "privacy": result["privacy"],
         "absent": result["failures"],
@@ -130,7 +132,8 @@ def write_evidence(folder: Path, attacks: Sequence[str], audit: Mapping[str, Any
         f"{found['model']}. It took {shown_time(found['wall-seconds'])}. Written {found['written']} from the "
         "coordinator's own files. Each institution has a ledger of its own: compare.",
         left=left_table(found["left"]),
-        kinds=[f"{kind}: {KINDS[kind]}." for kind in KINDS if any(kind in own for own in found["left"].values())],
+        kinds=kinds_in(kind for own in found["left"].values() for kind in own),
+        floor=found["small-cells"],
         seen=found["seen"],
         claim=found["claim"],
         privacy=privacy_table(result),
@@ -139,9 +142,9 @@ def write_evidence(folder: Path, attacks: Sequence[str], audit: Mapping[str, Any
         attacks=found["attacks"] or [NOT_RUN["attacks"]],
         audit=_audited(audit) if audit else NOT_RUN["audit"],
         sacroml=NOT_RUN["sacroml"],
-        sums=_table("SHA-256", ["file", "digest"], list(found["sha256"].items())),
+        sums=table("SHA-256", ["file", "digest"], list(found["sha256"].items())),
         versions=versions_table("Versions of the run", found["versions"]),
-        controls=_table("What is asked, and what is here", ["asked by", "asked", "here"], CONTROLS),
+        controls=table("What is asked, and what is here", ["asked by", "asked", "here"], CONTROLS),
         version=found["versions"]["flwr-replay"],
     )
     write_atomic(data, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
@@ -170,15 +173,32 @@ def _digest(path: Path) -> str:
     return sha256(read_bytes(path)).hexdigest()
 
 
-def _table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, Any]:
+def table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, Any]:
+    """Return a table as the templates draw it."""
     return {"caption": caption, "heads": heads, "rows": rows}
 
 
-def _seen(folder: Path) -> Iterator[str]:
-    """Say who could read what left, and what institutions got."""
+def kinds_in(kinds: Iterable[str]) -> list[str]:
+    """Say what the kinds among these are, each once."""
+    found = {*kinds}
+    return [f"{kind}: {KINDS[kind]}." for kind in KINDS if kind in found]
+
+
+def _floor(entries: Iterable[Mapping[str, Any]]) -> str:
+    """Say what the ledger tells of floors for small cells."""
+    floored = sorted({line["institution"] for line in entries if line["field"] == "hits"})
+    of = f"Tests of {', '.join(floored)} came as numbers of right answers only, as under a floor. " if floored else ""
+    return (
+        f"{of}Whether an institution lets small cells leave is in its policy (min-count), which is not here: without "
+        "one, a count may be of one patient."
+    )
+
+
+def seen_by(entries: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Say who could read what left, and what institutions got, by the lines of a ledger."""
     up: dict[tuple[str, str], None] = {}
     down: dict[str, set[str]] = {}
-    for line in ledger_of(folder):
+    for line in entries:
         if line["direction"] == "up":
             up[line["kind"], next((word for word in (SEALED, MASKED) if word in line["protection"]), "")] = None
         elif line["kind"] not in ("instruction", "notice"):

@@ -202,14 +202,18 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 <h2>What left</h2>
 {{ draw.table(left) }}
 <ul>{% for line in kinds %}<li>{{ line }}</li>{% endfor %}</ul>
+<p>Small cells. {{ floor }}</p>
+{% if runs is defined %}{{ draw.table(runs) }}
+<h2>The policy</h2>
+<pre>{{ policy }}</pre>{% endif %}
 <h2>Who could see it</h2>
 <ul>{% for line in seen %}<li>{{ line }}</li>{% endfor %}</ul>
 <h2>Under which ε</h2>
 <p>{{ claim }}</p>
-{% if privacy %}{{ draw.table(privacy) }}{% else %}<p>No account states an ε.</p>{% endif %}
+{% if absent is defined %}{% if privacy %}{{ draw.table(privacy) }}{% else %}<p>No account states an ε.</p>{% endif %}
 <h2>Who took no part</h2>
 {% if absent %}<ul>{% for line in absent %}<li>{{ line }}</li>{% endfor %}</ul>{% else %}<p>All took part in every exchange.</p>{% endif %}
-{% if untested %}<p>Not tested at the end: {{ untested | join(", ") }}.</p>{% endif %}
+{% if untested %}<p>Not tested at the end: {{ untested | join(", ") }}.</p>{% endif %}{% endif %}
 <h2>Attacks and audits</h2>
 <ul>{% for line in attacks %}<li>{{ line }}</li>{% endfor %}<li>{{ audit }}</li><li>{{ sacroml }}</li></ul>
 <h2>What ran, and what it made</h2>

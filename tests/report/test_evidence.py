@@ -105,6 +105,27 @@ def test_code_has_one_digest_wherever_it_lies(tmp_path, monkeypatch):
     assert code_digest() != here
 
 
+@pytest.mark.parametrize(("name", "kinds"), [("a", {"notice", "statistic", "model"}), ("c", {"notice"})])
+def test_a_clinics_own_evidence_is_of_its_own_files(ran, name, kinds, monkeypatch):
+    """Its ledger has what the server's has of it; of who refused only notices left."""
+    state, left, seen = ran.root / "state" / name, Counter(), Counter()
+    assert command(monkeypatch, "deploy", "evidence", str(state)) == 0
+    found, html = json.loads((state / "evidence.json").read_text()), (state / "evidence.html").read_text()
+    for row in found["left"]:
+        left[row["stage"], row["field"]] += row["bytes"]
+    for line in ran.ledger:
+        if (line["institution"], line["direction"]) == (name, "up"):
+            seen[line["stage"], line["field"]] += line["bytes"]
+    assert left == seen
+    assert {row["kind"] for row in found["left"]} == kinds
+    assert "strategies: []" in html  # what lies beside the folder state
+    assert "No floor for small cells" in html
+    if name == "a":
+        [own] = found["runs"].values()
+        assert (own["method"], own["tests"], own["charges"]) == ("fedavg", 3, 2)
+        assert any(row["protection"].startswith("(") for row in found["left"])
+
+
 def test_a_control_that_is_none_says_so():
     assert {len(row) for row in CONTROLS} == {3}
     assert sum(here.startswith("none") for _, _, here in CONTROLS) > 8

@@ -1,0 +1,126 @@
+"""An institution's own evidence: what its ledger, its state and its policy show, without the coordinator's word."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from flwr_replay.errors import RunError
+from flwr_replay.files.atomic import read_bytes, read_json, read_text, write_atomic
+from flwr_replay.files.lines import parts, read_lines
+from flwr_replay.institution.policy import read_policy
+from flwr_replay.privacy.account import CHARGES
+from flwr_replay.report.evidence_page import CONTROLS, NOT_RUN, PAGE, code_digest, kinds_in, seen_by, table
+from flwr_replay.report.progress import shown_bytes
+from flwr_replay.report.run_page import versions_table
+from flwr_replay.report.templates import render
+from flwr_replay.runs.environment import versions
+from flwr_replay.state.counts import FILE
+from flwr_replay.state.kept import kept
+from flwr_replay.state.store import OPTIONS, REMOVED, RUNS
+from flwr_replay.wire.ledger import LEDGER, ledger_lines
+
+__all__ = ["write_own_evidence"]
+
+CLAIM = (
+    "The ledger has beside each field the (ε, δ) that the account here stated when it left, and none where nothing was "
+    "differentially private. The ε of several runs add up."
+)
+
+
+def write_own_evidence(state: Path, policy_file: Path | None, attacks: Sequence[str]) -> tuple[Path, Path]:
+    """Write `evidence.html` and `evidence.json` into an institution's state directory; return their paths.
+
+    Parameters
+    ----------
+    state : Path
+        The state directory, `state/NAME`.
+    policy_file : Path or None
+        The policy in force now; None: there is none.
+    attacks : sequence of str
+        Sentences on what the institution's own attacks on its record found.
+
+    Raises
+    ------
+    RunError
+        If it is no such directory, or nothing has left; if a file is damaged.
+    """
+    left: dict[tuple[str, ...], dict[str, Any]] = {}
+    known = kept(state) if (state / RUNS).is_dir() else []  # none: it has refused all
+    runs = {folder.run: _run(state / RUNS / folder.run) for folder in known}
+    for line in ledger_lines(state):
+        key = tuple(line[name] for name in ("run", "stage", "field", "kind"))
+        row = left.setdefault(key, {"messages": 0, "bytes": 0, "first": line["time"]})
+        row |= {"messages": row["messages"] + 1, "bytes": row["bytes"] + line["bytes"]}
+        row |= {"last": line["time"], "protection": line["protection"]}
+    if not left:
+        raise RunError(f"evidence is of what has left; the ledger in {state} has no line: take part in a run first")
+    policy, counts, here = read_policy(policy_file), read_lines(state / FILE), versions()
+    floor = (
+        f"No count below {policy.min_count} leaves (min-count). In all runs {sum('test' in one for one in counts)} of "
+        f"{policy.max_evaluations:,} tests have been asked for, and {sum('total' in one for one in counts)} different "
+        "numbers of training examples have left."
+        if policy.min_count
+        else "No floor for small cells (min-count is off): a count that left may be of one patient."
+    )
+    found: dict[str, Any] = {
+        "institution": state.name,
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "left": [dict(zip(("run", "stage", "field", "kind"), key, strict=True)) | row for key, row in left.items()],
+        "runs": runs,
+        "small-cells": floor,
+        "policy": read_text(policy_file) if policy_file else "",
+        "attacks": list(attacks),
+        "versions": here,
+        "sha256": {
+            **{path.name: sha256(read_bytes(path)).hexdigest() for path in parts(state / LEDGER) if path.exists()},
+            "the package's code, where this was written": code_digest(),
+        },
+    }
+    rows = [
+        [*key[:3], key[3], row["messages"], shown_bytes(row["bytes"]), row["last"], row["protection"]]
+        for key, row in left.items()
+    ]
+    heads = ["run", "stage", "field", "kind", "messages", "size", "last left", "protection"]
+    of_runs = [[name, *own.values()] for name, own in runs.items()]
+    text = render(
+        PAGE,
+        title=f"Evidence of {state.name}, from its own files",
+        about=f"Ledger, accounts and state of {state.name}, and its policy, as they stood on {found['written']}. What "
+        "came down, and who else took part, is in the coordinator's evidence: compare the two.",
+        left=table("What left, by run and field", heads, rows),
+        runs=table("The runs", ["run", "method", "task", "tests", "charges", "models removed"], of_runs),
+        kinds=kinds_in(key[3] for key in left),
+        seen=[*seen_by({**row, "kind": key[3], "direction": "up"} for key, row in left.items())],
+        claim=CLAIM,
+        floor=floor,
+        policy=found["policy"] or "There is no policy here: everything may leave.",
+        attacks=found["attacks"] or ["No attack was run on this record: `flwr-replay privacy attack STATE --run RUN`."],
+        audit="An audit by canaries is the coordinator's: see there.",
+        sacroml=NOT_RUN["sacroml"],
+        sums=table("SHA-256", ["file", "digest"], list(found["sha256"].items())),
+        versions=versions_table("Versions here, now", here),
+        controls=table("What is asked, and what is here", ["asked by", "asked", "here"], CONTROLS),
+        version=here["flwr-replay"],
+    )
+    page, data = state / f"{PAGE}.html", state / f"{PAGE}.json"
+    write_atomic(data, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    write_atomic(page, text)
+    return page, data
+
+
+def _run(folder: Path) -> dict[str, Any]:
+    """Say what a run was, and what it has cost: tests where no floor counts them, and charges of ε."""
+    options = read_json(folder / OPTIONS) if (folder / OPTIONS).exists() else {}  # none: it was refused
+    tests, charges = folder / "tests", folder / CHARGES
+    return {
+        "method": options.get("strategy.name", "none: refused"),
+        "task": options.get("task.name", ""),
+        "tests": tests.stat().st_size if tests.exists() else 0,
+        "charges": len(read_lines(charges)) if charges.exists() else 0,
+        "removed": "yes" if (folder / REMOVED).exists() else "no",
+    }
