@@ -50,6 +50,7 @@ def seal_key(
     name: Annotated[str, typer.Argument(help="The institution's name.")],
     key: Annotated[str, typer.Option("--key", help="The file of its private key, made if there is none.")] = "seal.key",
     peers: Annotated[str, typer.Option("--peers", help="Check this file of pinned keys, and show its digest.")] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Make the institution NAME's key for sealed runs, and print the line that the others pin.
 
@@ -59,11 +60,12 @@ def seal_key(
     from flwr_replay.ciphers.seal import Seal, line_of, make_key, read_pins
 
     private, public = make_key(absolute(key))
-    print(line_of(name, public))
+    lines, pins, digest = [line_of(name, public)], list[str](), ""
     if peers:
-        pins = read_pins(Path(peers).expanduser())
-        digest = Seal(name, private, pins).digest
-        print(f"{peers} pins {', '.join(sorted(pins))}; its digest, to compare with the others: {digest}")
+        pinned = read_pins(Path(peers).expanduser())
+        pins, digest = sorted(pinned), Seal(name, private, pinned).digest
+        lines.append(f"{peers} pins {', '.join(pins)}; its digest, to compare with the others: {digest}")
+    answer({"line": lines[0], "pins": pins, "digest": digest}, "\n".join(lines), as_json)
 
 
 @app.command()

@@ -118,6 +118,7 @@ def plot(
 def clean(
     places: Places,
     yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Delete what finished runs no longer need: checkpoints, uploads, recorded messages. Results and models stay.
 
@@ -128,7 +129,8 @@ def clean(
 
     folders = [finished_place(place) for place in places]
     deletable = spare(folders)
-    print("\n".join(f"{place}  {shown_bytes(count)}" for place, count in deletable) or "nothing to delete")
+    text = "\n".join(f"{place}  {shown_bytes(count)}" for place, count in deletable) or "nothing to delete"
+    answer({"deleted": {str(place): count for place, count in deletable}}, text, as_json)
     if deletable and not yes:
         total = shown_bytes(sum(count for _, count in deletable))
         typer.confirm(f"Delete these, {total}? The runs cannot be made longer then", abort=True)

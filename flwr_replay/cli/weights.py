@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flwr_replay.cli.places import say
+from flwr_replay.cli.places import AsJson, answer, say
 
 __all__ = ["app"]
 
@@ -18,6 +18,7 @@ app = typer.Typer(help="Fetch a pretrained encoder's published weights.", no_arg
 def get(
     name: Annotated[str, typer.Argument(metavar="NAME")],
     to: Annotated[str, typer.Option("--to", help="Where to put them; default: NAME.safetensors.")] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Download the published weights of timm's NAME, such as resnet18.a1_in1k, to a file.
 
@@ -27,7 +28,10 @@ def get(
     from flwr_replay.models.hub import fetch
 
     weights = fetch(name, to)
-    print(f"{weights.file}{'' if weights.new else ' was there already'}")
-    print(f"SHA-256 {weights.sha256}, {weights.size:,} bytes, licence: {weights.licence}")
-    print(f"In a run: model=timm model.name={weights.name} {shlex.quote(f'model.weights={weights.file}')}")
-    print(f"""In a deployment, at each institution: --node-config '… weights="{weights.file}"'""")
+    lines = [
+        f"{weights.file}{'' if weights.new else ' was there already'}",
+        f"SHA-256 {weights.sha256}, {weights.size:,} bytes, licence: {weights.licence}",
+        f"In a run: model=timm model.name={weights.name} {shlex.quote(f'model.weights={weights.file}')}",
+        f"""In a deployment, at each institution: --node-config '… weights="{weights.file}"'""",
+    ]
+    answer(weights, "\n".join(lines), as_json)

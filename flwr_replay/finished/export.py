@@ -20,7 +20,7 @@ from flwr_replay.finished.trained import TrainedModel
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.layers import Prepared
 from flwr_replay.report.comparison import markdown_table
-from flwr_replay.report.metrics import VALIDATION, epsilon_suffix
+from flwr_replay.report.metrics import SHARED, VALIDATION, epsilon_suffix
 from flwr_replay.report.run_files import METRICS, RESULT, read_result, rows_of
 from flwr_replay.report.run_page import confusion_table, labels_table, metrics_table, privacy_table
 from flwr_replay.report.summary import confusion_of, judged_by, tested_of
@@ -112,10 +112,16 @@ def card(folder: Path, model: TrainedModel, institution: str, best: bool = False
     if not there(folder / RESULT):
         raise RunError(f"a model card needs a finished run; {folder} has no result.json: give a run directory")
     result, task = read_result(folder), model.task
-    final, confusion = result["final"], {} if best else confusion_of(folder)
+    final, confusion = result["final"], BestModel(folder).confusion if best else confusion_of(folder)
     whose = f"the model of {institution}" if institution else "the global model"
-    if institution:
+    prefix = f"{institution}-"
+    shared = prefix in SHARED and institution not in final["institutions"]  # tested beside institutions' own models
+    if shared:
+        own = {name: value for name, value in final["global"].items() if name.startswith(prefix)}
+        whose, final = "the global model", {"global": {n.removeprefix(prefix): value for n, value in own.items()}}
+    elif institution:
         final = {"global": final["institutions"].get(institution, {})}
+    if institution:
         confusion = {name: counts for name, counts in confusion.items() if name == institution}
     if best:
         exchange = BestModel(folder).exchange
@@ -127,7 +133,7 @@ def card(folder: Path, model: TrainedModel, institution: str, best: bool = False
         whose = f"the global model of round {rows[0]['round']}, the best"
     by = judged_by(result) if best else "test"
     metrics = {n: value for n, value in final["global"].items() if n.startswith(VALIDATION) == (by == "validation")}
-    tested = f"the test examples of {institution}" if institution else f"all institutions' {by} examples"
+    tested = f"the test examples of {institution}" if institution and not shared else f"all institutions' {by} examples"
     by_site = None
     if metrics and not institution:
         of_round = {**result, "final": {**final, "global": metrics}}

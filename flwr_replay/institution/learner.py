@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flwr_replay.config.sections import require
 from flwr_replay.errors import TrainingError
 from flwr_replay.generators.sampler import ReplaySampler
 from flwr_replay.institution.budget import DPTraining
@@ -70,6 +71,7 @@ class Learner:
 
     def batches(self, data: Shard, shuffle: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield x_U and its labels, one pass over the real examples."""  # Qu et al. 2022, Alg. 1, lines 2-4
+        require(not (self.balanced and self.dp), "batches=balanced is not for training under DP: leave one of them out")
         among = balanced_rows(data.y, shuffle) if self.balanced else None
         plain = batches(data.x, data.y, self.batch_size, shuffle, among=among)
         real = self.dp.batches(data) if self.dp else plain

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from flwr_replay.config.sections import TrainingConfig
+from flwr_replay.config.sections import TrainingConfig, require
 from flwr_replay.errors import ConfigError, DivergedError, TrainingError
 from flwr_replay.models import has_batch_norm
 from flwr_replay.models.frozen import Frozen
@@ -187,7 +187,16 @@ def balanced_rows(labels: Tensor, draws: torch.Generator) -> Tensor:
     """Draw as many rows as there are labels, (n,), with repetition: every class that occurs is equally likely.
 
     Balanced batches of Alhamoud et al. 2024 (FedMedICL, arXiv:2407.08822), where they rival methods made for shifts.
+
+    Raises
+    ------
+    ConfigError
+        If the labels are no classes.
     """
+    require(
+        labels.ndim == 1 and not labels.is_floating_point(),
+        "batches=balanced draws classes equally often; the labels of this task are no classes: leave it out",
+    )
     _, classes, counts = torch.unique(labels.cpu(), return_inverse=True, return_counts=True)
     return torch.multinomial(1 / counts[classes], len(labels), replacement=True, generator=draws)
 

@@ -45,7 +45,8 @@ def notes(report: Mapping[str, Any]) -> list[str]:
         f"seeds {', '.join(map(str, report['seeds']))}, paired; ± is the standard deviation over seeds{over}; worst "
         "institution, bytes, examples (with repetitions) and seconds are means over seeds"
     )
-    few = f"no intervals: {seeds} seed{'s' * (seeds > 1)} cannot show the variation by chance, {FEWEST} can"
+    ranks_too = " and no ranks" * (len(report["strategies"]) > 2)
+    few = f"no intervals{ranks_too}: {seeds} seed{'s' * (seeds > 1)} cannot show the variation by chance, {FEWEST} can"
     return [columns, *findings(report), *([few] if seeds < FEWEST else [])]
 
 

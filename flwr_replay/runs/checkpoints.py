@@ -26,13 +26,14 @@ from flwr_replay.errors import DamagedError, RunError
 from flwr_replay.files.atomic import fits, private_folder, read_bytes, tally, write_atomic
 from flwr_replay.files.disk import entries, reading, remove, writing
 from flwr_replay.files.lines import Lines, check_begin, parts, read_lines
-from flwr_replay.files.tensors import OF_RUN, read_own, write_tensors
+from flwr_replay.files.tensors import OF_RUN, read_own, read_texts, write_tensors
 from flwr_replay.report.run_files import FORMS, MEMBERS, mark_of, tensors_of
 from flwr_replay.server.recorder import Snapshot
 from flwr_replay.wire.records import StateDict
 
 __all__ = ["BestModel", "Checkpoints", "TakingPart", "best_of"]
 
+CONFUSED = "confusion"  # a text beside the best weights
 FORM = {
     "server-round": int,
     "examples-seen": int,
@@ -261,10 +262,15 @@ class BestModel:
         """Return the file with the best weights."""
         return self.files()[self.exchange]
 
-    def write(self, exchange: int, arrays: StateDict) -> None:
-        """Keep the weights of a round that is better than all before."""
+    @property
+    def confusion(self) -> dict[str, list[int]]:
+        """Each institution's test examples by label and prediction, row by row; nothing where validation judged."""
+        return dict(json.loads(read_texts(self.file()).get(CONFUSED, "{}")))
+
+    def write(self, exchange: int, arrays: StateDict, confusion: Mapping[str, list[int]] | None = None) -> None:
+        """Keep the weights of a round that is better than all before, and how its tests came out."""
         file = private_folder(self.folder) / f"{exchange:06d}.safetensors"
-        write_tensors(file, arrays, {OF_RUN: self._mark})
+        write_tensors(file, arrays, {OF_RUN: self._mark, CONFUSED: json.dumps(confusion or {})})
 
     def settle(self, exchange: int) -> None:
         """Delete what is not the best at this exchange, and was before it."""

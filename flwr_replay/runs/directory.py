@@ -173,7 +173,7 @@ class RunDirectory(Recorder):
         if examples := {name: test.num_examples for name, test in self.tested.items()}:
             values = {"round": exchange, "institutions": counts, "examples": examples}
             self._first.append(partial(write_of, self.path, CONFUSION, values))
-            self.confusion = counts
+        self.confusion = counts
         so_far = {"metric": self.leading, "final": {"global": pooled}}
         warned = warnings(so_far, counts, self.config.task.class_names, {})
         self.worthless = self.worthless + 1 if warned else 0
@@ -237,7 +237,7 @@ class RunDirectory(Recorder):
         named = nested({"arrays": snapshot.arrays, "state": state}, mark="/")
         best = not self.no_best and self.history and best_of(self.history, *self._judged())[0] == snapshot.exchange
         if best:
-            self._first.append(partial(self._best.write, snapshot.exchange, snapshot.arrays))
+            self._first.append(partial(self._best.write, snapshot.exchange, snapshot.arrays, self.confusion))
         self._checkpoints.write(snapshot.exchange, named, values, self._first)
         self._first = []
         self._best.settle(snapshot.exchange - 2)  # a resumed run may begin at the checkpoint before the last

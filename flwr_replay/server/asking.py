@@ -36,6 +36,7 @@ EXPIRED = (3, 4)  # Flower's codes for a message or an answer that is missing or
 GONE = 5  # for a node that has gone without a word
 LOST = (*EXPIRED, GONE, 8)  # the last for a ClientApp that was killed
 SIMULATED = ("InMemoryGrid",)  # Flower's grid of a Ray simulation
+INLINE = "InlineGrid"  # which nobody joins later
 ENTERED = 10.0  # seconds after which it has all its nodes
 WORKER_FAILED = 0  # its code for a worker that has failed; over a network anybody can send it
 DEPLOYED = ("GrpcGrid", "HttpGrid")  # Flower's grids of deployments; a simulation's has all nodes from the start
@@ -84,6 +85,7 @@ def wait_for_nodes(
     """
     begun, due = time.monotonic(), 0.0
     seconds = min(seconds, ENTERED) if type(grid).__name__ in SIMULATED else seconds
+    seconds = 0 if type(grid).__name__ == INLINE else seconds
     deadline = begun + seconds
     while (joined := len(set(grid.get_node_ids()))) < number:
         if time.monotonic() >= deadline:

@@ -10,9 +10,9 @@ from flwr_replay.cli.main import app
 
 SMALL = ["strategy=fedavg", "model=mlp", "model.width=4", "rounds=1", "nodes=2"]
 TEXT_ONLY = {  # they print one line or a table for people, write what they are asked to, or ask
-    *("watch", "rehearse", "new strategy", "new app", "new study", "new partition", "weights get"),
-    *("data show", "data images", "data convert", "data manifest", "deploy seal-key", "deploy remove"),
-    *("privacy plot", "privacy digest", "runs plot", "runs clean"),
+    *("watch", "rehearse", "new strategy", "new app", "new study", "new partition"),
+    *("data show", "data images", "data convert", "data manifest", "deploy remove"),
+    *("privacy plot", "privacy digest", "runs plot"),
 }
 KEYS = {
     "runs list": {"run", "state", "metric", "bytes"},
@@ -35,6 +35,9 @@ KEYS = {
     "compare fedavg seeds=1 rounds=1 model=mlp model.width=4 nodes=2": {"cells", "folder"},
     "deploy init --clinics a,b --out dep rounds=1 task.size=8": {"coordinator", "clinics"},
     "deploy evidence runs/one": {"files"},
+    "deploy evidence home/state/simulation/institution-1": {"files"},
+    "deploy seal-key a": {"line", "pins", "digest"},
+    "runs clean runs/one --yes": {"deleted"},
     "deploy state home/state/simulation/institution-1": {"runs", "decoded", "ledger"},
     "privacy epsilon --examples 100 --batch 10 --noise 1 --epochs 1": {"epsilon", "delta", "noise", "steps"},
 }

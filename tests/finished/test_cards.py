@@ -46,6 +46,8 @@ def test_a_card_has_front_matter_and_the_runs_tables(ran):
     assert heads == ["label", *"zothfisven"]
     right = sum(int(row[at]) for at, row in enumerate(counts, 1))
     assert right / sum(int(cell) for row in counts for cell in row[1:]) == pytest.approx(final["global"]["accuracy"])
+    best = card(folder, load_model(folder, best=True), "", best=True)  # the only round
+    assert section(best, "Confusion matrix") == [["label", *"zothfisven"], *counts]
     heads, *trained = section(body, "Class counts")
     examples = {row["institution"]: row["examples"] for row in rows_of(folder, "members.jsonl")}
     assert {name: sum(map(int, row)) for name, *row in trained} == examples

@@ -200,6 +200,9 @@ def test_private_models_are_used_at_their_institution(job, tmp_path, monkeypatch
             guesses = model(torch.as_tensor(examples.x)).argmax(1).numpy()
             told = result["final"]["institutions"][name]["accuracy"]
             assert np.mean(guesses == examples.labels) == pytest.approx(told)
+    if strategy == "ditto":  # the shared model was tested beside their own
+        told = f"test examples: accuracy {result['final']['global']['global-accuracy']:.4f}, "
+        assert told in card(folder, load_model(folder, "global"), "global")
     if strategy == "proxyfl":
         assert "It should not be passed on." in card(folder, load_model(folder, "institution-1"), "institution-1")
     with pytest.raises(RunError, match=r"no model of 'institution-9'.*did you mean institution-"):

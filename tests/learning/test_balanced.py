@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flwr_replay.errors import ConfigError
+from flwr_replay.institution.learner import Learner
 from flwr_replay.learning.training import balanced_rows
 from flwr_replay.runs.options import resolve
 from flwr_replay.studies.compare import compare_strategies
@@ -38,6 +39,15 @@ def test_institutions_train_on_them_where_they_are_asked_to(tmp_path, monkeypatc
     plain, balanced = (cell["result"] for cell in report["cells"])
     assert plain["examples-seen"] == balanced["examples-seen"]
     assert plain["final"] != balanced["final"]
+
+
+@pytest.mark.parametrize("labels", [torch.rand(4), torch.zeros(4, 3, 3, dtype=torch.long)])
+def test_an_app_of_ones_own_refuses_labels_that_are_no_classes_and_dp(labels):
+    with pytest.raises(ConfigError, match="the labels of this task are no classes"):
+        balanced_rows(labels, torch.Generator())
+    learner = Learner(None, None, None, 4, None, None, dp=object(), balanced=True)
+    with pytest.raises(ConfigError, match="not for training under DP"):
+        learner.batches(None, torch.Generator())
 
 
 @pytest.mark.parametrize(

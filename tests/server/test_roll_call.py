@@ -229,8 +229,9 @@ def test_too_few_institutions_end_the_run_with_one_line(tmp_path):
         run(tmp_path, "strategy=cwt", "nodes=4", "wait=0.1", there=lambda grid: [2, 3])
 
 
-def test_a_simulation_that_has_too_few_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(asking, "SIMULATED", ("Grid",))
+@pytest.mark.parametrize(("kind", "grids", "seconds"), [("SIMULATED", ("Grid",), 0.1), ("INLINE", "Grid", 0)])
+def test_a_simulation_that_has_too_few_is_not_waited_for(tmp_path, monkeypatch, kind, grids, seconds):
+    monkeypatch.setattr(asking, kind, grids)
     monkeypatch.setattr(asking, "ENTERED", 0.1)
-    with pytest.raises(RunError, match=r"2 joined within 0.1 s: .* num-supernodes=N"):
+    with pytest.raises(RunError, match=rf"2 joined within {seconds} s: .* num-supernodes=N"):
         run(tmp_path, "strategy=cwt", "nodes=4", "wait=60", there=lambda grid: [2, 3])
