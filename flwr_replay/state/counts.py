@@ -17,7 +17,7 @@ from flwr_replay.errors import PrivacyError, RefusedError, TrainingError, WireEr
 from flwr_replay.files.atomic import alone, private_folder, read_json, sync, write_json
 from flwr_replay.files.disk import looked
 from flwr_replay.files.lines import add_line, read_lines
-from flwr_replay.state.store import RUNS
+from flwr_replay.state.store import REMOVED, RUNS
 
 __all__ = ["FILE", "KEPT", "ROOM", "Released"]
 
@@ -77,7 +77,8 @@ class Released:
     def _kept(self, run: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the other runs that go on, and what they may ask for."""
         for file, status in looked(self.file.parent.glob(f"{RUNS}/*/{ROOM}")).items():
-            if file.parent.name != run and time.time() - status.st_mtime < KEPT:
+            over = time.time() - status.st_mtime > KEPT or (file.parent / REMOVED).exists()
+            if file.parent.name != run and not over:
                 yield file.parent.name, read_json(file, {"tests": int, "sums": bool})
 
     def goes_on(self, own: Path) -> None:

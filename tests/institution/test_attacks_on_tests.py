@@ -19,7 +19,7 @@ from flwr_replay.payloads.common import RollCall, Train
 from flwr_replay.payloads.ditto import EvaluatePersonal, TrainPersonal
 from flwr_replay.payloads.local import EvaluateOwn, TrainOwn
 from flwr_replay.state.counts import FILE, KEPT, ROOM
-from flwr_replay.state.store import RUNS
+from flwr_replay.state.store import REMOVED, RUNS
 
 
 @pytest.fixture
@@ -183,6 +183,8 @@ def test_of_two_runs_at_the_same_time_the_second_is_refused_before_it_trains(fol
     os.utime(server.state / RUNS / "third" / ROOM, (long_ago, long_ago))
     server.send(Train(arrays=server.weights, run="third", server_round=1, lr=0.1, local_epochs=1))  # it goes on
     assert "another run may still" in refusal(server.send(call(run="second")))
+    (server.state / RUNS / "third" / REMOVED).touch()  # the institution says that it is over
+    assert not refusal(server.send(call(run="second")))
 
 
 def test_tests_at_the_end_of_a_run_are_counted():
