@@ -338,7 +338,7 @@ def _unset(chosen: tuple[str, ...]) -> Mapping[str, Any]:
     return MappingProxyType(values)
 
 
-@lru_cache(maxsize=64)  # a study composes hundreds of times, and each takes Hydra 0.1 s
+@lru_cache(maxsize=256)  # a study composes hundreds of times, and each takes Hydra 0.1 s
 def _hydra(overrides: tuple[str, ...]) -> dict[str, Any]:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir

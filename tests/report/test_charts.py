@@ -33,6 +33,8 @@ def test_a_row_has_a_dot_for_each_seed_beside_its_mean_and_interval():
     assert low < high < alone
     assert above < below  # seeds lie one under the other, in their order
     assert "epsilon 8" in " ".join(text for text, _ in texts)
+    assert {"0", "0.0", "1", "1.0"}.isdisjoint(text for text, _ in texts)  # lines across do not make the axis longer
+    assert chart.svg.count("dasharray") == 1  # the mark
     assert chart.told == "a: 0.300; b: 0.500"
     numbers = [line.split(",") for line in chart.csv.splitlines()]
     assert numbers[1:4] == [
@@ -52,7 +54,8 @@ def test_names_beside_lines_keep_their_order_and_lie_on_no_other(ends):
     by_end = sorted(heights, key=lambda name: -ends[int(name.removeprefix("line-"))])
     assert len(heights) == len(ends)
     assert all(heights[low] - heights[high] > 14 for high, low in pairwise(by_end))
-    assert all(0 < height < float(tree.get("viewBox").split()[3]) for height in heights.values())
+    assert all(0 < height < float(tree.get("viewBox").split()[3]) for _, (_, height) in written(tree))
+    assert max(written(tree), key=lambda text: text[1][1])[0] == "round"  # below its numbers
 
 
 def test_figures_are_files_with_the_numbers_behind_them(tmp_path):
