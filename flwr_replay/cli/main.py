@@ -158,7 +158,8 @@ def compare(
         str | None, typer.Option("--metric", help="accuracy, loss, …; default: the task's main metric.")
     ] = None,
     tune: Annotated[
-        int | None, typer.Option("--tune", help="Tries by Optuna for each method, where an option is lr=0.001..0.1.")
+        int | None,
+        typer.Option("--tune", min=1, help="Tries by Optuna for each method, where an option is lr=0.001..0.1."),
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", help="Runs at the same time.")] = 1,
     runs_dir: RunsDir = "runs",

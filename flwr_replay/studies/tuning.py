@@ -1,8 +1,9 @@
 """`--tune N`: before a comparison, Optuna looks for each method's best values of some options, in N tries each.
 
 `lr=0.001..0.1` is a range, and `lr=auto` that of `rates.RATES`. A try is a whole run with a seed that is not reported,
-judged by its validation examples. All methods have as many tries. Which values are tried follows from what was found
-before alone, so a repeated command asks for the same ones, and tries that have finished are not repeated.
+judged by its validation examples. All methods have as many tries: the default, seven more that fill the ranges evenly
+(Sobol's sequence), then those of a tree-structured Parzen estimator. All follow from what was found before alone, so a
+repeated command asks for the same ones, and tries that have finished are not repeated.
 
 Under differential privacy a try spends epsilon like any run. The report says what all tries spend together: at most the
 sums of their epsilons and deltas (Dwork and Roth 2014, doi 10.1561/0400000042, Theorem 3.16).
@@ -11,13 +12,18 @@ sums of their epsilons and deltas (Dwork and Roth 2014, doi 10.1561/0400000042, 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from scipy.stats.qmc import Sobol
+
 from flwr_replay.config.compose import compose
+from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.files.atomic import alone, make_folder
 from flwr_replay.privacy.accounting import rounded_up
@@ -31,8 +37,9 @@ from flwr_replay.terminal import installing
 
 __all__ = ["compare_tuned"]
 
-RANGE = re.compile(r"([\w.-]+)=([\d.eE+-]+?)\.\.([\d.eE+-]+)")
+RANGE = re.compile(r"([\w.-]+)={0}\.\.{0}".format(r"(\d+(?:\.\d+)?(?:e-?\d+)?)"))
 SUCH = "write one such as lr=0.001..0.1"
+EVEN = 8  # tries, the first ones
 LOGARITHMIC = 10  # times the lower end that the upper one is, from which a range is searched by powers of ten
 Space = dict[str, Any]  # by option, Optuna's distribution
 
@@ -51,8 +58,6 @@ def compare_tuned(
         import optuna
     except ImportError:
         raise ConfigError(f"--tune needs Optuna: {installing('optuna')}") from None
-    if tries < 1:
-        raise ConfigError(f"--tune must be at least 1; got {tries}")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     against = against or (named(strategies[0])[0] if len(strategies) == 1 else "")
     strategies, options = swept(strategies, options)
@@ -64,8 +69,11 @@ def compare_tuned(
     metric, seed, more = whole.about["metric"], max(whole.about["seeds"]) + 1, whole.about["higher-is-better"]
     words = [*(option for option in fixed if not option.startswith("seeds=")), f"seeds={seed},"]
     way = optuna.study.StudyDirection.MAXIMIZE if more else optuna.study.StudyDirection.MINIMIZE
-    sampler = optuna.samplers.TPESampler
-    studies = {label: optuna.create_study(direction=way, sampler=sampler(seed=0)) for label in spaces}
+    sampler, new = optuna.samplers.TPESampler, optuna.create_study
+    studies = {label: new(direction=way, sampler=sampler(seed=0, n_startup_trials=EVEN)) for label in spaces}
+    for cell in (cell for cell in whole.cells[: len(methods)] if cell.method.label in spaces):
+        for values in _even(spaces[cell.method.label], compose(list(cell.overrides))):
+            studies[cell.method.label].enqueue_trial(values)
     found: dict[str, dict[str, dict[str, Any]]] = {label: {} for label in spaces}  # what came out, by the try's name
     for _ in range(tries):
         asked = {label: studies[label].ask(space) for label, space in spaces.items()}
@@ -81,7 +89,7 @@ def compare_tuned(
     for label, study in studies.items():
         if len({trial.value for trial in study.trials} - {None}) > 1:  # else the default is as good
             best[label] = _with(label, methods[label], study.best_params)
-            told.append(_with(label, methods[label], study.best_params, tried=True).partition(" := ")[0])
+            told.append(_with(label, "", study.best_params, tried=True).partition(" := ")[0])
     every = planned([name for outcomes in found.values() for name in outcomes], words, "", runs_dir, metric, "tuning")
     folder = run_comparisons([every], jobs)[0][1]["folder"]  # a page of all tries
     line = (
@@ -123,13 +131,22 @@ def _spaces(methods: Mapping[str, str], options: Sequence[str]) -> tuple[dict[st
 def _space(option: str, *ends: str) -> Any:
     from optuna.distributions import FloatDistribution, IntDistribution
 
-    try:
-        low, high = map(float, ends)
-        log = high >= LOGARITHMIC * low > 0
-        whole = all(end.isdecimal() for end in ends)
-        return IntDistribution(int(low), int(high), log) if whole else FloatDistribution(low, high, log)
-    except ValueError:
-        raise ConfigError(f"a range is low..high; got {option}: {SUCH}") from None
+    low, high = map(float, ends)
+    if not low < high:
+        raise ConfigError(f"a range is low..high; got {option}: {SUCH}")
+    log, whole = high >= LOGARITHMIC * low > 0, all(end.isdecimal() for end in ends)
+    return IntDistribution(int(low), int(high), log) if whole else FloatDistribution(low, high, log)
+
+
+def _even(space: Space, config: RunConfig) -> Iterator[dict[str, float]]:
+    """Yield the first tries: the default, or the end of the range next to it, then those that fill the ranges."""
+    with suppress(AttributeError, TypeError):  # what is chosen has no such option, or no number by default
+        yield {o: sorted((one.low, attrgetter(o)(config), one.high))[1] for o, one in space.items()}
+    for point in Sobol(len(space), scramble=False).random(EVEN)[1:]:
+        yield {
+            o: type(one.low)(one.low * (one.high / one.low) ** at if one.log else one.low + (one.high - one.low) * at)
+            for (o, one), at in zip(space.items(), point.tolist(), strict=True)
+        }
 
 
 def _with(label: str, spec: str, values: Mapping[str, float], tried: bool = False) -> str:

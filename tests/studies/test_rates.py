@@ -99,7 +99,7 @@ def test_optuna_tries_on_a_seed_that_is_not_reported_and_repeats_none(tmp_path, 
                 judged[rate] = read_result(folder)["final"]["global"]["validation-accuracy"]
         cell = next(cell for cell in report["cells"] if cell["label"] == label)
         chosen = options_of(tmp_path / report["folder"] / cell["folder"])["training"]["lr"]
-        assert len(judged) == 3
+        assert sorted(judged) == pytest.approx([0.01, 0.0316, 0.178], rel=0.01)  # the default; the middle, and so on
         assert judged[chosen] == max(judged.values())
     assert {cell["options"][0] for cell in report["cells"] if cell["label"] == "fixed"} == {"training.lr=1e-9"}
     epsilons = [
@@ -114,20 +114,19 @@ def test_optuna_tries_on_a_seed_that_is_not_reported_and_repeats_none(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("options", "tries", "said"),
+    ("options", "said"),
     [
-        (["lr=auto", "split=test"], 3, "--tune chooses by validation examples"),
-        (["lr=auto", "fedavg.lr=1"], 3, "a range that no method sets itself"),
-        (["lr=0.1|0.2"], 3, "a range that no method sets itself"),
-        (["ks=0.1..0.9"], 3, "no option of the data"),
-        (["lr=1.0..0.1"], 3, "a range is low..high; got lr=1.0..0.1"),
-        (["lr=1.."], 3, "lr"),
-        (["mu=0.1..1"], 3, "unknown option 'mu' of the method fedavg"),
-        (["lr=auto"], 0, "--tune must be at least 1"),
-        (["lr=auto", "rounds=0"], 3, "rounds"),
+        (["lr=auto", "split=test"], "--tune chooses by validation examples"),
+        (["lr=auto", "fedavg.lr=1"], "a range that no method sets itself"),
+        (["lr=0.1|0.2"], "a range that no method sets itself"),
+        (["ks=0.1..0.9"], "no option of the data"),
+        (["lr=1.0..0.1"], "a range is low..high; got lr=1.0..0.1"),
+        (["lr=1.."], "lr"),
+        (["mu=0.1..1"], "unknown option 'mu' of the method fedavg"),
+        (["lr=auto", "rounds=0"], "rounds"),
     ],
 )
-def test_what_optuna_cannot_tune_is_refused_before_any_run(options, tries, said, tmp_path):
+def test_what_optuna_cannot_tune_is_refused_before_any_run(options, said, tmp_path):
     with pytest.raises(ConfigError, match=said):
-        compare_tuned(["fedavg"], [*TINY, *options], "", 1, tmp_path, "", tries)
+        compare_tuned(["fedavg"], [*TINY, *options], "", 1, tmp_path, "", 3)
     assert list(tmp_path.iterdir()) == []
