@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flwr_replay.clients.fedstats import FedStatsClient
 from flwr_replay.errors import DivergedError, PrivacyError, WireError
 from flwr_replay.institution.budget import DPTraining
-from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.noisy import NoisyUpload
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.augment import changed
@@ -31,13 +31,20 @@ from flwr_replay.learning.training import (
 from flwr_replay.models import split
 from flwr_replay.models.layers import as_input
 from flwr_replay.payloads.fedreplay import Encode, Encoder, Extract, Latents
+from flwr_replay.payloads.fedstats import ClassSums, Summarise
 from flwr_replay.wire.weights import encoded, load_arrays, to_arrays
 
 __all__ = ["FedReplayClient"]
 
 
-class FedReplayClient(InstitutionClient):
-    """Trains the encoder if asked to, and uploads latent variables."""
+class FedReplayClient(FedStatsClient):
+    """Trains the encoder if asked to, and uploads latent variables, or sums of them."""
+
+    def summarise(self, request: Summarise) -> ClassSums:
+        """Return sums of a frozen encoder's latents, for latents=drawn; of nothing else."""
+        if not request.sums:
+            raise WireError("sums of FedReplay are of a frozen encoder's latents; the server asks for others: refused")
+        return super().summarise(request)
 
     def encode(self, request: Encode) -> Encoder:
         """Stage 1: train the whole backbone until the validation loss stops falling; return the encoder only."""

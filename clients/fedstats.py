@@ -10,23 +10,28 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flwr_replay.errors import PrivacyError, WireError
+from flwr_replay.config.sections import ReplayConfig
+from flwr_replay.errors import PrivacyError, TrainingError, WireError
 from flwr_replay.files.atomic import alone
 from flwr_replay.files.tensors import digest
+from flwr_replay.generators.sampler import ReplaySampler
 from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.client import InstitutionClient
+from flwr_replay.learning.draws import Draws, frozen_features
 from flwr_replay.learning.heads import features_of, linear_head
 from flwr_replay.learning.tasks import Regression
 from flwr_replay.learning.training import at_once
 from flwr_replay.models.layers import as_input
-from flwr_replay.payloads.fedstats import MOST_FEATURES, PRODUCTS, ClassSums, Summarise, pairs_of
+from flwr_replay.payloads.common import ExpectsReplay, RunRequest
+from flwr_replay.payloads.fedstats import MOST_FEATURES, PRODUCTS, SUMS, ClassSums, KeepDraws, Summarise, pairs_of
+from flwr_replay.payloads.replay import Kept
 from flwr_replay.privacy.places import at_places, drawn_places, places_for
 from flwr_replay.privacy.plan import STATISTICS
 from flwr_replay.privacy.shares import beside
 from flwr_replay.privacy.sums import WITH_LABEL, class_sums, labelled, packed
 from flwr_replay.wire.records import StateDict, opened
 
-__all__ = ["FedStatsClient"]
+__all__ = ["DrawsClient", "FedStatsClient"]
 
 BLOCK = 256  # examples whose features are clipped at once
 KEPT, MADE_BY, ONCE = "class-sums", "made-by", 1  # key of the state, of the encoder in it, and its only number
@@ -60,10 +65,13 @@ class FedStatsClient(InstitutionClient):
             allow them.
         """
         with alone(self.state.of_run(request.run).parent, wait=True):
-            head, _ = linear_head(self.scratch_model(request.arrays))
-            encoder = {name: array for name, array in opened(request.arrays).items() if not name.startswith(f"{head}.")}
+            encoder = opened(request.arrays)
+            if not request.sums:
+                head, _ = linear_head(self.scratch_model(request.arrays))
+                encoder = {name: array for name, array in encoder.items() if not name.startswith(f"{head}.")}
             added_to = np.frombuffer(repr(list(request.cohort)).encode(), np.uint8)  # names have spaces
             asked = {"clip": np.array(request.clip), "products": np.array(request.products), "cohort": added_to}
+            asked["sums"] = np.array(request.sums)
             about = digest({**encoder, **asked})
             made_by = np.frombuffer(about.encode(), np.uint8)
             kept, charged = self.state.at(KEPT, request.run, ONCE), STATISTICS in budget.charged(request.run)
@@ -84,27 +92,32 @@ class FedStatsClient(InstitutionClient):
 
     def summed(self, request: Summarise, budget: PrivacyBudget | None) -> StateDict:
         """Sum the features of all training examples, and their products if asked for; with a budget, add noise."""
-        train, model = self.institution.train, self.scratch_model(request.arrays)
+        train, model = self.institution.train, self.scratch_model(None if request.sums else request.arrays)
         name, head = linear_head(model)
+        width = frozen_features(model) if request.sums else head.in_features
+        if request.sums not in (0, head.out_features * (1 + width)):
+            raise WireError(
+                f"sums of {head.out_features} classes of {width:,} features are other than {request.sums:,}"
+            )
         task = self.task if isinstance(self.task, Regression) else None
-        if task and not (task.bounded and request.products):
+        if task and (not task.bounded or not request.products or request.sums):
             raise WireError(
                 "labels of a regression are clipped to task.label-range, and products are asked for: refused"
             )
-        features = head.in_features + bool(task)  # the label is one more
+        features = width + bool(task)  # the label is one more
         if request.products and (request.products != pairs_of(features) or features > MOST_FEATURES):
             raise WireError(
                 f"{features:,} features have {pairs_of(features):,} products, and of at most {MOST_FEATURES:,} these "
                 f"leave; the server asks for {request.products:,}: refused"
             )
-        form = {**opened(request.arrays), **request.added({"products": request.products})}
+        form = {**opened(request.arrays), **request.added({"products": request.products, "sums": request.sums})}
         step = budget.step(STATISTICS, form) if budget else 0.0
         stream, size = budget and budget.stream(STATISTICS, request), at_once(train.x, places_for(train.x), model)
         in_order = torch.split(torch.arange(len(train)), size)
-        features_NF = torch.zeros(len(train), head.in_features)
+        features_NF = torch.zeros(len(train), width)
         for place_B in drawn_places(len(train), size, stream) if stream else in_order:
-            features_BF = features_of(model, as_input(at_places(train.x, place_B))).cpu().float()
-            features_NF[place_B[place_B >= 0]] = features_BF[place_B >= 0]
+            taken_BF = features_of(model, as_input(at_places(train.x, place_B)), first=bool(request.sums))
+            features_NF[place_B[place_B >= 0]] = taken_BF.cpu().float()[place_B >= 0]
         patients = budget and self.institution.data.train.patients
         of_N = np.arange(len(train)) if patients is None else np.unique(patients, return_inverse=True)[1]
         clip = request.clip * (WITH_LABEL if task else 1)
@@ -118,7 +131,9 @@ class FedStatsClient(InstitutionClient):
             about_B = features_BF, labels_B, of_B, head.out_features, clip, bool(request.products)
             for total, of_block in zip((sums, products_FF), class_sums(*about_B), strict=True):
                 total += of_block
-        parts = {f"{name}.weight": sums[:, 1 : 1 + head.in_features], f"{name}.bias": sums[:, 0]}
+        parts = {f"{name}.weight": sums[:, 1 : 1 + width], f"{name}.bias": sums[:, 0]}
+        if request.sums:
+            parts = {SUMS: sums.flatten()}
         if request.products:
             parts[PRODUCTS] = packed(products_FF)
         if task:
@@ -126,6 +141,56 @@ class FedStatsClient(InstitutionClient):
         if budget and stream:
             return budget.noisy(STATISTICS, parts, step, stream)
         return {name: (part / len(train)).float().numpy() for name, part in parts.items()}
+
+
+class DrawsClient(FedStatsClient):
+    """Base of the clients that, with replay=statistics, train on their own features and on drawn ones."""
+
+    @property
+    def draws(self) -> ReplayConfig | None:
+        """The options of replay=statistics; None: the run has another replay, or none."""
+        options = self.replay_options
+        return options if options and options.name == "statistics" else None
+
+    def summarise(self, request: Summarise) -> ClassSums:
+        """Return sums of a frozen encoder's features, with replay=statistics only."""
+        if not (self.draws and request.sums and request.clip == self.draws.clip):
+            raise WireError(
+                "sums of a frozen encoder's features leave with replay=statistics only, clipped to replay.clip; the "
+                f"server asks for {request.sums:,} numbers, clipped to {request.clip:g}: refused"
+            )
+        return super().summarise(request)
+
+    def keep_draws(self, request: KeepDraws) -> Kept:
+        """Keep what features are drawn from, if features of this model can be drawn from it."""
+        arrays = opened(request.arrays)
+        drawn = self.drawn(arrays, request)
+        self.state.save("draws", request.run, request.server_round, arrays)
+        return Kept(num_examples=len(drawn))
+
+    def drawn(self, arrays: StateDict, request: RunRequest) -> Draws:
+        """Return what draws features for an exchange; a WireError if they are not of this model's form."""
+        if self.draws is None:
+            raise WireError("features are drawn with replay=statistics only: refused")
+        model, purpose = self.scratch_model(), (self.seed, self.institution.name, request.server_round)
+        drawn = Draws.of(arrays, self.draws.clip, self.draws, *purpose)
+        wanted, got = (linear_head(model)[1].out_features, frozen_features(model)), tuple(drawn.means_CF.shape)
+        if got != wanted:
+            raise WireError(f"draws are of {wanted} classes and features; the server sends {got}: refused")
+        return drawn
+
+    def replay_sampler(self, request: RunRequest) -> ReplaySampler | None:
+        """Return what draws features beside the own ones, with replay=statistics."""
+        if self.draws is None or not isinstance(request, ExpectsReplay):
+            return super().replay_sampler(request)
+        kept = self.state.load("draws", request.run, request.server_round + 1)
+        drawn = self.drawn(kept, request) if kept else ()
+        if len(drawn) != (request.replayed or 0):
+            raise TrainingError(
+                f"an institution draws as many features as it was told, {request.replayed}; what it keeps draws "
+                f"{len(drawn)}: restore the state directory, or begin a new run"
+            )
+        return drawn or None
 
 
 def blocks(of_N: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:

@@ -38,7 +38,7 @@ class CWTConfig(StrategyConfig):
         supports_replay=True,
         takes_fraction=True,
         own_batches=True,
-        dp_mechanisms=("generator", "prior", "classifier"),
+        dp_mechanisms=("generator", "prior", "classifier", "statistics"),
     )
     order: str = "fixed"  # fixed: by name | shuffled: a new order in every cycle
     optimizer_state: str = "reset"  # reset: fresh momentum at every visit | keep: each institution keeps its own

@@ -39,7 +39,7 @@ class FedAvgConfig(StrategyConfig):
         supports_replay=True,
         takes_fraction=True,
         own_batches=True,
-        dp_mechanisms=("generator", "prior", "classifier"),
+        dp_mechanisms=("generator", "prior", "classifier", "statistics"),
     )
     local_epochs: int = 1  # E, passes over an institution's data per round
     optimizer_state: str = "reset"  # reset: fresh momentum in every round | keep: each institution keeps its own

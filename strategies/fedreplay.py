@@ -5,19 +5,21 @@ Idea: A shared encoder turns every institution's images into latent variables. T
 labels, and the server trains the rest of the network on their union. No averaging, no forgetting.
 Travels: the encoder, from one institution to all (`Encode`, `Encoder`, `Extract`); latents and labels, once, from all
 (`Latents`): functions of single patients, with noise by dp=latents only; for evaluation the whole model.
+With latents=drawn only sums of latents by class and of their products, once (`Summarise`, `ClassSums`).
 
     stage 1  E ← the part before the cut of a backbone trained at one institution until it stops improving
     stage 2  for each institution k: e_k ← E(x_k), uploaded with its labels                  # lines 1-6
     stage 3  e ← {e_1, …, e_K}                                                               # line 7
              θ_C ← fresh weights                                                             # line 8
              for each round: for each batch of e: θ_C ← θ_C − η ∇L(θ_C; e)                   # lines 9-10
+    latents=drawn: e ~ N(μ_c, W), anew in every round; E is frozen, named by its SHA-256    `strategies/fedstats.py`
 
-What is protected: With dp=encoder the encoder's weights are differentially private, with dp=latents latents and labels.
+What is protected: With dp=encoder the encoder's weights, with dp=latents latents and labels, with dp=statistics sums.
 
 Deviations: Stage 1 stops early on the institution's validation split, else on a tenth of its training examples, and
 keeps the best epoch. The encoder may also be random, come from a file or never train: then it carries nothing of these
-institutions' data; the latents still do. A random encoder's batch norm keeps mean 0 and variance 1. Latents may be
-quantised. With upload-views=n a round has n rows for each example. An institution that is late uploads when it comes.
+institutions' data; the latents still do. A random encoder's batch norm keeps mean 0 and variance 1. With
+upload-views=n a round has n rows for each example. An institution that is late uploads when it comes.
 """
 
 from __future__ import annotations
@@ -30,18 +32,17 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from flwr.app import ConfigRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 from torch import Tensor, nn
 
 from flwr_replay.config.sections import PASSES, THREADS, VIEWS, Range, one_of, require, within
 from flwr_replay.config.strategy import StrategyConfig, Traits
-from flwr_replay.errors import DivergedError, RunError, WireError, refuse_each
+from flwr_replay.errors import DivergedError, RunError, refuse_each
 from flwr_replay.files.tensors import nested, unnested
-from flwr_replay.learning.latents import LatentStore, bytes_by_cut, check_reach, rows_per_chunk
+from flwr_replay.learning.latents import LatentStore, bytes_by_cut, check_chunk, check_reach, rows_per_chunk
 from flwr_replay.learning.ranks import Loss, Ranks
 from flwr_replay.learning.training import make_optimizer, mean_loss, refuse_single_batches, step, torch_rng
 from flwr_replay.models import Part, placed, split
@@ -49,10 +50,12 @@ from flwr_replay.models.pretrained import read_encoder
 from flwr_replay.movements.base import Exchange, Settings
 from flwr_replay.movements.one_shot import OneShot
 from flwr_replay.payloads.fedreplay import Encode, Encoder, Extract, Latents
+from flwr_replay.privacy.plan import STATISTICS
 from flwr_replay.report.summary import upload_advice
 from flwr_replay.rng import derived_seed
 from flwr_replay.server.asking import stopped
 from flwr_replay.server.members import Member
+from flwr_replay.strategies.fedstats import CLIPS, FedStats
 from flwr_replay.wire.records import StateDict, opened
 from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
 
@@ -66,8 +69,10 @@ class FedReplayConfig(StrategyConfig):
     """Options of FedReplay; the paper's encoder is trained at an institution and cut at conv1."""
 
     name = "fedreplay"
-    traits = Traits(dp_mechanisms=("encoder", "latents"))
+    traits = Traits(dp_mechanisms=("encoder", "latents", STATISTICS))
     files = ("encoder_file",)
+    latents: str = "sent"  # sent | drawn: what θ_C learns from; sums of latents are then all that is sent
+    clip: float = 10.0  # latents=drawn: C, the largest L2 norm of an image's latents
     encoder: str = "institution"  # institution: trained at one of them | random | file: trained elsewhere
     encoder_institution: str = "largest"  # or a name
     encoder_file: str = ""  # encoder=file: a .safetensors file with the weights before the cut
@@ -80,9 +85,10 @@ class FedReplayConfig(StrategyConfig):
     server_processes: int = 1  # that train the primary together, each on its share of every batch; on GPUs one each
 
     def __post_init__(self) -> None:
+        one_of("strategy.latents", self.latents, ("sent", "drawn"))
         one_of("strategy.encoder", self.encoder, ("institution", "random", "file"))
         one_of("strategy.latent-dtype", self.latent_dtype, ("float32", "float16", "int8"))
-        within("strategy.", self, chunk_mb=Range(0, 1000, "lies in (0, 1000]", "(]"))
+        within("strategy.", self, chunk_mb=Range(0, 1000, "lies in (0, 1000]", "(]"), clip=CLIPS)
         require(
             (self.encoder == "file") == bool(self.encoder_file),
             "strategy.encoder=file and strategy.encoder-file=PATH go together; "
@@ -93,13 +99,13 @@ class FedReplayConfig(StrategyConfig):
             "strategy.encoder-institution needs strategy.encoder=institution; "
             f"got encoder={self.encoder} and encoder-institution={self.encoder_institution!r}",
         )
-        within("strategy.", self, encoder_epochs=(1, PASSES), patience=(1, PASSES), upload_views=(1, VIEWS))
-        within("strategy.", self, server_processes=(1, THREADS))
+        within("strategy.", self, encoder_epochs=(1, PASSES), patience=(1, PASSES))
+        within("strategy.", self, upload_views=(1, VIEWS), server_processes=(1, THREADS))
 
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
         """The most epochs of the encoder's one training, if an institution trains it; all views of the one upload."""
         trained = {"encoder": self.encoder_epochs} if self.encoder == "institution" else {}
-        return {**trained, "latents": self.upload_views}
+        return {STATISTICS: 1} if self.latents == "drawn" else {**trained, "latents": self.upload_views}
 
     @property
     def own_images(self) -> bool:
@@ -108,8 +114,13 @@ class FedReplayConfig(StrategyConfig):
 
     @property
     def instructed(self) -> Mapping[str, object]:
-        """The views of an upload: as many as the options say."""
-        return {"views": self.upload_views}
+        """The views of an upload, as many as the options say; nothing of what the options do not need."""
+        return {"views": 0, "max_epochs": 0} if self.latents == "drawn" else {"views": self.upload_views, "sums": 0}
+
+    @property
+    def sends_sums(self) -> bool:
+        """Sums of latents are enough to draw from."""
+        return self.latents == "drawn"
 
 
 class FedReplay(OneShot):
@@ -125,15 +136,12 @@ class FedReplay(OneShot):
     @classmethod
     def check(cls, config: FedReplayConfig, settings: Settings, names: Sequence[str] = ()) -> None:
         """Refuse a cut that the model lacks, chunks too small, an encoder that does not fit, an unknown institution."""
+        wanted = ("largest", *(names or [config.encoder_institution]))
         alone = replace(settings, fraction=1.0, replay_plan=None, synthesis=None)  # refused by the base class
         refuse_each(
             partial(super().check, config, settings, names),
             lambda: cls(config, alone).check_model(),
-            lambda: one_of(
-                "strategy.encoder-institution",
-                config.encoder_institution,
-                ("largest", *(names or [config.encoder_institution])),
-            ),
+            partial(one_of, "strategy.encoder-institution", config.encoder_institution, wanted),
         )
 
     def check_model(self) -> None:
@@ -143,13 +151,16 @@ class FedReplay(OneShot):
         idle = trained != config.encoder and (config.encoder, config.encoder_institution) != ("institution", "largest")
         refuse_each(
             self.fitting_rows,
+            lambda: FedStats.check(self.statistics.config, settings) if self.statistics else None,
             lambda: require(
-                config.upload_views == 1 or self.blank_labels(1).ndim == 1,
-                f"strategy.upload-views shifts images, no masks: set it to 1; got {config.upload_views}",
+                config.upload_views == 1 or (self.blank_labels(1).ndim == 1 and not self.statistics),
+                f"strategy.upload-views shifts images that are sent, no masks: set it to 1; got {config.upload_views}",
             ),
             lambda: require(
-                not idle, "nothing before the cut trains: leave strategy.encoder and encoder-institution out"
+                not (self.statistics and self.encoder_shapes),
+                f"latents are drawn where model.train ends what is frozen; got cut={config.cut}: leave cut out",
             ),
+            lambda: require(not idle, "nothing before the cut trains: leave encoder and encoder-institution out"),
             lambda: require(
                 trained == "institution" or not settings.training.changes,
                 f"training.augment needs encoder=institution; got {trained}: set augment=none",
@@ -160,6 +171,8 @@ class FedReplay(OneShot):
 
     def begin_run(self) -> None:
         """Compare what will be uploaded with the raw data, before anything is trained."""
+        if self.statistics:
+            return self.statistics.begin_run()
         if self.settings.input_shape is None:
             return
         rows = sum(member.num_examples for member in self.members) * self.config.upload_views
@@ -168,20 +181,29 @@ class FedReplay(OneShot):
         sizes = bytes_by_cut(self.parts, blank_1, self.blank_labels(1).nbytes, self.config.latent_dtype)
         self.recorder.advised(upload_advice("uploads", sizes, self.cut, rows, raw, "freezes more of the network"))
 
+    @cached_property
+    def statistics(self) -> FedStats | None:
+        """The exchange of sums from which latents are drawn, with this run's institutions and ledger; else None."""
+        return FedStats.within(self, self.config.clip) if self.config.latents == "drawn" else None
+
+    def all_stages(self) -> list[str]:
+        """Return those of the sums where latents are drawn."""
+        return self.statistics.all_stages() if self.statistics else super().all_stages()
+
     # --- stage 1 ------------------------------------------------------------------------------------------------------
 
     def prepare(self, grid: Grid, exchange: int, arrays: StateDict, config: ConfigRecord) -> None:
-        """Obtain the encoder, once."""
+        """Obtain the encoder, once; or the sums of all that are there."""
+        if self.statistics:
+            self.statistics.exchange_round(grid, exchange, ArrayRecord(), config)
+            return
         self.at_once = max(1, int(UNDER_WAY_MB / self.config.chunk_mb))
         if self.encoder is not None:
             return
-        if (
-            self.config.encoder == "institution" and self.encoder_shapes
-        ):  # with model.train=head nothing is left to train
+        if self.config.encoder == "institution" and self.encoder_shapes:  # of a frozen one nothing is left to train
             self.encoder = self.train_encoder(grid, exchange, arrays, config)
         else:
-            file = self.config.encoder_file
-            weights = read_encoder(Path(file), self.encoder_shapes) if file else arrays
+            weights = read_encoder(Path(file), self.encoder_shapes) if (file := self.config.encoder_file) else arrays
             self.encoder = {name: weights[name] for name in self.encoder_shapes}
         self.store = LatentStore(self.recorder.folder("latents", fresh=True), self.settings.run)
         self.checkpoint(exchange - 1, arrays)
@@ -232,7 +254,7 @@ class FedReplay(OneShot):
 
     def missing(self, member: Member, exchange: int) -> Extract | None:
         """Ask for the first rows that an institution has not uploaded yet."""
-        if self.encoder is None or (first := self.store.next_row(member.name)) is None:
+        if self.statistics or self.encoder is None or (first := self.store.next_row(member.name)) is None:
             return None
         return self.extract_request(self.encoder, first, exchange)
 
@@ -251,41 +273,17 @@ class FedReplay(OneShot):
 
     def keep(self, member: Member, reply: Message) -> None:
         """Store a chunk: e ← e ∪ e_k."""  # Alg. 2, line 7
-        chunk, dtype = Latents.decode(reply.content), self.config.latent_dtype
-        if chunk.total != chunk.num_examples * self.config.upload_views:
-            raise WireError(f"an upload has examples times views rows; {member.name} announces {chunk.total}")
-        if chunk.latents.dtype != dtype or (chunk.scales is not None) != (dtype == "int8"):
-            raise WireError(f"{member.name}'s latents must be {dtype}, as asked for; got {chunk.latents.dtype}")
-        if not self.task.accepts(chunk.labels):
-            raise WireError(f"{member.name}'s labels must be the task's, {self.task}: check its data")
-        shapes, expected = (chunk.latents.shape[1:], chunk.labels.shape[1:]), self.row_shapes(chunk)
-        if shapes != expected:
-            raise WireError(f"{member.name}'s latents and labels must have shapes {expected}; got {shapes}")
-        if self.settings.input_shape and len(chunk.labels) < min(self.fitting_rows(), chunk.total - chunk.first):
-            raise WireError(f"an upload comes in as few chunks as fit; {member.name} sent {len(chunk.labels)} rows")
-        self.store.add(member.name, chunk)
-
-    def row_shapes(self, chunk: Latents) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes that one row's latents and labels must have.
-
-        If the server does not know the shape of an example, the first upload decides, provided that θ_C accepts it.
-        """
+        chunk, config, shapes, fit = Latents.decode(reply.content), self.config, self.store.row_shapes, 0
         if self.settings.input_shape:
-            return self.latent_shape, self.blank_labels(1).shape[1:]
-        if before := self.store.row_shapes:
-            return before
-        try:
-            with torch.inference_mode():
-                self.primary.eval()(torch.zeros(1, *chunk.latents.shape[1:], device=self.settings.device))
-        except (RuntimeError, ValueError, IndexError) as error:
-            line = " ".join(str(error).split())[:200]
-            raise WireError(f"latents must fit the model after the cut; {chunk.latents.shape[1:]}: {line}") from None
-        finally:
-            self.primary.train()
-        return chunk.latents.shape[1:], chunk.labels.shape[1:]
+            shapes, fit = (self.latent_shape, self.blank_labels(1).shape[1:]), self.fitting_rows()
+        asked = config.latent_dtype, config.upload_views, fit
+        check_chunk(member.name, chunk, *asked, self.task, self.primary, shapes)
+        self.store.add(member.name, chunk)
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """One encoder, if an institution trains it, and every institution's latents, chunk by chunk, once."""
+        if self.statistics:
+            return self.statistics.forecast({}, num_rounds)
         encoder = {name: arrays[name] for name in self.encoder_shapes}
         exchanges: list[Exchange] = []
         if self.config.encoder == "institution" and encoder:
@@ -296,16 +294,8 @@ class FedReplay(OneShot):
         for member in self.members:
             total = member.num_examples * config.upload_views
             for first in range(0, total, fit):
-                n = min(fit, total - first)
-                chunk = Latents(
-                    latents=np.broadcast_to(np.zeros((), config.latent_dtype), (n, *self.latent_shape)),
-                    labels=self.blank_labels(n),
-                    scales=np.zeros(n, np.float32) if config.latent_dtype == "int8" else None,
-                    num_examples=0,
-                    first=0,
-                    total=0,
-                    raw_bytes=0,
-                )
+                labels = self.blank_labels(min(fit, total - first))
+                chunk = Latents.blank(self.latent_shape, config.latent_dtype, labels)
                 exchanges.append((member, self.extract_request(encoder, first, 0), chunk, 1))
         return exchanges
 
@@ -319,9 +309,8 @@ class FedReplay(OneShot):
 
     def fitting_rows(self) -> int:
         """Return how many examples' latents and labels fit one message."""
-        label = self.blank_labels(1)
-        chunk_bytes = int(self.config.chunk_mb * 1e6)
-        return rows_per_chunk(math.prod(self.latent_shape), label.nbytes, self.config.latent_dtype, chunk_bytes)
+        row = math.prod(self.latent_shape), self.blank_labels(1).nbytes, self.config.latent_dtype
+        return rows_per_chunk(*row, int(self.config.chunk_mb * 1e6))
 
     # --- stage 3 ------------------------------------------------------------------------------------------------------
 
@@ -365,29 +354,30 @@ class FedReplay(OneShot):
 
     def learn(self, exchange: int, arrays: StateDict) -> tuple[StateDict, float]:
         """Train θ_C for one epoch on the union of the latents."""
-        if not self.store.complete:
+        sums, training, task = self.statistics, self.settings.training, self.task
+        if not (sums.held if sums else self.store.complete):
             raise RunError(f"no institution has uploaded its latents; {self.recorder.failures_line()}")
-        training, task = self.settings.training, self.task
-        refuse_single_batches(self.primary, len(self.store), training.batch_size)
+        e = sums.draws("primary", exchange) if sums else self.store
+        refuse_single_batches(self.primary, len(e), training.batch_size)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr(exchange)
         shuffle = torch_rng(self.settings.seed, "primary", exchange)
-        e, size = partial(self.store.batches, training.batch_size, shuffle), min(training.batch_size, len(self.store))
-        losses = self.ranks.train(descend, self.primary, self.optimizer, training, task.loss, e, size)
+        each, size = partial(e.epoch, training.batch_size, shuffle), min(training.batch_size, len(e))
+        losses = self.ranks.train(descend, self.primary, self.optimizer, training, task.loss, each, size)
         self.recorder.saw(len(losses) * size)
-        assert self.encoder is not None
         try:
-            return {**self.encoder, **to_arrays(self.primary)}, mean_loss(losses)
+            return {**(self.encoder or {}), **to_arrays(self.primary)}, mean_loss(losses)
         except DivergedError as error:
-            raise DivergedError(f"{error}; {self.store.reaches()}") from None
+            raise DivergedError(str(error) if sums else f"{error}; {self.store.reaches()}") from None
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
-        """Return the encoder, θ_C and its optimizer; the latents are on the disk already."""
+        """Return the encoder, θ_C and its optimizer, and sums; the latents are on the disk already."""
         parts = {"encoder": self.encoder or {}, "primary": to_arrays(self.primary)}
         parts["optimizer"] = optimizer_arrays(self.optimizer)
-        return nested(parts, mark="/"), {}
+        parts["sums"], values = self.statistics.state() if self.statistics else ({}, {})
+        return nested(parts, mark="/"), values
 
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
         """Restore the encoder, θ_C and its optimizer, and open the latents on the disk."""
@@ -395,6 +385,8 @@ class FedReplay(OneShot):
         self.encoder = {name: parts["encoder"][name] for name in self.encoder_shapes}  # the model's order
         load_arrays(self.primary, parts["primary"])
         load_optimizer_arrays(self.optimizer, parts["optimizer"])
+        if self.statistics:
+            return self.statistics.restore(parts["sums"], values)
         self.store = LatentStore(self.recorder.folder("latents"), self.settings.run)
 
 

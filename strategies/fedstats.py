@@ -14,6 +14,7 @@ F (F + 1) / 2 numbers more, with F features (`ClassSums`).
                        an image with features f is of the class with the largest  (f − μ_c/2)ᵀ W⁻¹ μ_c
     head=means:        W = 1, nearest class means
     a regression:      y, clipped to task.label-range, is one more feature of the only class; ridge regression
+    head=mlp:          all above a frozen encoder, its features here, is trained on draws of N(μ_c, W) at the server
     head=lda:          W = (Σ_k G_k − Σ_c n_c μ_c μ_cᵀ) / n, linear discriminants; every class as frequent as another
 
 What is protected: With dp=statistics the sums have Gaussian noise. All of an institution's one message but numbers of
@@ -26,7 +27,8 @@ than six times the noise of its number. W has no negative variances, and somethi
 (`flwr_replay.learning.heads`). Logits of head=means are scaled to a fixed margin, which changes no decision. An
 institution that is late sends its sums when it comes; later rounds ask nobody twice. head=auto asks for products if the
 noise of a class mean, of n/C examples, would have a norm below a sixth of the clip. Beyond, products are mostly noise,
-and their share of ε is missing elsewhere.
+and their share of ε is missing elsewhere. head=mlp takes so many passes over as many fresh draws as there were
+examples, by the options of `training`, in one round, and the same from the same seed.
 """
 
 from __future__ import annotations
@@ -34,28 +36,34 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from flwr_replay.config.sections import Range, TaskConfig, one_of, require, within
+from flwr_replay.config.sections import PASSES, Range, ReplayConfig, TaskConfig, one_of, require, within
 from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.errors import RunError, refuse_each
+from flwr_replay.learning.draws import Draws, frozen_features
 from flwr_replay.learning.heads import discriminants, linear_head, nearest_means, ridge
+from flwr_replay.learning.latents import on_device
 from flwr_replay.learning.tasks import Regression
-from flwr_replay.movements.base import Settings
+from flwr_replay.learning.training import make_optimizer, step, torch_rng
+from flwr_replay.models import placed
+from flwr_replay.movements.base import Movement, Settings
 from flwr_replay.movements.parallel import Parallel
 from flwr_replay.payloads.common import Trained
-from flwr_replay.payloads.fedstats import MOST_FEATURES, PRODUCTS, ClassSums, Summarise, pairs_of
+from flwr_replay.payloads.fedstats import MOST_FEATURES, PRODUCTS, SUMS, ClassSums, Summarise, pairs_of
 from flwr_replay.privacy.plan import STATISTICS
-from flwr_replay.privacy.sums import WITH_LABEL, noises, unpacked
+from flwr_replay.privacy.sums import WITH_LABEL, noises
 from flwr_replay.server.members import Member
+from flwr_replay.server.sums import Moments
 from flwr_replay.wire.records import StateDict, Weights, opened
+from flwr_replay.wire.weights import load_arrays, to_arrays
 
-__all__ = ["FedStats", "FedStatsConfig"]
+__all__ = ["CLIPS", "FedStats", "FedStatsConfig"]
 
+CLIPS = Range(1e-6, 1e6, "lies in [1e-6, 1e6]")
 NEVER = -1e3  # bias of a class of which nobody has an example
-SURE = 6  # times the noise: a number of examples that divides; chosen on CIFAR-10's validation images, seeds 0 to 2
 CLEAR = 1 / 6  # of the clip: the largest noise of a class mean for head=lda; chosen as simulations/private.py says
 
 
@@ -66,11 +74,12 @@ class FedStatsConfig(StrategyConfig):
     name = "fedstats"
     traits = Traits(summed=True, dp_mechanisms=(STATISTICS,))
     clip: float = 10.0  # C, the largest L2 norm of an image's features
-    head: str = "auto"  # means | lda | auto: lda unless noise, or the number of features, is too large
+    head: str = "auto"  # means | lda | mlp, on draws | auto: lda unless noise, or the number of features, is too large
+    passes: int = 10  # of head=mlp over draws
 
     def __post_init__(self) -> None:
-        one_of("strategy.head", self.head, ("auto", "means", "lda"))
-        within("strategy.", self, clip=Range(1e-6, 1e6, "lies in [1e-6, 1e6]"))
+        one_of("strategy.head", self.head, ("auto", "means", "lda", "mlp"))
+        within("strategy.", self, passes=(1, PASSES), clip=CLIPS)
 
     def check_task(self, task: TaskConfig) -> None:
         """Refuse masks, and numbers without bounds."""
@@ -89,8 +98,9 @@ class FedStatsConfig(StrategyConfig):
 
     @property
     def instructed(self) -> Mapping[str, object]:
-        """Nobody asks for products that head=means does not need."""
-        return {"products": 0} if self.head == "means" else {}
+        """Nobody asks for products or features that a head does not need."""
+        products = {"products": 0} if self.head == "means" else {}
+        return products | ({} if self.head == "mlp" else {"sums": 0})
 
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
         """One message, however many rounds there are."""
@@ -111,6 +121,18 @@ class FedStats(Parallel):
     variance: float = 0.0  # Σ_k σ_k², of the noise in units of the clip
 
     @classmethod
+    def within(cls, outer: Movement, clip: float) -> Self:
+        """Return the exchange of what a frozen encoder makes, with another method's institutions and ledger."""
+        sums = cls(FedStatsConfig(head="mlp", clip=clip), outer.settings, outer.recorder)
+        sums.exchanger, sums.members, sums.message, sums.answers = (
+            outer.exchanger,
+            outer.members,
+            outer.message,
+            outer.answers,
+        )
+        return sums
+
+    @classmethod
     def check(cls, config: FedStatsConfig, settings: Settings, names: Sequence[str] = ()) -> None:
         """Refuse changed images, a model without a linear head, and products of too many features."""
         refuse_each(
@@ -123,6 +145,9 @@ class FedStats(Parallel):
         if settings.model is not None:
             numbers = isinstance(settings.task, Regression)
             features, sure = linear_head(settings.model(0))[1].in_features + numbers, config.head == "lda" or numbers
+            if config.head == "mlp":
+                features, sure = frozen_features(settings.model(0)), True
+                require(not numbers, "features are drawn of classes; the task is a regression: choose another task")
             require(
                 not sure or features <= MOST_FEATURES,
                 f"head={config.head} sums products of at most {MOST_FEATURES:,} features; this model's head takes "
@@ -133,10 +158,21 @@ class FedStats(Parallel):
 
     @cached_property
     def head(self) -> tuple[str, str, int, int]:
-        """Names of the head's weights, (C, F), and biases, (C,); C, and F."""
+        """Names of the head's weights, (C, F), and biases, (C,); C, and F of the features that are summed."""
         assert self.settings.model is not None
-        name, head = linear_head(self.settings.model(0))
-        return f"{name}.weight", f"{name}.bias", head.out_features, head.in_features
+        model = self.settings.model(0)
+        name, head = linear_head(model)
+        return (
+            f"{name}.weight",
+            f"{name}.bias",
+            head.out_features,
+            frozen_features(model) if self.drawn else head.in_features,
+        )
+
+    @property
+    def drawn(self) -> bool:
+        """Whether features are drawn, of what a frozen encoder makes."""
+        return self.config.head == "mlp"
 
     @property
     def regresses(self) -> bool:
@@ -156,7 +192,7 @@ class FedStats(Parallel):
             of_mean = self.noise * noises(1.0, products=False)[1] * features**0.5 * classes / max(n, 1)
             asked = of_mean < CLEAR and features <= MOST_FEATURES
         else:
-            asked = self.config.head == "lda"
+            asked = self.config.head in ("lda", "mlp")
         return pairs_of(features) if asked else 0
 
     @property
@@ -169,6 +205,7 @@ class FedStats(Parallel):
         """Say which head the sums are for, too."""
         super().begin_run()
         head = "ridge regression" if self.regresses else "lda" if self.products else "means"
+        head = "mlp" if self.drawn else head
         self.recorder.log(f"head={head}: each institution sends {self.numbers:,} sums once")
 
     def trainers(self, exchange: int) -> list[Member]:
@@ -182,9 +219,10 @@ class FedStats(Parallel):
         return dict.fromkeys(self.members.names, (1,))
 
     def train_request(self, exchange: int, arrays: Weights) -> Summarise:
-        """Send θ, whose features are summed."""
+        """Send θ, whose features are summed; nothing but the digest of a frozen encoder names it."""
         run, clip, products = self.settings.run, self.config.clip, self.products
-        return Summarise(server_round=exchange, arrays=arrays, run=run, clip=clip, products=products)
+        sums, arrays = (self.numbers - products, {}) if self.drawn else (0, arrays)
+        return Summarise(server_round=exchange, arrays=arrays, run=run, clip=clip, products=products, sums=sums)
 
     def lose(self, lost: Sequence[str]) -> None:
         """Stop: the others' sums are made for just these institutions, and nobody makes others."""
@@ -195,41 +233,64 @@ class FedStats(Parallel):
         )
 
     def combine(self, answers: Sequence[Trained]) -> StateDict:
-        """Add the sums to those before; return θ with the head that they make."""
+        """Add the sums to those before; return θ with what they make."""
         sizes = {member.name: member.num_examples for member in self.members.known}
         plan, names = self.settings.privacy, self.exchanger.answered
         if plan:
             self.variance += sum(plan.share(STATISTICS, sizes[name]) ** 2 for name in names)
-        names_of = [*self.head[:2], *([PRODUCTS] if PRODUCTS in self.form else [])]
+        names_of = [name for name in (SUMS, *self.head[:2], PRODUCTS) if name in self.form]
         before = self.sums if self.held else dict.fromkeys(names_of, np.float64(0))
         sent = [(answer.num_examples, opened(answer.arrays)) for answer in answers]
         self.sums = {name: before[name] + sum(n * of[name].astype(np.float64) for n, of in sent) for name in names_of}
         self.held = (*self.held, *names)
-        weight, bias, _, _ = self.head
-        made = dict(zip((weight, bias), self.classifier(), strict=True))
+        vars(self).pop("gaussians", None)
+        if not self.sent:  # another strategy trains what lies above the encoder
+            return {}
+        made = self.taught() if self.drawn else dict(zip(self.head[:2], self.classifier(), strict=True))
         return {**self.sent, **{name: array.astype(self.sent[name].dtype) for name, array in made.items()}}
+
+    @property
+    def moments(self) -> Moments:
+        """What the sums say; the label of a regression is one more feature."""
+        weight, bias, classes, _ = self.head
+        pairs, clip = self.sums.get(PRODUCTS), self.config.clip * (WITH_LABEL if self.regresses else 1)
+        if self.drawn:
+            table = self.sums[SUMS].reshape(classes, -1)
+        else:
+            table = np.column_stack([self.sums[bias], self.sums[weight], *([pairs[-1:]] if self.regresses else [])])
+        return Moments.of(table, pairs, clip, self.variance**0.5)
+
+    @cached_property
+    def gaussians(self) -> StateDict:
+        """What features are drawn from."""
+        return self.moments.gaussians(self.config.clip)
+
+    def draws(self, *purpose: object) -> Draws:
+        """Return what draws features, from the run's seed and a purpose."""
+        return Draws.of(self.gaussians, self.config.clip, ReplayConfig(), self.settings.seed, *purpose)
+
+    def taught(self) -> StateDict:
+        """Return the weights above the encoder, trained on draws from those that were sent."""
+        training, model = self.settings.training, placed(self.settings.model(0), self.settings.device)
+        load_arrays(model.train(), self.sent)
+        optimizer, draws = make_optimizer(model, training, training.lr), self.draws("head")
+        for at in range(self.config.passes):
+            epoch = draws.epoch(training.batch_size, torch_rng(self.settings.seed, "head", at))
+            for f_B, y_B in on_device(epoch, self.settings.device):
+                step(model, optimizer, self.task.loss(model(f_B), y_B))
+        return to_arrays(model)
 
     def classifier(self) -> tuple[Any, Any]:
         """Return weights, (C, F), and biases, (C,), that the sums make."""
-        weight, bias, _, features = self.head
-        pairs, clip = self.sums.get(PRODUCTS), self.config.clip
-        of_number, of_sum, of_product = noises(clip * (WITH_LABEL if self.regresses else 1), pairs is not None)
-        numbers_C, sums_CF, sigma = self.sums[bias] * of_number, self.sums[weight] * of_sum, self.variance**0.5
-        n_C = np.maximum(numbers_C, max(1.0, SURE * of_number * sigma))
-        mu_CF, noise_C = sums_CF / n_C[:, None], of_sum * sigma / n_C
+        clip, by = self.config.clip, self.moments
+        about = by.mu_CF, by.n_C, by.noise_C, by.products_FF, by.noise, 1e-6 * clip**2
         if self.regresses:
-            assert pairs is not None
-            products_FF = unpacked(pairs, features + 1) * of_product
-            with_label = np.append(mu_CF, pairs[-1] * of_sum / n_C)
-            with_label[-1:] /= clip
-            products_FF[-1] /= clip
-            return ridge(with_label, n_C[0], noise_C[0], products_FF, of_product * sigma, 1e-6 * clip**2)
-        if pairs is None:
-            weight_CF, bias_C = nearest_means(mu_CF, noise_C, least=0.01 * clip**2)
+            return ridge(*about, clip)
+        if by.products_FF.size:
+            weight_CF, bias_C = discriminants(*about)
         else:
-            products_FF = unpacked(pairs, features) * of_product
-            weight_CF, bias_C = discriminants(mu_CF, n_C, noise_C, products_FF, of_product * sigma, 1e-6 * clip**2)
-        return weight_CF, np.where((numbers_C <= 0) & (self.variance == 0), NEVER, bias_C)
+            weight_CF, bias_C = nearest_means(by.mu_CF, by.noise_C, least=0.01 * clip**2)
+        return weight_CF, np.where((by.numbers_C <= 0) & (self.variance == 0), NEVER, bias_C)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

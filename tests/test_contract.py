@@ -108,6 +108,8 @@ def test_a_model_of_which_institutions_keep_a_part_is_refused(own_models, monkey
         "fedavgm fraction=0.7 optimizer_state=keep",
         "fedsgd fraction=0.4 training.optimizer=adam",
         "fedstats model=gabor dp=statistics target_epsilon=4 delta=0.001 privacy.noise=seeded",
+        "fedstats head=mlp passes=2 model=gabor model.train=head dp=statistics sigma=5 delta=0.001 noise=seeded",
+        "fedreplay latents=drawn model=gabor model.train=head dp=statistics sigma=5 delta=0.001 privacy.noise=seeded",
         "fedprox fraction=0.7 optimizer_state=keep",
         "fedavgshare fraction=0.7",
         "scaffold fraction=0.7 local_epochs=2",
@@ -147,6 +149,8 @@ def test_options_keep_the_contract(job):
     "job",
     [
         "cwt replay=vqvae2",
+        "cwt replay=statistics model=gabor hidden=8 model.train=from:hidden",
+        "fedavg replay=statistics model=gabor model.train=head dp=statistics+classifier sigma=5 noise=seeded",
         "fedprox replay=vqvae2 replay.codes=stale",
         "fedavgshare replay=pixelcnn",
         "cwt replay=buffer replay.images=7",

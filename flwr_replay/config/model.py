@@ -34,6 +34,7 @@ class ModelConfig:
     norm: str = "batch"  # batch | group
     weights: str = ""  # a file with the initial weights, read by the server; empty: fresh weights
     train: str = "all"  # all | head | from:STAGE: what trains; what lies before stays as it is, and does not travel
+    hidden: int = 0  # gabor, timm: units with ReLU between features and head; 0: the head is all
     size: int = 0  # timm: pixels to which images are brought; 0: as its publisher says
 
     def __post_init__(self) -> None:
@@ -56,7 +57,7 @@ class ModelConfig:
         check_own("model", self.name, self.build)
         one_of("model.stem", self.stem, ("published", "small"))
         one_of("model.norm", self.norm, ("batch", "group"))
-        within("model.", self, width=(1, WIDTH), size=(0, PIXELS))
+        within("model.", self, width=(1, WIDTH), hidden=(0, WIDTH), size=(0, PIXELS))
 
     @property
     def weights_file(self) -> str:

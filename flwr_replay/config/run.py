@@ -145,7 +145,7 @@ class RunConfig:
         name, complete = self.strategy.name, getattr(self.strategy, "topology", "") == "complete"
         equal = "; fedsgd dp=gradient has the model of topology=complete with one step a round on all examples"
         require(
-            self.strategy.traits.summed,
+            self.strategy.sends_sums,
             f"masked=true is for methods whose server averages weights and needs nothing else; that of strategy={name} "
             f"does not: leave masked out, or choose a strategy of docs/masked.md{equal * complete}",
         )
@@ -186,7 +186,8 @@ class RunConfig:
         """Whether all that leaves and depends on training examples is under DP, but for metrics of tests."""
         tests_more = self.forgetting or self.external
         known = self.task.kind == "classification" or bool(self.task.label_range)  # else sums of labels leave
-        sums = self.privacy.dp in ON_SUMS and known and not tests_more
+        alone = self.replay.name == "none"  # else weights leave, too
+        sums = self.privacy.dp in ON_SUMS and known and alone and not tests_more
         return self.privacy.end_to_end or sums
 
     @property
@@ -227,7 +228,7 @@ class RunConfig:
         """Why a frozen encoder computes features anew in every step, not once; empty: it need not."""
         if self.training.changes:
             return "training.augment changes the images"
-        if self.replay.name != "none":
+        if self.replay.name not in ("none", "statistics"):
             return f"replay={self.replay.name} adds images"
         if self.draws_images or not self.strategy.own_images:
             return f"strategy={self.strategy.name} needs more than each institution's images as they are"

@@ -301,19 +301,20 @@ class TrainingConfig(Named):
 class ReplayConfig:
     """Replayed examples, which represent the other institutions in every batch (Qu et al. 2022, Algorithm 1)."""
 
-    name: str = "none"  # none | vqvae2: codes of real images | pixelcnn: codes that priors draw | buffer: images
+    name: str = "none"  # none | vqvae2: codes of images | pixelcnn: drawn codes | buffer: images | statistics: features
     codes: str = "paper"  # vqvae2: paper: encoded at every visit | last-pass: and once at the end | stale: encoded once
     ratio: float = 1.0  # replayed examples for each real one in a batch; paper: 1
     images: int = 512  # buffer: images that every institution draws from its generator
     cache_mb: float = 512.0  # memory for decoded images, 10^6 bytes; images beyond it are decoded at every draw
+    clip: float = 10.0  # statistics: C, the largest L2 norm of an image's features
     missing: str = "stop"  # if an institution's images are not replayed in the last round: stop the run | say so
 
     def __post_init__(self) -> None:
-        one_of("replay.name", self.name, ("none", "vqvae2", "pixelcnn", "buffer"))
+        one_of("replay.name", self.name, ("none", "vqvae2", "pixelcnn", "buffer", "statistics"))
         one_of("replay.codes", self.codes, ("paper", "last-pass", "stale"))
         one_of("replay.missing", self.missing, ("stop", "say"))
         within("replay.", self, ratio=Range(0, 100, "lies in (0, 100]", "(]"), cache_mb=NOT_NEGATIVE_FINITE)
-        within("replay.", self, images=(1, BUFFER))
+        within("replay.", self, images=(1, BUFFER), clip=Range(1e-6, 1e6, "lies in [1e-6, 1e6]"))
 
     def num_replayed(self, batch_size: int, held: int) -> int:
         """Return the number of replayed examples beside b real ones; where fewer are held, all of them, once."""

@@ -96,6 +96,11 @@ class StrategyConfig(Named):
         return {}
 
     @property
+    def sends_sums(self) -> bool:
+        """Whether, with these options, the server needs no more than the mean of what institutions send."""
+        return self.traits.summed
+
+    @property
     def unproven(self) -> str | None:
         """Why the epsilon computed from these passes is not proven, in a sentence; empty: it is proven.
 

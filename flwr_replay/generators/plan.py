@@ -51,12 +51,18 @@ class ReplayPlan:
             return None
         things = "bags" if task.format == "bags" else "tables"
         require(
-            task.size > 1 and things == "tables",
+            (task.size > 1 and things == "tables") or replay.name == "statistics",
             f"replay needs images; task={task.name} has {things}: choose replay=none",
         )
         require(
             replay.name != "pixelcnn" or task.kind != "segmentation",
             f"replay=pixelcnn draws codes for a class or a number; task={task.name} has masks: choose replay=vqvae2",
+        )
+        require(
+            replay.name != "statistics" or (task.kind == "classification" and config.features_once),
+            "replay=statistics draws features of classes beside those that a frozen encoder has computed; got "
+            f"task.kind={task.kind}, model.train={config.model.train} and augment={config.training.augment}: choose a "
+            "classification, model.train=head or from:STAGE, and augment=none",
         )
         generator = config.generator
         if not isinstance(generator, VQVAE2Config):
@@ -70,6 +76,8 @@ class ReplayPlan:
     @property
     def stages(self) -> tuple[str, ...]:
         """Stages of replay that every institution is asked for; it answers no others of replay."""
+        if self.replay.name == "statistics":
+            return ("summarise", "keep-draws")
         codes = ("encode-images", "keep-codes", "keep-decoder")
         return ("train-generator", *(codes if self.replay.name == "vqvae2" else ("train-prior", "keep-prior")))
 

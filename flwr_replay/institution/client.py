@@ -111,7 +111,7 @@ class InstitutionClient(NumPyClient):
         name = stage.replace("-", "_") if stage != "evaluate" else "evaluate_model"
         method = getattr(self, name, None)
         if self.replay and stage in self.replay.replay_plan.stages:
-            method = getattr(self.replay, name)
+            method = getattr(self.replay, name, method)
         if self.synthesis and stage in self.synthesis.stages:
             method = getattr(self.synthesis, name)
         if request is None or method is None:

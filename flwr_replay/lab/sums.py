@@ -33,7 +33,7 @@ from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import at_once
 from flwr_replay.models.layers import as_input
 from flwr_replay.payloads.common import Unmask
-from flwr_replay.payloads.fedstats import PRODUCTS
+from flwr_replay.payloads.fedstats import PRODUCTS, SUMS
 from flwr_replay.privacy.bounds import guessed, lower_bound
 from flwr_replay.privacy.dpsgd import clipped_sums
 from flwr_replay.privacy.plan import PrivacyPlan
@@ -133,10 +133,12 @@ class Release:
     @classmethod
     def of(cls, exhibit: Exhibit, answer: Answer, evidence: Evidence) -> Self:
         """Read an answer; a RunError if its request was not recorded."""
-        if answer.request is None or not answer.request.arrays:
+        frozen = SUMS in answer.content.arrays  # of an encoder that everyone has
+        if answer.request is None or not (frozen or answer.request.arrays):
             raise RunError(NO_MODEL)
         plan, scalars, model = PrivacyPlan.of(evidence.config), answer.content.scalars, evidence.model()
-        load_arrays(model, answer.request.arrays)
+        if not frozen:
+            load_arrays(model, answer.request.arrays)
         gradient = exhibit.means == "gradient"
         mechanism = ON_SUMS[1] if gradient else ON_SUMS[0]
         clip = plan.config.clip_of(mechanism) if plan else 1.0
@@ -153,21 +155,22 @@ class Release:
         else:
             head, layer = linear_head(model)
             norm, asked = float(answer.request.scalars["clip"]), PRODUCTS in answer.content.arrays
-            names = [f"{head}.weight", f"{head}.bias", *([PRODUCTS] if asked else [])]
+            names = [*([SUMS] if frozen else [f"{head}.weight", f"{head}.bias"]), *([PRODUCTS] if asked else [])]
 
             def added(x: Tensor, y: Tensor) -> Tensor:
                 blocks = torch.split(as_input(x), at_once(x, 256, model))
-                features_NF = torch.cat([features_of(model, block) for block in blocks]).float()
+                features_NF = torch.cat([features_of(model, block, first=frozen) for block in blocks]).float()
                 sums, products = class_sums(features_NF, y, torch.arange(len(y)), layer.out_features, norm, asked)
-                return torch.cat([sums[:, 1:].flatten(), sums[:, 0], packed(products)])
+                by_class = [sums.flatten()] if frozen else [sums[:, 1:].flatten(), sums[:, 0]]
+                return torch.cat([*by_class, packed(products)])
 
         flat = torch.cat(
             [torch.from_numpy(np.asarray(answer.content.arrays[name])).double().flatten() for name in names]
         )
         sizes = scalars.get("sizes", [scalars["num-examples"]])
         sigma = sqrt(sum(plan.share(mechanism, n) ** 2 for n in sizes)) if plan else 0.0
-        by_class = 0 if gradient else layer.out_features * (1 + layer.in_features)
-        return cls(flat * scalars["num-examples"] / clip, added, sigma, by_class)
+        size = 0 if gradient else answer.content.arrays[SUMS].size if frozen else layer.weight.numel() + len(layer.bias)
+        return cls(flat * scalars["num-examples"] / clip, added, sigma, size)
 
 
 def sum_attacks(exhibit: Exhibit, evidence: Evidence, originals: Originals, seed: int) -> Iterator[Question]:

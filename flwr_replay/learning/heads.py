@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flwr_replay.config.sections import require
 
-__all__ = ["discriminants", "features_of", "linear_head", "nearest_means", "ridge", "variances"]
+__all__ = ["OF_ALL", "discriminants", "features_of", "linear_head", "nearest_means", "ridge", "variances"]
 
 MARGIN = 4  # by which, on average, a class mean's own logit is above another
 OF_NOISE, OF_ALL = 0.25, 0.3  # what is added to each variance: of the noise's norm, and of the mean variance
@@ -33,10 +33,15 @@ def linear_head(model: nn.Module) -> tuple[str, nn.Linear]:
     return name, layer
 
 
-def features_of(model: nn.Module, x: Tensor) -> Tensor:
-    """Return what a model's head takes, (B, F), of inputs (B, ...); the model is in evaluation mode afterwards."""
+def features_of(model: nn.Module, x: Tensor, first: bool = False) -> Tensor:
+    """Return what a model's head takes, or its first layer with weights, (B, F), of inputs (B, ...).
+
+    The model is in evaluation mode afterwards.
+    """
     taken: list[Tensor] = []
-    handle = linear_head(model)[1].register_forward_pre_hook(lambda _, inputs: taken.append(inputs[0]))
+    with_weights = (layer for layer in model.modules() if [*layer.parameters(recurse=False)])
+    layer = next(with_weights) if first else linear_head(model)[1]
+    handle = layer.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[0]))
     try:
         with torch.inference_mode():
             model.eval()(x)
@@ -124,32 +129,25 @@ def variances(
 
 
 def ridge(
-    mu_F: NDArray[Any], n: float, noise: float, products_FF: NDArray[Any], noises: float, least: float
+    mu_1F: NDArray[Any],
+    n_1: NDArray[Any],
+    noise_1: NDArray[Any],
+    products_FF: NDArray[Any],
+    noise: float,
+    least: float,
+    unit: float,
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return the head of ridge regression: of all w and b, that of the least Σ (w f + b - y)² + λ ‖w‖².
 
-    Parameters
-    ----------
-    mu_F : NDArray
-        Means of features, and, last, of labels.
-    n : float
-        Number of examples.
-    noise, noises : float
-        Standard deviations of the noise in each mean, and on the diagonal of the products.
-    products_FF : NDArray
-        Sums of products, of labels too; the last, of labels with themselves, is not read.
-    least : float
-        The least variance. λ / n is what `variances` adds, with 0.01 of the mean variance.
+    λ / n is what `variances` adds, with 0.01 of the mean variance. Arguments are as of `discriminants`, with one class.
+    The last feature is the label y in [-1, 1], times `unit`; of its products that with itself is not read.
 
     Returns
     -------
     tuple of NDArray
-        w, (1, F), and b, (1,), which is what the mean features get.
+        w, (1, F), and b, (1,), which is such that the mean features get the mean label.
     """
-    mu_F, mean = mu_F[:-1], mu_F[-1].clip(-1, 1)
-    variance_F, axes_FF = variances(
-        mu_F[None], np.array([n]), np.array([noise]), products_FF[:-1, :-1], noises, least, OF_RIDGE
-    )
-    together_F = products_FF[-1, :-1] / n - mean * mu_F
-    w_F = axes_FF @ (axes_FF.T @ together_F / variance_F)
+    mu_F, mean, n = mu_1F[0, :-1], (mu_1F[0, -1] / unit).clip(-1, 1), n_1[0]
+    variance_F, axes_FF = variances(mu_F[None], n_1, noise_1, products_FF[:-1, :-1], noise, least, OF_RIDGE)
+    w_F = axes_FF @ (axes_FF.T @ (products_FF[-1, :-1] / unit / n - mean * mu_F) / variance_F)
     return w_F[None], np.array([mean - w_F @ mu_F])

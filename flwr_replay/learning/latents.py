@@ -19,6 +19,7 @@ from flwr_replay.errors import DamagedError, WireError
 from flwr_replay.files.atomic import private_folder, read_json, tally, write_json
 from flwr_replay.files.disk import entries, opener, reading, there, writing
 from flwr_replay.files.tensors import OF_RUN
+from flwr_replay.learning.tasks import Task
 from flwr_replay.payloads.fedreplay import Latents
 from flwr_replay.wire.bounds import LARGEST, largest
 
@@ -26,6 +27,7 @@ __all__ = [
     "BLOCK",
     "LatentStore",
     "bytes_by_cut",
+    "check_chunk",
     "check_reach",
     "on_device",
     "pack",
@@ -98,6 +100,56 @@ def check_reach(encoder: nn.Module, input_shape: tuple[int, ...] | None, device:
         most = float(encoder.eval()(noise.to(device)).abs().max())
     if not most <= LARGEST:  # NaN fails, too
         raise WireError(f"sent an encoder whose latents of noise reach {most:g}; at most {LARGEST:g} are taken")
+
+
+def check_chunk(
+    name: str,
+    chunk: Latents,
+    dtype: str,
+    views: int,
+    fit: int,
+    task: Task,
+    primary: nn.Module,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None,
+) -> None:
+    """Refuse an institution's chunk, by `WireError`, that is not what was asked for.
+
+    Parameters
+    ----------
+    name : str
+        The institution's.
+    chunk : Latents
+        What it sent.
+    dtype, views, fit : str, int, int
+        Of its latents; rows for each example; and how many of what is left come at once, 0: any number.
+    task : Task
+        Whose labels they have.
+    primary : nn.Module
+        What lies after the cut.
+    shapes : tuple or None
+        Those of one row's latents and labels; None: what comes first decides, provided that `primary` takes it.
+    """
+    if chunk.total != chunk.num_examples * views:
+        raise WireError(f"an upload has examples times views rows; {name} announces {chunk.total}")
+    if chunk.latents.dtype != dtype or (chunk.scales is not None) != (dtype == "int8"):
+        raise WireError(f"{name}'s latents must be {dtype}, as asked for; got {chunk.latents.dtype}")
+    if not task.accepts(chunk.labels):
+        raise WireError(f"{name}'s labels must be the task's, {task}: check its data")
+    if shapes and (got := (chunk.latents.shape[1:], chunk.labels.shape[1:])) != shapes:
+        raise WireError(f"{name}'s latents and labels must have shapes {shapes}; got {got}")
+    if len(chunk.labels) < min(fit, chunk.total - chunk.first):
+        raise WireError(f"an upload comes in as few chunks as fit; {name} sent {len(chunk.labels)} rows")
+    if shapes:
+        return
+    try:
+        with torch.inference_mode():
+            device = next(primary.parameters()).device
+            primary.eval()(torch.zeros(1, *chunk.latents.shape[1:], device=device))
+    except (RuntimeError, ValueError, IndexError) as error:
+        line = " ".join(str(error).split())[:200]
+        raise WireError(f"latents must fit the model after the cut; {chunk.latents.shape[1:]}: {line}") from None
+    finally:
+        primary.train()
 
 
 def rows_per_chunk(row_values: int, label_bytes: int, dtype: str, chunk_bytes: int) -> int:
@@ -235,7 +287,7 @@ class LatentStore:
     def __len__(self) -> int:
         return sum(self.progress[name]["total"] for name in self.complete)
 
-    def batches(
+    def epoch(
         self, batch_size: int, shuffle: torch.Generator, share: slice = slice(None)
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield max(1, ⌊n/b⌋) batches of the shuffled union: latents (B, ...) float32 and labels (B, ...).

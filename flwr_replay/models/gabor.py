@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from flwr_replay.config.model import ModelConfig
 from flwr_replay.config.sections import TaskConfig, require
-from flwr_replay.models.layers import centred, stage
+from flwr_replay.models.layers import centred, classifier, stage
 from flwr_replay.models.staged import StagedModel
 
 __all__ = ["gabor"]
@@ -76,12 +76,11 @@ def filters() -> Tensor:
 
 
 def gabor(model: ModelConfig, task: TaskConfig) -> StagedModel:
-    """Build the classifier; it begins with weights of zero, whatever the seed."""
+    """Build the classifier; a linear one begins with weights of zero, whatever the seed."""
     require(
         task.size > 1 and task.format != "bags",
         f"model=gabor sees edges in images; task={task.name} has none: choose model=mlp or deepset",
     )
-    head = nn.Linear((ORIENTATIONS + task.channels) * min(GRID, task.size) ** 2, task.classes)
-    nn.init.zeros_(head.weight)
-    nn.init.zeros_(head.bias)
-    return StagedModel(OrderedDict(energies=stage(features=Energies()), head=stage(fc=head)))
+    features = (ORIENTATIONS + task.channels) * min(GRID, task.size) ** 2
+    layers = classifier(features, model.hidden, task.classes)
+    return StagedModel(OrderedDict(energies=stage(features=Energies()), **layers))

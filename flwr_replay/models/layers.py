@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 __all__ = ["Centred", "Prepared", "Standardize"]
-__all__ += ["as_input", "centred", "norm_layer", "out_of_place", "outlined", "stage"]
+__all__ += ["as_input", "centred", "classifier", "norm_layer", "out_of_place", "outlined", "stage"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -92,6 +92,17 @@ class Centred(nn.Module):
 def stage(**layers: nn.Module) -> nn.Sequential:
     """Return named layers in sequence."""
     return nn.Sequential(OrderedDict(layers))
+
+
+def classifier(features: int, hidden: int, classes: int, **before: nn.Module) -> OrderedDict[str, nn.Module]:
+    """Return the stages on features: `hidden`, if it has units, and `head`, which begins at zero where it is alone."""
+    head = nn.Linear(hidden or features, classes)
+    if hidden:
+        units = stage(**before, fc=nn.Linear(features, hidden), relu=nn.ReLU())
+        return OrderedDict(hidden=units, head=stage(fc=head))
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return OrderedDict(head=stage(**before, fc=head))
 
 
 def outlined(module: nn.Module, x: Tensor) -> Tensor:

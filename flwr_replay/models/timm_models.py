@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from flwr_replay.config.model import LITE0, ModelConfig
 from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.errors import ConfigError, nearest
-from flwr_replay.models.layers import Centred, Prepared, out_of_place, outlined, stage
+from flwr_replay.models.layers import Centred, Prepared, classifier, out_of_place, outlined, stage
 from flwr_replay.models.staged import StagedModel, staged
 
 __all__ = ["for_channels", "packaged", "published", "timm_model"]
@@ -69,10 +69,7 @@ def timm_model(model: ModelConfig, task: TaskConfig) -> StagedModel:
     first = next(iter(stages))
     prepared = Prepared(channels, size, mode, mean, std)
     stages[first] = stage(prepared=prepared, **dict(stages[first].named_children()))
-    head = nn.Linear(features, task.classes)
-    nn.init.zeros_(head.weight)
-    nn.init.zeros_(head.bias)
-    return staged(net, **stages, head=stage(centred=Centred(), fc=head)).train()
+    return staged(net, **stages, **classifier(features, model.hidden, task.classes, centred=Centred())).train()
 
 
 def published(name: str) -> Any:

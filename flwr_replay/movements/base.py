@@ -40,6 +40,7 @@ from flwr_replay.server.one_line import errors_in_one_line
 from flwr_replay.server.recorder import Recorder, Snapshot
 from flwr_replay.server.replay_base import Replay
 from flwr_replay.server.replay_codes import GenerativeReplay
+from flwr_replay.server.replay_sums import StatisticsReplay
 from flwr_replay.server.roll import Roll
 from flwr_replay.server.settings import Settings, checked_arguments
 from flwr_replay.server.synthesis import BufferReplay
@@ -92,7 +93,9 @@ class Movement(Strategy):
         self.evaluations = Evaluations(self, self.exchanger)
         self.roll = Roll(self.exchanger, type(self), self.all_stages)
         self.replay: Replay | None = None
-        if settings.replay_plan:
+        if settings.replay_plan and settings.replay_plan.replay.name == "statistics":
+            self.replay = StatisticsReplay(self.exchanger, settings.replay_plan)
+        elif settings.replay_plan:
             self.replay = GenerativeReplay(self.exchanger, self.roll, settings.replay_plan, self.checkpoint)
         elif settings.synthesis and settings.synthesis.replays:
             self.replay = BufferReplay(self.exchanger, settings.synthesis)

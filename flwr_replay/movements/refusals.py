@@ -10,9 +10,11 @@ from flwr_replay.config.catalogue import brought, choices
 from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.sections import require
 from flwr_replay.errors import ConfigError, refuse_each
+from flwr_replay.learning.draws import frozen_features
 from flwr_replay.learning.training import refuse_single_batches
 from flwr_replay.movements.evaluating import RunState
 from flwr_replay.privacy.dpsgd import refuse_mixing
+from flwr_replay.privacy.plan import STATISTICS
 from flwr_replay.server.settings import Settings
 
 __all__ = ["refuse_fraction", "refuse_options", "say_what_differs"]
@@ -49,6 +51,14 @@ def _refuse_replay(method: Any, settings: Settings) -> None:
             f"replay is for serial and parallel methods; got strategy={method.config_type.name}: choose replay=none, "
             f"or strategy={methods_with('supports_replay')}"
         )
+    if settings.replay_plan and settings.replay_plan.replay.name == "statistics":
+        require(
+            STATISTICS in method.traits().dp_mechanisms,
+            f"replay=statistics is for strategy=cwt and fedavg; got {method.config_type.name}: choose one of them, or "
+            "another replay",
+        )
+        if settings.model is not None:
+            frozen_features(settings.model(0))
 
 
 def refuse_fraction(method: Any, settings: Settings) -> None:

@@ -54,7 +54,7 @@ def check_fit(config: RunConfig, wanted: Container[str]) -> None:
         "change which others are used: choose dp=none or balanced=false",
     )
     require(
-        config.replay.name == "none" or not any(name in wanted for name in ON_SUMS),
+        config.replay.name in ("none", "statistics") or not any(name in wanted for name in ON_SUMS),
         f"noise on sums covers an institution's own examples, and no replayed ones; got replay={config.replay.name}: "
         "choose replay=none",
     )
@@ -125,7 +125,7 @@ def _check_replay(config: RunConfig, wanted: Container[str]) -> None:
         f"dp=prior needs a prior; got replay={replay}: choose replay=pixelcnn",
     )
     require(
-        "classifier" not in wanted or replay == "none" or "prior" in wanted,
+        "classifier" not in wanted or replay == "none" or "prior" in wanted or ON_SUMS[0] in wanted,
         "a classifier that also learns replays of the same patients, made without noise, has no epsilon; got "
         f"replay={replay}: choose replay=none or dp=end-to-end",
     )

@@ -103,6 +103,7 @@ class PrivacyPlan:
         privacy, strategy = config.privacy, config.strategy
         wanted = mechanisms_wanted(config)
         declared = {name: epochs for name, epochs in strategy.dp_passes(config.rounds).items() if epochs >= 1}
+        declared |= {STATISTICS: 1} if config.replay.name == "statistics" else {}
         require(
             bool(wanted) or privacy.limit == inf,
             f"a budget is for training under DP; got epsilon {privacy.limit:g} and dp=none: choose dp=proxy "

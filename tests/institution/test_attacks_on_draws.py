@@ -1,0 +1,165 @@
+"""What a server can ask of sums of frozen features, and what it can hand out as draws: nothing but what a run says."""
+
+import numpy as np
+import pytest
+import torch
+from harness import SHARDS, write_shards
+from hostile_server import HostileServer, refusal, weights
+
+from flwr_replay.config.sections import ReplayConfig
+from flwr_replay.engines.simulate import run_inline
+from flwr_replay.errors import FlwrReplayError
+from flwr_replay.learning.draws import Draws
+from flwr_replay.payloads.common import Train
+from flwr_replay.payloads.fedreplay import Encode, Extract
+from flwr_replay.payloads.fedstats import PRODUCTS, SUMS, KeepDraws, Summarise, pairs_of
+from flwr_replay.privacy.sums import SHARE
+from flwr_replay.report.progress import Display
+from flwr_replay.server.sums import Moments
+
+F = 9 * 7 * 7
+FROZEN = [*SHARDS, "classes=3", "model=gabor", "model.train=head", "device=cpu"]
+CWT, DRAWN = ["strategy=cwt", "replay=statistics"], ["strategy=fedreplay", "latents=drawn"]
+RIGHT = {"clip": 10.0, "products": pairs_of(F), "sums": 3 * (1 + F)}
+
+
+@pytest.fixture
+def ask(tmp_path):
+    """Return what sends requests to a hospital in a run with these options."""
+    write_shards(tmp_path, {"a": 40})
+
+    def started(*options):
+        return HostileServer(tmp_path, *FROZEN, *options)
+
+    return started
+
+
+def summarise(arrays=None, **changed):
+    return Summarise(run="r", server_round=1, arrays=arrays or {}, **{**RIGHT, **changed})
+
+
+@pytest.mark.parametrize(
+    "options", [CWT, DRAWN, ["strategy=fedstats", "head=mlp"]], ids=["cwt", "fedreplay", "fedstats"]
+)
+def test_nothing_leaves_but_one_sum_of_what_the_frozen_encoder_makes(ask, options):
+    server = ask(*options)
+    reply = server.send(summarise())
+    assert not refusal(reply)
+    assert {name: array.shape for name, array in weights(reply).items()} == {
+        SUMS: (3 * (1 + F),),
+        PRODUCTS: (pairs_of(F),),
+    }
+    for changed in ({"sums": 3 * F}, {"sums": 7}, {"products": 5}, {"clip": 1e30}, {"sums": 2 * (1 + F)}):
+        assert refusal(server.send(summarise(**changed)))
+    wrong = {"head.fc.weight": np.ones((3, F), np.float32), "head.fc.bias": np.zeros(3, np.float32)}
+    told = weights(server.send(summarise(wrong)))  # another head changes nothing
+    np.testing.assert_array_equal(told[SUMS], weights(reply)[SUMS])
+
+
+@pytest.mark.parametrize(
+    ("options", "request_"),
+    [
+        (["strategy=cwt"], summarise()),
+        (["strategy=fedavg"], summarise(sums=0)),
+        (CWT, summarise(sums=0)),
+        (["strategy=fedstats", "head=lda"], summarise()),
+        (["strategy=fedreplay"], summarise()),
+        (DRAWN, summarise(sums=0)),
+        (DRAWN, Extract(run="r", arrays={}, cut="", latent_dtype="float32", first=0, chunk_bytes=10**6, views=0)),
+        (DRAWN, Extract(run="r", arrays={}, cut="", latent_dtype="float32", first=0, chunk_bytes=10**6, views=1)),
+        (DRAWN, Encode(run="r", arrays={}, cut="", lr=0.1, max_epochs=0, patience=1)),
+        (DRAWN, Encode(run="r", arrays={}, cut="", lr=0.1, max_epochs=1, patience=1)),
+        (["strategy=cwt"], KeepDraws(run="r", arrays={"means": np.zeros((3, F), np.float32)})),
+    ],
+)
+def test_what_a_runs_options_do_not_say_is_refused(ask, options, request_):
+    reply = ask(*options).send(request_)
+    assert refusal(reply)
+    assert not weights(reply)
+
+
+def test_under_dp_sums_are_made_once(ask):
+    server = ask(*CWT, "dp=statistics", "privacy.sigma=1", "delta=0.001")
+    one, again = (weights(server.send(summarise(**{}))) for _ in range(2))
+    for name, array in one.items():
+        np.testing.assert_array_equal(again[name], array)
+    assert "makes its sums once in a run" in refusal(server.send(summarise(products=0)))
+    assert [charge["steps"] for charge in server.charges("r")] == [1, 0]
+
+
+def gaussians(**changed):
+    means, factor = np.zeros((3, F), np.float32), np.eye(F, dtype=np.float32)
+    return {"means": means, "factor": factor, "counts": np.array([5, 0, 2]), **changed}
+
+
+WRONG = {
+    "none": {"means": np.zeros(0, np.float32)},
+    "other features": {"means": np.zeros((3, 4), np.float32), "factor": np.eye(4, dtype=np.float32)},
+    "other classes": {"means": np.zeros((4, F), np.float32), "counts": np.array([5, 0, 2, 1])},
+    "no number": {"means": np.full((3, F), np.nan, np.float32)},
+    "endless": {"factor": np.full((F, F), np.inf, np.float32)},
+    "too long": {"means": np.full((3, F), 11, np.float32)},
+    "too wide": {"factor": np.eye(F, dtype=np.float32) * 11},
+    "not square": {"factor": np.zeros((F, 3), np.float32)},
+    "negative": {"counts": np.array([5, -1, 2])},
+    "too many": {"counts": np.array([2**62, 2**62, 2**62])},
+    "no counts": {"counts": np.array([1.0, 2.0, 3.0])},
+    "nothing to draw": {"counts": np.zeros(3, np.int64)},
+}
+
+
+@pytest.mark.parametrize("changed", WRONG.values(), ids=WRONG)
+def test_draws_from_a_stranger_are_checked(ask, changed):
+    server = ask(*CWT)
+    assert refusal(server.send(KeepDraws(run="r", server_round=1, arrays=gaussians(**changed))))
+    train = Train(run="r", server_round=1, arrays=server.weights, lr=0.1, replayed=7)
+    assert "draws as many features as it was told, 7" in refusal(server.send(train))
+    assert not refusal(server.send(KeepDraws(run="r", server_round=1, arrays=gaussians())))
+    assert not refusal(server.send(train))
+
+
+def test_draws_have_the_means_and_the_covariance_of_the_sums():
+    rng = np.random.default_rng(0)
+    f, y = torch.from_numpy(rng.normal(size=(4000, 5)) @ rng.normal(size=(5, 5))), rng.integers(0, 2, 4000)
+    f[y == 1] += 1
+    share = ((1 - SHARE**2) / 2) ** 0.5
+    table = np.stack([np.r_[(y == c).sum() * SHARE, f[y == c].sum(0) * share / 100] for c in (0, 1)])
+    products = (f.T @ f).numpy()[np.triu_indices(5)] * np.where(np.equal(*np.triu_indices(5)), 1, 2**0.5)
+    by = Moments.of(table, products * share / 100**2, 100.0, 0.0)
+    draws = Draws.of(by.gaussians(100.0), 100.0, ReplayConfig(), 0)
+    assert len(draws) == 4000
+    x, labels = draws.take(torch.arange(4000).repeat(5))
+    assert x.shape == (20000, 5, 1, 1)
+    within = np.cov(torch.cat([f[y == c] - f[y == c].mean(0) for c in (0, 1)]).T, bias=True)
+    for c in (0, 1):
+        own = x[labels == c].flatten(1)
+        np.testing.assert_allclose(own.mean(0), f[y == c].mean(0), atol=0.15)
+        wanted = within + 0.3 * np.trace(within) / 5 * np.eye(5)
+        np.testing.assert_allclose(np.cov(own.T), wanted, atol=0.1 * np.abs(wanted).max())
+    near = Draws.of(by.gaussians(0.5), 0.5, ReplayConfig(), 0)
+    assert torch.linalg.vector_norm(near.take(torch.arange(4000))[0].flatten(1), dim=1).max() <= 0.5 * 1.0001
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["strategy=fedstats", "head=mlp"], "lies above a frozen encoder.*: set model.train=head"),
+        (["strategy=fedreplay", "latents=drawn"], "lies above a frozen encoder"),
+        (["strategy=fedreplay", "latents=drawn", "model.train=head", "upload_views=2"], "upload-views=2 and cut=''"),
+        (["strategy=fedreplay", "latents=drawn", "model.train=head", "dp=encoder", "delta=1e-4"], "nothing there does"),
+        (["strategy=fedreplay", "masked=true", "model.train=head"], "that of strategy=fedreplay does not"),
+        (["strategy=cwt", "replay=statistics"], "got task.kind=classification, model.train=all and augment=none"),
+        (
+            ["strategy=cwt", "replay=statistics", "model=cnn", "model.train=head"],
+            r"at this cut an image has the shape \(64",
+        ),
+        (["strategy=fedavg", "replay=statistics", "model.train=head", "training.augment=flip"], "augment=flip"),
+        (["strategy=fedprox", "replay=statistics", "model.train=head"], "is for strategy=cwt and fedavg; got fedprox"),
+        (["strategy=fedavg", "replay=statistics", "model.train=head", "dp=classifier", "delta=1e-4"], "has no epsilon"),
+        (["strategy=cwt", "model.train=head", "dp=statistics", "delta=1e-4"], "can have dp=classifier; got statistics"),
+    ],
+)
+def test_a_mistake_is_one_line(options, line, tmp_path):
+    with pytest.raises(FlwrReplayError, match=line) as caught:
+        run_inline(["task=digits", "model=gabor", "nodes=3", "device=cpu", *options, f"runs_dir={tmp_path}"], Display())
+    assert "\n" not in str(caught.value)
