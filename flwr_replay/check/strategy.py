@@ -72,6 +72,7 @@ __all__ = ["check_strategy"]
 
 JOB = ("task=digits", "partition=iid", "model=cnn", "model.width=4", "nodes=3", "rounds=2", "device=cpu")
 OF_REPLAY = {"generator", "prior"}  # replay declares their passes
+OF_OPTIONS = {"statistics"}  # replay=statistics does, and latents=drawn
 SHRUNK = 0.01  # what is left of batch norm's first variances after a long training on faint images
 CLASSIFIERS = ("released", "kept", "none")
 NEEDED = {"latents": ("latent_clip=1", "latent_epsilon=8", "label_epsilon=2")}  # options without a default
@@ -254,7 +255,7 @@ def _check_declared(name: str) -> None:
     _check_names("dp_passes", passes, MECHANISMS)
     whole = all(type(epochs) is int and epochs >= 0 for epochs in passes.values())
     assert whole, f"dp_passes must be whole numbers, none negative; got {dict(passes)}"
-    lacking = sorted({*trained} - {name for name, epochs in passes.items() if epochs} - OF_REPLAY)
+    lacking = sorted({*trained} - {name for name, epochs in passes.items() if epochs} - OF_REPLAY - OF_OPTIONS)
     assert not lacking, (
         f"dp_passes must have every mechanism that can be trained by DP-SGD; missing: {', '.join(lacking)}"
     )
@@ -270,7 +271,9 @@ def _check_names(declared: str, names: Iterable[str], known: Collection[str]) ->
 @cache
 def _check_mechanisms(name: str) -> None:
     """Train every mechanism under DP, once for a strategy."""
-    for mechanism in sorted({*load_strategy(name)[1].traits.dp_mechanisms} - OF_REPLAY):
+    options = load_strategy(name)[1]
+    without = OF_REPLAY | (OF_OPTIONS - {*options().dp_passes(1)})
+    for mechanism in sorted({*options.traits.dp_mechanisms} - without):
         with tempfile.TemporaryDirectory(prefix="flwr-replay-check-") as folder:
             private = [f"dp={mechanism}", *NEEDED.get(mechanism, ())]
             job = [f"strategy={name}", *JOB, *REPEATABLE, "partition.size=100", *private, f"runs_dir={folder}"]

@@ -145,13 +145,19 @@ def test_draws_have_the_means_and_the_covariance_of_the_sums():
     [
         (["strategy=fedstats", "head=mlp"], "lies above a frozen encoder.*: set model.train=head"),
         (["strategy=fedreplay", "latents=drawn"], "lies above a frozen encoder"),
-        (["strategy=fedreplay", "latents=drawn", "model.train=head", "upload_views=2"], "upload-views=2 and cut=''"),
-        (["strategy=fedreplay", "latents=drawn", "model.train=head", "dp=encoder", "delta=1e-4"], "nothing there does"),
+        (
+            ["strategy=fedreplay", "latents=drawn", "model.train=head", "upload_views=2"],
+            "views shifts images that are sent",
+        ),
+        (
+            ["strategy=fedreplay", "latents=drawn", "model.train=head", "dp=encoder", "delta=1e-4"],
+            "can have dp=statistics; got encoder",
+        ),
         (["strategy=fedreplay", "masked=true", "model.train=head"], "that of strategy=fedreplay does not"),
         (["strategy=cwt", "replay=statistics"], "got task.kind=classification, model.train=all and augment=none"),
         (
             ["strategy=cwt", "replay=statistics", "model=cnn", "model.train=head"],
-            r"at this cut an image has the shape \(64",
+            r"at this cut an image has the shape \(32, 2, 2",
         ),
         (["strategy=fedavg", "replay=statistics", "model.train=head", "training.augment=flip"], "augment=flip"),
         (["strategy=fedprox", "replay=statistics", "model.train=head"], "is for strategy=cwt and fedavg; got fedprox"),

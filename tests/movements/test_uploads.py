@@ -13,7 +13,7 @@ from harness import SHARDS, node_configs, write_shards
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
 from flwr_replay.engines.inline import InlineGrid
-from flwr_replay.errors import RunError
+from flwr_replay.errors import RunError, WireError
 from flwr_replay.learning.latents import LatentStore
 from flwr_replay.payloads.fedreplay import Latents
 from flwr_replay.report.progress import Display
@@ -123,7 +123,7 @@ def test_rows_of_one_upload_have_one_form(tmp_path):
     store, numbers = LatentStore(tmp_path), {"num_examples": 4, "raw_bytes": 1, "total": 4}
     labels = np.zeros(2, np.int64)
     store.add("a", Latents(latents=np.ones((2, 3), np.float32), labels=labels, first=0, **numbers))
-    with pytest.raises(fedreplay.WireError, match="must keep their form"):
+    with pytest.raises(WireError, match="must keep their form"):
         store.add("a", Latents(latents=np.ones((2, 5), np.float32), labels=labels, first=2, **numbers))
 
 
