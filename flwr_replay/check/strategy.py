@@ -71,8 +71,7 @@ from flwr_replay.wire.weights import to_arrays
 __all__ = ["check_strategy"]
 
 JOB = ("task=digits", "partition=iid", "model=cnn", "model.width=4", "nodes=3", "rounds=2", "device=cpu")
-OF_REPLAY = {"generator", "prior"}  # replay declares their passes
-OF_OPTIONS = {"statistics"}  # replay=statistics does, and latents=drawn
+OF_REPLAY, OF_OPTIONS = {"generator", "prior"}, {"statistics"}  # replay, or an option, declares their passes
 SHRUNK = 0.01  # what is left of batch norm's first variances after a long training on faint images
 CLASSIFIERS = ("released", "kept", "none")
 NEEDED = {"latents": ("latent_clip=1", "latent_epsilon=8", "label_epsilon=2")}  # options without a default

@@ -394,9 +394,7 @@ def soft_dice(outputs: Tensor, y: Tensor) -> Tensor:
 
 def make_task(config: TaskConfig) -> Task:
     """Build the task that a configuration names."""
-    if config.kind == "regression" and config.label_range:
-        low, high = config.label_range
-        return Regression((low + high) / 2, (high - low) / 2, bounded=True)
     if config.kind == "regression":
-        return Regression()
+        low, high = config.label_range or (-1.0, 1.0)
+        return Regression((low + high) / 2, (high - low) / 2, bounded=bool(config.label_range))
     return Segmentation() if config.kind == "segmentation" else Classification(config.classes, config.class_groups)
