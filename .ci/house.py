@@ -1,4 +1,4 @@
-"""Count the house, and fail on a circle, an arrow up or a room that is too big.
+"""Count the house, and fail on a circle, an arrow up or a room or file that is too big.
 
 A room is a module or package directly inside flwr_replay. An arrow is an import from one room in another, wherever it
 stands in a file. The floors are those of .importlinter; an arrow up, or along a floor, runs against them. A circle is
@@ -14,7 +14,10 @@ from pathlib import Path
 import grimp
 import networkx as nx
 
+ROOT = Path(__file__).parents[1]
 MOST = 4000  # lines of a room
+LONGEST = 400  # lines of a file
+FOLDERS = ("benchmarks", "clients", "docs", "flwr_replay", "simulations", "strategies", "tests")
 
 
 def lines(site, room):
@@ -35,21 +38,25 @@ def main():
     arrows = {(a, b) for a, b in arrows if a != b}
 
     contracts = configparser.ConfigParser()
-    contracts.read(Path(__file__).parents[1] / ".importlinter")
+    contracts.read(ROOT / ".importlinter")
     floors = contracts["importlinter:contract:floors"]["layers"].strip().split("\n")[::-1]
     floor = {room.strip(): number for number, rooms_there in enumerate(floors) for room in rooms_there.split("|")}
     up = sorted(f"{a} -> {b}" for a, b in arrows if a in floor and b in floor and floor[a] <= floor[b])
     circles = [sorted(circle) for circle in nx.strongly_connected_components(files) if len(circle) > 1]
     size = {room: lines(site, room) for room in sorted(rooms)}
     big = [f"{room} {count}" for room, count in size.items() if count > MOST]
+    ours = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
+    long = [file for file in ours if len(file.read_text(encoding="utf-8").splitlines()) > LONGEST]
 
     print(f"{len(rooms)} rooms on {len(floors)} floors, {len(arrows)} arrows, {len(up)} up; {len(circles)} circles")
     print(f"{sum(size.values())} lines; the biggest rooms: ", end="")
     print(", ".join(f"{room} {size[room]}" for room in sorted(size, key=size.get, reverse=True)[:5]))
-    for fault, found in (("arrow up", up), ("circle", circles), (f"room of more than {MOST} lines", big)):
+    faults = {"arrow up": up, "circle": circles}
+    faults |= {f"room of more than {MOST} lines": big, f"file of more than {LONGEST} lines": long}
+    for fault, found in faults.items():
         for one in found:
             print(f"{fault}: {one}")
-    sys.exit(1 if up or circles or big else 0)
+    sys.exit(1 if any(faults.values()) else 0)
 
 
 main()

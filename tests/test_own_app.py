@@ -389,8 +389,7 @@ def test_metrics_that_records_cannot_hold_are_left_out_and_the_others_arrive(cap
 @pytest.mark.parametrize("ours", [True, False])
 def test_an_app_with_own_data_answers_no_training_beside_the_masks(own, ours):
     """A hostile server asks for plain weights, as FedAvg does, or as any Flower app understands it."""
-    asked = []
-    options = "preset=private task=folder channels=1 task.size=8 classes=10"
+    options, asked = "preset=private task=folder channels=1 task.size=8 classes=10", []
     grid = InlineGrid.simulated(app_with(asked.append), {"overrides": options}, 4)
     weights = own[0].net().state_dict()
     content = RecordDict({"arrays": ArrayRecord(weights), "config": ConfigRecord({"lr": 0.1})})

@@ -303,11 +303,9 @@ class Regression(Task):
 
     def label_sums(self, y: Tensor) -> dict[str, float]:
         """Return the sum and the sum of squares of labels (n,), where no range is known."""
-        return (
-            {}
-            if self.bounded
-            else {"label_sum": float(y.double().sum()), "label_squares": float(y.double().square().sum())}
-        )
+        if self.bounded:
+            return {}
+        return {"label_sum": float(y.double().sum()), "label_squares": float(y.double().square().sum())}
 
     def scaled(self, mean: float, scale: float) -> Self:
         """Return the task with these statistics of the labels; a known range stays."""

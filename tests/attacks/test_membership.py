@@ -1,5 +1,7 @@
 """Membership: LiRA separates an overfitted model's members, and is at chance on a model that never saw them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from sklearn.datasets import load_digits
@@ -17,7 +19,9 @@ from flwr_replay.attacks.membership import (
 )
 from flwr_replay.config.model import ModelConfig
 from flwr_replay.config.sections import TaskConfig, TrainingConfig
-from flwr_replay.errors import ConfigError
+from flwr_replay.errors import ConfigError, DataError
+from flwr_replay.lab.judge import Originals
+from flwr_replay.lab.membership import member_attacks
 from flwr_replay.models import build
 
 TASK = TaskConfig(name="digits", format="digits", channels=1, size=8, classes=10)
@@ -120,3 +124,13 @@ def test_when_time_is_up_two_reference_models_are_enough(noisy: Data) -> None:
     x, y = noisy
     models = reference_models(fresh, F.cross_entropy, x[600:700], y[600:700], TRAINING, 1, 50, 6, 0, seconds=0)
     assert len(models) == 2
+
+
+def test_masks_are_members_by_no_label():
+    """A mask has labels in its pixels, none of its own that others could share."""
+    x, masks = torch.rand(30, 1, 4, 4), torch.ones((30, 4, 4), dtype=torch.int64)
+    exhibit = SimpleNamespace(means="weights", answers=[None])
+    ((name, ask),) = member_attacks(exhibit, None, Originals(x, masks, x, masks, ""), None, 0, 1)
+    assert name == "membership"
+    with pytest.raises(DataError, match="there are 0 training images"):
+        ask()

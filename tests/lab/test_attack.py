@@ -5,7 +5,6 @@ import re
 import shutil
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,10 +15,8 @@ from harness import SHARDS, command, node_configs, run, write_shards
 from flwr_replay.errors import DataError
 from flwr_replay.files.atomic import read_json
 from flwr_replay.lab.evidence import Evidence
-from flwr_replay.lab.judge import Originals, OtherOriginals, originals_of
-from flwr_replay.lab.membership import member_attacks
+from flwr_replay.lab.judge import OtherOriginals, originals_of
 from flwr_replay.lab.registry import nothing_tried
-from flwr_replay.lab.sentences import headline
 from flwr_replay.lab.trials import OfActivations
 from flwr_replay.memory import forget
 from flwr_replay.state.store import DATA
@@ -136,31 +133,6 @@ def test_where_a_message_is_of_all_images_other_peoples_are_the_control(runs, mo
     assert "scored as if they were of other images" in one["sentence"]
 
 
-@pytest.mark.parametrize(
-    ("results", "told"),
-    [
-        ([], "more than guessing"),
-        ([{"scores": {"number": 8, "nearer": 6, "by_chance": 4.0, "p": 0.2}}], "more than guessing"),
-        ([{"scores": {"number": 8, "nearer": 8, "by_chance": 4.0, "p": 0.01}}], "8 are nearer to its patients'"),
-        ([{"membership": {"auc": {"value": 0.6, "low": 0.49}}}], "more than guessing"),
-        ([{"membership": {"auc": {"value": 0.81, "low": 0.7}}}], "the patient in 81% of pairs, where guessing does"),
-        ([{"labels": {"right": 20, "number": 20, "equal-counts": 11}}], "where guessing finds 11"),
-        ([{"labels": {"right": 20, "number": 20}}], "more than guessing"),  # of an earlier version
-        ([{"alone": {"value": 1.0, "low": 0.4}, "number": 3, "among": 300}], "3 are found among 300, where guessing"),
-        (
-            [
-                {"labels": {"right": 20, "number": 20, "always-one": 10}},
-                {"scores": {"number": 20, "identified": {"value": 1.0, "low": 0.84}, "chance": 0.01}},
-                {"scores": {"number": 20, "identified": {"value": 1.0, "low": 0.84}, "chance": 0.9}},
-            ],
-            "20 point to the right patient, where guessing finds 0.2:",
-        ),
-    ],
-)
-def test_the_headline_is_what_exceeds_guessing_most(results, told):
-    assert told in headline([{"institution": "a", **result} for result in results])[0]
-
-
 def test_an_institution_is_not_attacked_with_its_own_images(runs, tmp_path, monkeypatch, capsys):
     shutil.copytree(runs / "latents", tmp_path / "run", ignore=shutil.ignore_patterns("attacks"))
     _, results, _ = attacked(monkeypatch, capsys, tmp_path / "run", "--aux", "institution-2", whom="institution-2")
@@ -170,16 +142,6 @@ def test_an_institution_is_not_attacked_with_its_own_images(runs, tmp_path, monk
     one = others["latents", "learned decoder"]
     assert "60 images of institution-2 (which colludes)" in one["auxiliary"]
     assert one["nearest-image"]["psnr"] > one["mean-image"]["psnr"]
-
-
-def test_masks_are_members_by_no_label():
-    """A mask has labels in its pixels, none of its own that others could share."""
-    x, masks = torch.rand(30, 1, 4, 4), torch.ones((30, 4, 4), dtype=torch.int64)
-    exhibit = SimpleNamespace(means="weights", answers=[None])
-    ((name, ask),) = member_attacks(exhibit, None, Originals(x, masks, x, masks, ""), None, 0, 1)
-    assert name == "membership"
-    with pytest.raises(DataError, match="there are 0 training images"):
-        ask()
 
 
 @pytest.mark.sampled(2, of="slow audits")
