@@ -60,12 +60,15 @@ def seal_key(
     from flwr_replay.ciphers.seal import Seal, line_of, make_key, read_pins
 
     private, public = make_key(absolute(key))
-    lines, pins, digest = [line_of(name, public)], list[str](), ""
+    line, pins, digest = line_of(name, public), list[str](), ""
+    if not as_json:
+        print(line)  # though the pinned keys may be wrong
     if peers:
         pinned = read_pins(Path(peers).expanduser())
         pins, digest = sorted(pinned), Seal(name, private, pinned).digest
-        lines.append(f"{peers} pins {', '.join(pins)}; its digest, to compare with the others: {digest}")
-    answer({"line": lines[0], "pins": pins, "digest": digest}, "\n".join(lines), as_json)
+    if peers or as_json:
+        text = f"{peers} pins {', '.join(pins)}; its digest, to compare with the others: {digest}"
+        answer({"line": line, "pins": pins, "digest": digest}, text, as_json)
 
 
 @app.command()
