@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flwr_replay.data.datasets import Dataset, Examples, examples_of, load, load_bounded
+from flwr_replay.data.datasets import Dataset, Examples, examples_of, load
 from flwr_replay.data.partitions import Partition, institution_name, institution_names, partition, site_names
 from flwr_replay.data.show import show
 from flwr_replay.data.skew import ks_matrix, label_histogram, tv_matrix
@@ -17,7 +17,6 @@ __all__ = [
     "ks_matrix",
     "label_histogram",
     "load",
-    "load_bounded",
     "partition",
     "show",
     "site_names",

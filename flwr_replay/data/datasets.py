@@ -28,7 +28,7 @@ from flwr_replay.data.tables import read_diabetes, read_heart_disease
 from flwr_replay.errors import DataError
 from flwr_replay.rng import derived_seed
 
-__all__ = ["MIXES_PATIENTS", "PREPARES", "Dataset", "Examples", "dataset_of", "examples_of", "load"]
+__all__ = ["MIXES_PATIENTS", "PREPARES", "Dataset", "Examples", "bounded", "dataset_of", "examples_of", "load"]
 
 READERS: dict[str, Callable[[TaskConfig], dict[str, Raw]]] = {
     "digits": read_digits,
@@ -224,15 +224,15 @@ def dataset_of(raws: dict[str, Raw], task: TaskConfig) -> Dataset:
     return Dataset(task.name, splits["train"], splits["test"], **rest, classes=task.class_names)
 
 
-def load_bounded(task: TaskConfig, kept: DecodedImages) -> Dataset:
-    """Read a task's data as `load` does, but take labels of C classes that are above C - 1 for C - 1, and log it.
+def bounded(load_task: Callable[[TaskConfig], Dataset], task: TaskConfig) -> Dataset:
+    """Read a task's data by a function, but take labels of C classes that are above C - 1 for C - 1, and log it.
 
     The server chooses C: a refusal, or another number of examples, would tell it whether there are such labels. So it
     is under dp=end-to-end. Where classes are named, a label that is no name is refused as ever.
     """
     if task.kind != "classification" or task.class_names:
-        return load(task, kept)
-    read = load(replace(task, classes=CLASSES, class_groups=()), kept)
+        return load_task(task)
+    read = load_task(replace(task, classes=CLASSES, class_groups=()))
     splits, last = {name: part for name, part in vars(read).items() if isinstance(part, Examples)}, task.classes - 1
     if above := sum(int((part.y > last).sum()) for part in splits.values()):
         logging.getLogger("flwr").warning(

@@ -132,13 +132,13 @@ def _answered(
             reply = Message(RecordDict({"metrics": MetricRecord(counts)}), reply_to=message)
         else:
             reply = called()
-        if policy.min_count:
-            floor.take_room(institution, config, run, request, config_in(message.content))
         if institution.digested and "data" in vars(institution):  # they were read
             store.note_data(run)
         leaving = check_answer(reply, answer, policy, config)
-        if policy.min_count and not tests:
-            floor.check_counts(institution, run, answer, reply.content)
+        if policy.min_count:
+            if not tests:
+                floor.check_counts(institution, run, answer, reply.content)
+            floor.take_room(institution, config, run, request, config_in(message.content))
         names = {row.field for row in leaving}
         if budget and (sent := {field: mechanism for field, mechanism in dp_fields.items() if field in names}):
             _check_account(budget, run, sent, charged_before, metrics_in(reply.content))

@@ -20,8 +20,8 @@ from flwr_replay.config.parts import VARIABLE, allow, check_allowed
 from flwr_replay.config.quoting import digits
 from flwr_replay.config.run import RECORD, RunConfig
 from flwr_replay.config.sections import BATCH, Range, TaskConfig
-from flwr_replay.data import Dataset, institution_names, load, load_bounded
-from flwr_replay.data.datasets import dataset_of
+from flwr_replay.data import Dataset, institution_names, load
+from flwr_replay.data.datasets import bounded, dataset_of
 from flwr_replay.data.dealt import dealt, loaded, pooled
 from flwr_replay.data.decoded import FOLDER, DecodedImages
 from flwr_replay.data.own import raws_of
@@ -89,11 +89,10 @@ def take_data(context: Context, data: Callable[[Context], Mapping[str, Any]]) ->
     """Have this node's institution read its examples by a function of the user's app; `task` says their form."""
     institution, config = institution_of(context)
 
-    def read() -> Dataset:
-        dataset = dataset_of(raws_of(data(context), config.task, "the app's data"), config.task)
-        return _featured(dataset, config, config.task, DecodedImages(institution.state / FOLDER, 0))
+    def own(task: TaskConfig) -> Dataset:
+        return dataset_of(raws_of(data(context), task, "the app's data"), task)
 
-    institution.read = read
+    institution.read = partial(_own, own, config.task, DecodedImages(institution.state / FOLDER, 0), config)
 
 
 def own_task(task: TaskConfig, data: str) -> TaskConfig:
@@ -125,7 +124,7 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
     kept = DecodedImages(root / owned["name"] / FOLDER, cache * 1e9)
     return Institution(
         name=owned["name"],
-        read=partial(_own, task, kept, config, private=bool(owned.get("private-model"))),
+        read=partial(_own, partial(load, kept=kept), task, kept, config, private=bool(owned.get("private-model"))),
         device=select_device(config.device),
         policy=read_policy(Path(owned["policy"]) if owned.get("policy") else None),
         state_root=root,
@@ -210,10 +209,15 @@ def _classes(config: RunConfig, owned: Mapping[str, str]) -> str:
     return own or (declared[0] if declared else "")
 
 
-def _own(task: TaskConfig, kept: DecodedImages, config: RunConfig, private: bool) -> Dataset:
+def _own(
+    read: Callable[[TaskConfig], Dataset],
+    task: TaskConfig,
+    kept: DecodedImages,
+    config: RunConfig,
+    private: bool = False,
+) -> Dataset:
     """Read an institution's own data."""
-    read = load_bounded if config.end_to_end else load
-    return _featured(read(task, kept), config, task, kept, private)
+    return _featured(bounded(read, task) if config.end_to_end else read(task), config, task, kept, private)
 
 
 def _featured(

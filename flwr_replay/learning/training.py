@@ -7,11 +7,12 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from flwr_replay.config.sections import TrainingConfig, require
 from flwr_replay.errors import ConfigError, DivergedError, TrainingError
@@ -72,7 +73,7 @@ def _eager(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optim
     """Return an optimizer's class without the hooks of `torch.compile` and of PyTorch's profiler.
 
     Nothing here is compiled. The former import a lot, the latter take a tenth of a small model's step. Its steps have
-    the same bits, and hooks registered for the steps of all optimizers are called.
+    the same bits, and hooks registered for steps are called.
     """
     hooked = ("add_param_group", "load_state_dict", "state_dict")
     methods = {name: inspect.unwrap(getattr(kind, name)) for name in hooked} | {"zero_grad": _drop_gradients}
@@ -80,16 +81,20 @@ def _eager(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optim
     return type(kind.__name__, (kind,), {**methods, **wrapped})
 
 
-def _hook_step(step: Callable[[torch.optim.Optimizer], None]) -> Callable[[torch.optim.Optimizer], None]:
-    def hooked(optimizer: torch.optim.Optimizer) -> None:
-        for hook in _global_optimizer_pre_hooks.values():
-            hook(optimizer, (optimizer,), {})
-        step(optimizer)
+def _hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        optimizer = args[0]
+        for hook in (*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()):
+            hook(optimizer, args, kwargs)
+        loss = step(*args, **kwargs)
+        for hook in (*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
+            hook(optimizer, args, kwargs)
+        return loss
 
     return hooked
 
 
-def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+def _drop_gradients(optimizer: torch.optim.Optimizer, _: bool = True) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None

@@ -6,7 +6,8 @@ judged by its validation examples. All methods have as many tries: the default, 
 repeated command asks for the same ones, and tries that have finished are not repeated.
 
 Under differential privacy a try spends epsilon like any run. The report says what all tries spend together: at most the
-sums of their epsilons and deltas (Dwork and Roth 2014, doi 10.1561/0400000042, Theorem 3.16).
+sums of their epsilons and deltas (Dwork and Roth 2014, doi 10.1561/0400000042, Theorem 3.16). One that fails has spent
+some, too, which no result states: the report says how many did, and none of these is repeated for the page of all.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def compare_tuned(
         for values in _even(spaces[cell.method.label], compose(list(cell.overrides))):
             studies[cell.method.label].enqueue_trial(values)
     found: dict[str, dict[str, dict[str, Any]]] = {label: {} for label in spaces}  # what came out, by the try's name
+    lost: list[str] = []  # tries that have failed under DP
     for _ in range(tries):
         asked = {label: studies[label].ask(space) for label, space in spaces.items()}
         names = {label: _with(label, methods[label], trial.params, tried=True) for label, trial in asked.items()}
@@ -83,6 +85,8 @@ def compare_tuned(
             outcomes = dict(run_all([replace(cell, metric=f"{VALIDATION}{metric}") for cell in plan.cells], jobs))
         for (label, trial), cell in zip(asked.items(), plan.cells, strict=True):
             found[label][names[label]] = outcome = outcomes[cell.folder]
+            if "error" in outcome and compose(list(cell.overrides)).privacy.dp != "none":
+                lost.append(names[label])
             judged = outcome["result"]["final"]["global"] if "result" in outcome else {}
             studies[label].tell(trial, judged.get(f"{VALIDATION}{metric}", float("nan")))  # which is a failure
     told, best = [], dict(zip(methods, strategies, strict=True))
@@ -90,11 +94,12 @@ def compare_tuned(
         if len({trial.value for trial in study.trials} - {None}) > 1:  # else the default is as good
             best[label] = _with(label, methods[label], study.best_params)
             told.append(_with(label, "", study.best_params, tried=True).partition(" := ")[0])
-    every = planned([name for outcomes in found.values() for name in outcomes], words, "", runs_dir, metric, "tuning")
-    folder = run_comparisons([every], jobs)[0][1]["folder"]  # a page of all tries
+    shown = [name for outcomes in found.values() for name in outcomes if name not in lost]
+    every = [planned(shown, words, "", runs_dir, metric, "tuning")] if shown else []
+    folder = "".join(f": {report['folder']}" for _, report in run_comparisons(every, jobs))  # a page of all tries
     line = (
         f"--tune: {'; '.join(told) or 'all tries are alike, or failed'}; of {tries} tries each the best by {VALIDATION}"
-        f"{metric} with seed {seed}, which is not reported; {_costs(found)}: {folder}"
+        f"{metric} with seed {seed}, which is not reported; {_costs(found, len(lost))}{folder}"
     )
     tuned = sorted({option.rpartition(".")[2] for space in spaces.values() for option in space})
     whole = planned([*best.values()], fixed, against, runs_dir, metric, tuned=tuned)
@@ -155,7 +160,7 @@ def _with(label: str, spec: str, values: Mapping[str, float], tried: bool = Fals
     return f"{', '.join([label, *own]) if tried else label} := {':'.join([spec, *own])}"
 
 
-def _costs(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+def _costs(found: Mapping[str, Mapping[str, Mapping[str, Any]]], lost: int) -> str:
     """Say what the tries of each method cost: examples, and epsilon where there is noise."""
     examples, spent = 0, []
     for label, outcomes in found.items():
@@ -165,4 +170,5 @@ def _costs(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
             epsilon = rounded_up(sum(inf if account.epsilon is None else account.epsilon for account in stated))
             spent.append(f"{label} {epsilon} at delta {rounded_up(sum(account.delta for account in stated), 2)}")
     price = f" and spent epsilon beside that of a run: {', '.join(spent)} (basic composition)" if spent else ""
-    return f"these tries saw {examples:,} examples{price}"
+    more = f"; {lost} that failed spent epsilon, too, which no result states" if lost else ""
+    return f"these tries saw {examples:,} examples{price}{more}"

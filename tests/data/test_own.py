@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -11,11 +12,16 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from flwr.app import Message
 
+from flwr_replay.client_app import app_with
 from flwr_replay.config.compose import compose
 from flwr_replay.config.parts import VARIABLE
 from flwr_replay.data import Examples, examples_of, load
+from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.errors import DataError
+from flwr_replay.payloads.common import RollCall
+from flwr_replay.server.asking import failure_of
 
 X = np.random.default_rng(0).integers(0, 256, (6, 8, 8), np.uint8)
 Y = np.array([0, 1, 1, 0, 1, 0])
@@ -175,3 +181,21 @@ def test_an_own_apps_labels_are_checked_too(labels: Any, said: str) -> None:
     for given in ((x, labels), list(zip(x, labels, strict=True))):
         with pytest.raises(DataError, match=said):
             examples_of(given)
+
+
+@pytest.mark.parametrize(("last", "private"), [(2, True), (7, True), (7, False)])
+def test_under_dp_an_app_with_own_data_does_not_tell_a_label_above_the_classes(
+    tmp_path: Path, last: int, private: bool
+) -> None:
+    """The server chooses classes, and could ask by it whether anybody has a rare class."""
+    own = np.zeros((20, 8, 8), np.uint8), np.append(np.arange(19) % 3, last)
+    options = "dp=gradient target-epsilon=8 delta=0.01" if private else ""
+    options = f"strategy=fedsgd task=folder channels=1 task.size=8 classes=3 model=mlp split=test {options}"
+    node = {"partition-id": 0, "num-partitions": 4, "state": str(tmp_path)}
+    grid = InlineGrid(app_with(lambda _: {"train": own, "test": own}), {"overrides": options}, [node])
+    request = RollCall(strategy="fedsgd", run="r")
+    reply = grid.answer(Message(request.encode(), next(iter(grid.get_node_ids())), request.message_type))
+    if private:
+        assert reply.content["metrics"]["num-examples"] == 20
+    else:
+        assert "must lie in 0..2" in failure_of(reply).failure

@@ -185,6 +185,9 @@ def test_of_two_runs_at_the_same_time_the_second_is_refused_before_it_trains(fol
     assert "another run may still" in refusal(server.send(call(run="second")))
     (server.state / RUNS / "third" / REMOVED).touch()  # the institution says that it is over
     assert not refusal(server.send(call(run="second")))
+    write(folder, "b", counts=(3, 3, 3))
+    small = server_of(folder, name="b")  # a run that it refuses keeps no tests from others
+    assert ["fewer than 10 training" in refusal(small.send(call(run=run))) for run in ("first", "second")] == [True] * 2
 
 
 def test_tests_at_the_end_of_a_run_are_counted():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flwr_replay.clients.cwt import CWTClient
 from flwr_replay.config.model import ModelConfig
@@ -175,14 +175,23 @@ def test_an_optimizer_makes_the_steps_of_pytorchs_which_hooks_see(ours, kind, op
     models, seen = (build(1), build(1)), list[tuple[object, ...]]()
     one, other = make_optimizer(models[0], ours, 0.1), kind(models[1].parameters(), lr=0.1, **options)
     x, y = torch.rand(8, 9, generator=torch_rng(0)), torch.arange(8) % 3
-    hook = register_optimizer_step_pre_hook(lambda *given: seen.append(given))
+    hooks = [register_optimizer_step_pre_hook(lambda *given: seen.append(given))]
+    hooks += [register_optimizer_step_post_hook(lambda *given: seen.append(given))]
+    for optimizer in (one, other):
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+        optimizer.register_step_post_hook(lambda *_: seen.append("after"))
     for _ in range(3):
         for model, optimizer in zip(models, (one, other), strict=True):
-            optimizer.zero_grad()
+            optimizer.zero_grad(True)  # as Opacus calls it
             cross_entropy(model(x), y).backward()
             optimizer.step()
-    hook.remove()
-    assert seen == [(one, (one,), {}), (other, (other,), {})] * 3
+    given = one.step(lambda: 7.0), other.step(lambda: 7.0)
+    assert given == (7, 7)
+    for hook in hooks:
+        hook.remove()
+    whole = [of for own in (one, other) for of in ((own, (own,), {}), "before", "after", (own, (own,), {}))]
+    assert seen[:24] == whole * 3
+    assert len(seen) == 32
     for mine, its in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(mine, its)
     assert str(one.state_dict()) == str(other.state_dict())
