@@ -101,7 +101,7 @@ class ReplaySampler(ABC):
         replayed = self.batches(self.beside(batch_size), rng, first)
         for x_B, y_B in real:
             x_R, y_R = self.example(*next(replayed))
-            yield torch.cat([x_R, x_B]), torch.cat([y_R.to(y_B.dtype), y_B])
+            yield torch.cat([x_R.to(x_B.device), x_B]), torch.cat([y_R.to(y_B), y_B])
 
 
 class ImageSampler(ReplaySampler):

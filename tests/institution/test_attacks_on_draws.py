@@ -6,9 +6,11 @@ import torch
 from harness import SHARDS, write_shards
 from hostile_server import HostileServer, refusal, weights
 
+from flwr_replay.config.compose import compose
 from flwr_replay.config.sections import ReplayConfig
-from flwr_replay.engines.simulate import run_inline
+from flwr_replay.engines.simulate import Simulation, run_inline
 from flwr_replay.errors import FlwrReplayError
+from flwr_replay.forecast.forecast import expected
 from flwr_replay.learning.draws import Draws
 from flwr_replay.payloads.common import Train
 from flwr_replay.payloads.fedreplay import Encode, Extract
@@ -16,11 +18,17 @@ from flwr_replay.payloads.fedstats import PRODUCTS, SUMS, KeepDraws, Summarise, 
 from flwr_replay.privacy.sums import SHARE
 from flwr_replay.report.progress import Display
 from flwr_replay.server.sums import Moments
+from flwr_replay.wire.masked import blank_masked
+from flwr_replay.wire.records import opened
 
 F = 9 * 7 * 7
 FROZEN = [*SHARDS, "classes=3", "model=gabor", "model.train=head", "device=cpu"]
 CWT, DRAWN = ["strategy=cwt", "replay=statistics"], ["strategy=fedreplay", "latents=drawn"]
 RIGHT = {"clip": 10.0, "products": pairs_of(F), "sums": 3 * (1 + F)}
+
+
+def sums_of(features):
+    return {SUMS: np.zeros(10 * (1 + features), np.float32), PRODUCTS: np.zeros(pairs_of(features), np.float32)}
 
 
 @pytest.fixture
@@ -85,6 +93,21 @@ def test_under_dp_sums_are_made_once(ask):
         np.testing.assert_array_equal(again[name], array)
     assert "makes its sums once in a run" in refusal(server.send(summarise(products=0)))
     assert [charge["steps"] for charge in server.charges("r")] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "masked", [[], ["masked=true", "dp=statistics", "noise=shared", "privacy.sigma=5", "delta=1e-4"]]
+)
+@pytest.mark.parametrize("options", [CWT, DRAWN, ["strategy=fedstats", "head=mlp"]], ids=["cwt", "drawn", "mlp"])
+def test_the_forecast_has_the_sums_and_no_weights_beside_them(options, masked):
+    if masked and options == CWT:
+        masked = ["dp=statistics", "privacy.sigma=5", "delta=1e-4"]
+    frozen = ["task=digits", "model=gabor", "model.train=head", "nodes=3", *options, *masked]
+    _, exchanges = expected(Simulation.of(compose(frozen)))
+    answers = [opened(of.answer.arrays) for of in exchanges if isinstance(of.request, Summarise)]
+    assert len(answers) == 3
+    hidden = "masked=true" in masked
+    assert all(set(arrays) == set(blank_masked(of) if hidden else of) for arrays in answers for of in [sums_of(F)])
 
 
 def gaussians(**changed):
