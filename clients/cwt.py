@@ -6,13 +6,13 @@ batch also holds replayed examples (Qu et al. 2022, Algorithm 1, lines 1-6).
 
 from __future__ import annotations
 
-from flwr_replay.clients.fedstats import DrawsClient
+from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.payloads.common import Train, Trained
 
 __all__ = ["CWTClient"]
 
 
-class CWTClient(DrawsClient):
+class CWTClient(InstitutionClient):
     """Trains the visiting model on the institution's data."""
 
     def train(self, request: Train) -> Trained:

@@ -5,13 +5,13 @@ Source: McMahan et al. 2017, Algorithm 1, ClientUpdate; Qu et al. 2022, section 
 
 from __future__ import annotations
 
-from flwr_replay.clients.fedstats import DrawsClient
+from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.payloads.common import Train, Trained
 
 __all__ = ["FedAvgClient"]
 
 
-class FedAvgClient(DrawsClient):
+class FedAvgClient(InstitutionClient):
     """Trains the global model on the institution's data."""
 
     def train(self, request: Train) -> Trained:

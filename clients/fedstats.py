@@ -10,28 +10,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flwr_replay.config.sections import ReplayConfig
-from flwr_replay.errors import PrivacyError, TrainingError, WireError
+from flwr_replay.errors import PrivacyError, WireError
 from flwr_replay.files.atomic import alone
 from flwr_replay.files.tensors import digest
-from flwr_replay.generators.sampler import ReplaySampler
 from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.client import InstitutionClient
-from flwr_replay.learning.draws import Draws, frozen_features
+from flwr_replay.learning.draws import frozen_features
 from flwr_replay.learning.heads import features_of, linear_head
 from flwr_replay.learning.tasks import Regression
 from flwr_replay.learning.training import at_once
 from flwr_replay.models.layers import as_input
-from flwr_replay.payloads.common import ExpectsReplay, RunRequest
-from flwr_replay.payloads.fedstats import MOST_FEATURES, PRODUCTS, SUMS, ClassSums, KeepDraws, Summarise, pairs_of
-from flwr_replay.payloads.replay import Kept
+from flwr_replay.payloads.fedstats import MOST_FEATURES, PRODUCTS, SUMS, ClassSums, Summarise, pairs_of
 from flwr_replay.privacy.places import at_places, drawn_places, places_for
 from flwr_replay.privacy.plan import STATISTICS
 from flwr_replay.privacy.shares import beside
 from flwr_replay.privacy.sums import WITH_LABEL, class_sums, labelled, packed
 from flwr_replay.wire.records import StateDict, opened
 
-__all__ = ["DrawsClient", "FedStatsClient"]
+__all__ = ["FedStatsClient"]
 
 BLOCK = 256  # examples whose features are clipped at once
 KEPT, MADE_BY, ONCE = "class-sums", "made-by", 1  # key of the state, of the encoder in it, and its only number
@@ -141,56 +137,6 @@ class FedStatsClient(InstitutionClient):
         if budget and stream:
             return budget.noisy(STATISTICS, parts, step, stream)
         return {name: (part / len(train)).float().numpy() for name, part in parts.items()}
-
-
-class DrawsClient(FedStatsClient):
-    """Base of the clients that, with replay=statistics, train on their own features and on drawn ones."""
-
-    @property
-    def draws(self) -> ReplayConfig | None:
-        """The options of replay=statistics; None: the run has another replay, or none."""
-        options = self.replay_options
-        return options if options and options.name == "statistics" else None
-
-    def summarise(self, request: Summarise) -> ClassSums:
-        """Return sums of a frozen encoder's features, with replay=statistics only."""
-        if not (self.draws and request.sums and request.clip == self.draws.clip):
-            raise WireError(
-                "sums of a frozen encoder's features leave with replay=statistics only, clipped to replay.clip; the "
-                f"server asks for {request.sums:,} numbers, clipped to {request.clip:g}: refused"
-            )
-        return super().summarise(request)
-
-    def keep_draws(self, request: KeepDraws) -> Kept:
-        """Keep what features are drawn from, if features of this model can be drawn from it."""
-        arrays = opened(request.arrays)
-        drawn = self.drawn(arrays, request)
-        self.state.save("draws", request.run, request.server_round, arrays)
-        return Kept(num_examples=len(drawn))
-
-    def drawn(self, arrays: StateDict, request: RunRequest) -> Draws:
-        """Return what draws features for an exchange; a WireError if they are not of this model's form."""
-        if self.draws is None:
-            raise WireError("features are drawn with replay=statistics only: refused")
-        model, purpose = self.scratch_model(), (self.seed, self.institution.name, request.server_round)
-        drawn = Draws.of(arrays, self.draws.clip, self.draws, *purpose)
-        wanted, got = (linear_head(model)[1].out_features, frozen_features(model)), tuple(drawn.means_CF.shape)
-        if got != wanted:
-            raise WireError(f"draws are of {wanted} classes and features; the server sends {got}: refused")
-        return drawn
-
-    def replay_sampler(self, request: RunRequest) -> ReplaySampler | None:
-        """Return what draws features beside the own ones, with replay=statistics."""
-        if self.draws is None or not isinstance(request, ExpectsReplay):
-            return super().replay_sampler(request)
-        kept = self.state.load("draws", request.run, request.server_round + 1)
-        drawn = self.drawn(kept, request) if kept else ()
-        if len(drawn) != (request.replayed or 0):
-            raise TrainingError(
-                f"an institution draws as many features as it was told, {request.replayed}; what it keeps draws "
-                f"{len(drawn)}: restore the state directory, or begin a new run"
-            )
-        return drawn or None
 
 
 def blocks(of_N: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:

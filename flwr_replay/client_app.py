@@ -43,7 +43,7 @@ def client_of(institution: Institution, config: RunConfig) -> InstitutionClient:
     for plan in (replay_plan, synthesis):
         if plan:
             plan.check_device(institution.device)
-    client = load_client(config.strategy.name)(
+    client = load_client(config.strategy.name, config.replay.name)(
         institution,
         backbone(config.model, config.task),
         make_task(config.task),

@@ -197,7 +197,7 @@ def refusals(
 
     In an institution's state directory, if it is here, lies what other runs have used up.
     """
-    load_client(config.strategy.name)  # its import declares the method's payloads
+    load_client(config.strategy.name, config.replay.name)  # its import declares the method's payloads
     verdicts = [_verdict(key, check) for key, check in run_rules(policy, config).items()]
     for stage in dict.fromkeys(("roll-call", *stages, "evaluate")):
         answer = REQUESTS[stage].answer

@@ -174,7 +174,7 @@ def check_answer(reply: Message, answer: type[Payload] | None, policy: Policy, c
 @lru_cache(maxsize=64)
 def _plan(config: RunConfig) -> PrivacyPlan | None:
     """Return what a run trains by DP-SGD; refuse what the method as installed here does not train so."""
-    load_client(config.strategy.name)  # its import declares the method's payloads, too
+    load_client(config.strategy.name, config.replay.name)  # its import declares the method's payloads, too
     if plan := PrivacyPlan.of(config):
         plan.check_method(config.strategy.name, config.strategy.traits.dp_mechanisms)
     return plan

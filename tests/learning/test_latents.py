@@ -71,7 +71,7 @@ def test_batches_come_from_the_disk_and_memory_stays_bounded(tmp_path):
     opened_maps = []
     store._open = lambda name: opened_maps.append(LatentStore._open(store, name)) or opened_maps[-1]
     found = 0
-    for e_B, y_B in store.batches(32, torch.Generator().manual_seed(0)):
+    for e_B, y_B in store.epoch(32, torch.Generator().manual_seed(0)):
         assert (e_B[:, 0].long() % rows == y_B // width * width).all()
         assert (e_B == e_B[:, :1]).all()
         found += len(y_B)
@@ -104,7 +104,7 @@ def test_batches_are_those_of_the_union_in_memory(tmp_path_factory, sizes, step,
     LatentStore(folder).add("incomplete", chunk(codes[:1], 0, 2, None if scales is None else scales[:1]))
     e, y = (np.concatenate(column) for column in zip(*parts, strict=True))
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(1)).numpy()
-    found = list(LatentStore(folder).batches(b, torch.Generator().manual_seed(1)))
+    found = list(LatentStore(folder).epoch(b, torch.Generator().manual_seed(1)))
     assert len(found) == max(1, len(y) // b)
     size = min(b, len(y))
     for i, (e_B, y_B) in enumerate(found):
@@ -137,9 +137,9 @@ def test_a_share_has_every_batchs_rows_in_the_same_order(tmp_path, share):
     store = LatentStore(tmp_path)
     for name in "ab":
         store.add(name, chunk(np.random.default_rng(0).normal(size=(9, 3)).astype(np.float32), 0, 9))
-    whole = store.batches(5, torch.Generator().manual_seed(0))
+    whole = store.epoch(5, torch.Generator().manual_seed(0))
     for (e_B, y_B), (own_e, own_y) in zip(
-        whole, store.batches(5, torch.Generator().manual_seed(0), share=share), strict=True
+        whole, store.epoch(5, torch.Generator().manual_seed(0), share=share), strict=True
     ):
         assert torch.equal(own_e, e_B[share])
         assert torch.equal(own_y, y_B[share])

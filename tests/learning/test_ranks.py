@@ -52,7 +52,7 @@ def network():
 def epoch(ranks, module, optimizer, training, store, number):
     """Train for one epoch; return the losses of its batches."""
     size = min(training.batch_size, len(store))
-    batches = partial(store.batches, training.batch_size, torch_rng(0, number))
+    batches = partial(store.epoch, training.batch_size, torch_rng(0, number))
     return torch.stack(ranks.train(descend, module, optimizer, training, LOSS, batches, size)).tolist()
 
 
