@@ -176,8 +176,8 @@ class Parallel(AtOnce):
 
     def take_masks_off(self) -> None:
         """Take off the masks that do not cancel; if that fails, without each one's shares in turn, if enough remain."""
-        under_masks = self.total
-        for wrong in ("", *(self.told if len(self.told) > self.least else ())):
+        under_masks, read = self.total, sorted(self.told)[: self.least]
+        for wrong in ("", *(read if len(self.told) > self.least else ())):
             self.total = {name: array.copy() for name, array in under_masks.items()}
             told = {name: shares for name, shares in self.told.items() if name != wrong}
             strip(self.total, self.cohort, self.points, told)

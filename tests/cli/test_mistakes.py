@@ -56,7 +56,10 @@ def test_options_that_do_not_go_together_are_one_mistake(flwr_replay, words):
         (["stratgy=cwt"], ["did you mean strategy?;"]),
         (["--strategy", "cwt"], ["options of a run have no hyphens in front: strategy=…"]),
         (["--against", "cwt"], ["No such option '--against'; it is one of flwr-replay compare"]),
-        (["strategy=fedavg", "dp=latents"], ["strategy=fedavg can have dp=generator+prior+classifier+statistics; got dp=latents"]),
+        (
+            ["strategy=fedavg", "dp=latents"],
+            ["can have dp=generator+prior+classifier+statistics; got dp=latents"],
+        ),
         (["strategy=local", "dp=generator"], ["strategy=local can have dp=classifier; got dp=generator"]),
         (["cut=layer7"], ["cut must be one of", "layer7", "conv1"]),
         (["cut=conv3"], ["did you mean conv"]),
