@@ -68,6 +68,7 @@ def compare_tuned(
     if compose(list(whole.cells[0].overrides)).split != "validation":
         raise ConfigError("--tune chooses by validation examples; got split=test: write split=validation")
     metric, seed, more = whole.about["metric"], max(whole.about["seeds"]) + 1, whole.about["higher-is-better"]
+    judge = VALIDATION + metric.removeprefix(VALIDATION)
     words = [*(option for option in fixed if not option.startswith("seeds=")), f"seeds={seed},"]
     way = optuna.study.StudyDirection.MAXIMIZE if more else optuna.study.StudyDirection.MINIMIZE
     sampler, new = optuna.samplers.TPESampler, optuna.create_study
@@ -82,13 +83,13 @@ def compare_tuned(
         names = {label: _with(label, methods[label], trial.params, tried=True) for label, trial in asked.items()}
         plan = planned([*names.values()], words, "", runs_dir, metric, "tuning")
         with alone(make_folder(plan.runs, "--runs-dir")):
-            outcomes = dict(run_all([replace(cell, metric=f"{VALIDATION}{metric}") for cell in plan.cells], jobs))
+            outcomes = dict(run_all([replace(cell, metric=judge) for cell in plan.cells], jobs))
         for (label, trial), cell in zip(asked.items(), plan.cells, strict=True):
             found[label][names[label]] = outcome = outcomes[cell.folder]
             if "error" in outcome and compose(list(cell.overrides)).privacy.dp != "none":
                 lost.append(names[label])
             judged = outcome["result"]["final"]["global"] if "result" in outcome else {}
-            studies[label].tell(trial, judged.get(f"{VALIDATION}{metric}", float("nan")))  # which is a failure
+            studies[label].tell(trial, judged.get(judge, float("nan")))  # which is a failure
     told, best = [], dict(zip(methods, strategies, strict=True))
     for label, study in studies.items():
         if len({trial.value for trial in study.trials} - {None}) > 1:  # else the default is as good
@@ -98,8 +99,8 @@ def compare_tuned(
     every = [planned(shown, words, "", runs_dir, metric, "tuning")] if shown else []
     folder = "".join(f": {report['folder']}" for _, report in run_comparisons(every, jobs))  # a page of all tries
     line = (
-        f"--tune: {'; '.join(told) or 'all tries are alike, or failed'}; of {tries} tries each the best by {VALIDATION}"
-        f"{metric} with seed {seed}, which is not reported; {_costs(found, len(lost))}{folder}"
+        f"--tune: {'; '.join(told) or 'all tries are alike, or failed'}; of {tries} tries each the best by {judge} "
+        f"with seed {seed}, which is not reported; {_costs(found, len(lost))}{folder}"
     )
     tuned = sorted({option.rpartition(".")[2] for space in spaces.values() for option in space})
     whole = planned([*best.values()], fixed, against, runs_dir, metric, tuned=tuned)
