@@ -74,7 +74,7 @@ def app_with(data: Callable[[Context], Mapping[str, Any]]) -> ClientApp:
     data : Callable[[Context], Mapping[str, Any]]
         Returns train and test, and perhaps val, of the node that the context names: pairs of arrays, Datasets or
         DataLoaders, as `flwr_replay.data.own.arrays_of` takes them. What it computes from several patients, such as a
-        mean, is in no epsilon.
+        mean, is in no epsilon. The server writes the context's `run_config`: let nothing in it choose examples.
     """
 
     def own(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
