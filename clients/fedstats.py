@@ -10,24 +10,28 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flwr_replay.errors import PrivacyError, WireError
+from flwr_replay.config.sections import ReplayConfig
+from flwr_replay.errors import PrivacyError, TrainingError, WireError
 from flwr_replay.files.atomic import alone
 from flwr_replay.files.tensors import digest
+from flwr_replay.generators.sampler import ReplaySampler
 from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.client import InstitutionClient
-from flwr_replay.learning.draws import frozen_features
+from flwr_replay.learning.draws import Draws, frozen_features
 from flwr_replay.learning.heads import features_of, linear_head
 from flwr_replay.learning.tasks import Regression
 from flwr_replay.learning.training import at_once
 from flwr_replay.models.layers import as_input
-from flwr_replay.payloads.fedstats import MOST_FEATURES, PRODUCTS, SUMS, ClassSums, Summarise, pairs_of
+from flwr_replay.payloads.common import ExpectsReplay, RunRequest
+from flwr_replay.payloads.fedstats import MOST_FEATURES, PRODUCTS, SUMS, ClassSums, KeepDraws, Summarise, pairs_of
+from flwr_replay.payloads.replay import Kept
 from flwr_replay.privacy.places import at_places, drawn_places, places_for
 from flwr_replay.privacy.plan import STATISTICS
 from flwr_replay.privacy.shares import beside
 from flwr_replay.privacy.sums import WITH_LABEL, class_sums, labelled, packed
 from flwr_replay.wire.records import StateDict, opened
 
-__all__ = ["FedStatsClient"]
+__all__ = ["DrawsClient", "FedStatsClient"]
 
 BLOCK = 256  # examples whose features are clipped at once
 KEPT, MADE_BY, ONCE = "class-sums", "made-by", 1  # key of the state, of the encoder in it, and its only number
@@ -137,6 +141,58 @@ class FedStatsClient(InstitutionClient):
         if budget and stream:
             return budget.noisy(STATISTICS, parts, step, stream)
         return {name: (part / len(train)).float().numpy() for name, part in parts.items()}
+
+
+class DrawsClient(FedStatsClient):
+    """Has a method's client train on its own features and on drawn ones, replay=statistics.
+
+    Its server's half is `flwr_replay.server.replay_sums`; `flwr_replay.config.halves.load_client` puts it before the
+    method's own.
+    """
+
+    @property
+    def options(self) -> ReplayConfig:
+        """The run's options of the replay."""
+        assert self.replay_options
+        return self.replay_options
+
+    def summarise(self, request: Summarise) -> ClassSums:
+        """Return sums of a frozen encoder's features, and of nothing else."""
+        if not request.sums or request.clip != self.options.clip:
+            raise WireError(
+                "with replay=statistics sums of a frozen encoder's features leave, clipped to replay.clip; the server "
+                f"asks for {request.sums:,} numbers, clipped to {request.clip:g}: refused"
+            )
+        return super().summarise(request)
+
+    def keep_draws(self, request: KeepDraws) -> Kept:
+        """Keep what features are drawn from, if features of this model can be drawn from it."""
+        arrays = opened(request.arrays)
+        drawn = self.drawn(arrays, request)
+        self.state.save("draws", request.run, request.server_round, arrays)
+        return Kept(num_examples=len(drawn))
+
+    def drawn(self, arrays: StateDict, request: RunRequest) -> Draws:
+        """Return what draws features for an exchange; a WireError if they are not of this model's form."""
+        model, purpose = self.scratch_model(), (self.seed, self.institution.name, request.server_round)
+        drawn = Draws.of(arrays, self.options.clip, self.options, *purpose)
+        wanted, got = (linear_head(model)[1].out_features, frozen_features(model)), tuple(drawn.means_CF.shape)
+        if got != wanted:
+            raise WireError(f"draws are of {wanted} classes and features; the server sends {got}: refused")
+        return drawn
+
+    def replay_sampler(self, request: RunRequest) -> ReplaySampler | None:
+        """Return what draws features beside the own ones."""
+        if not isinstance(request, ExpectsReplay):
+            return super().replay_sampler(request)
+        kept = self.state.load("draws", request.run, request.server_round + 1)
+        drawn = self.drawn(kept, request) if kept else ()
+        if len(drawn) != (request.replayed or 0):
+            raise TrainingError(
+                f"an institution draws as many features as it was told, {request.replayed}; what it keeps draws "
+                f"{len(drawn)}: restore the state directory, or begin a new run"
+            )
+        return drawn or None
 
 
 def blocks(of_N: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:

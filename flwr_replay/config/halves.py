@@ -47,8 +47,11 @@ def load_generator(name: str) -> type[Any]:
 @cache
 def load_client(name: str, replay: str = "none") -> type[Any]:
     """Return the institution's half of a strategy, found by name in `flwr_replay.clients`, and of drawn features."""
-    client = _half("clients", name, "client")[0]
-    return type(client.__name__, (load_client("draws"), client), {}) if replay == "statistics" else client
+    client, _ = _half("clients", name, "client")
+    if replay != "statistics":
+        return client
+    _, module = _half("clients", "fedstats", "client")
+    return type(client.__name__, (module.DrawsClient, client), {})
 
 
 def _half(package: str, name: str, suffix: str) -> tuple[type[Any], ModuleType]:
