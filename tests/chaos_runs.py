@@ -21,7 +21,7 @@ from chaos_faults import STEPS, STRUCK, Fault, Shared, slot, watch
 from forks import work
 
 from flwr_replay.check.strategy import JOB as SMALL
-from flwr_replay.check.strategy import NEEDED, OF_REPLAY, REPEATABLE
+from flwr_replay.check.strategy import NEEDED, OF_OPTIONS, OF_REPLAY, REPEATABLE
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.halves import load_strategy
 from flwr_replay.engines.simulate import Simulation
@@ -32,6 +32,7 @@ from flwr_replay.runs.options import resolve
 from flwr_replay.wire.ledger import ledger_lines
 
 GENERATOR = ["generator.epochs=1", "generator.width=4", "prior.epochs=1", "prior.width=4", "prior.layers=1"]
+DRAWN = ["model=gabor", "model.train=head", "dp=statistics", "privacy.noise=seeded"]
 NAME = "one"  # of every run
 DELIVERED = re.compile(r"(/codes-\d+|/decoder-\d+|/pictures/prior)-\d{6}")  # again to all when a run resumes
 KINDS = ("kill", "full", "no more files", "read-only", "forbidden")  # of faults
@@ -43,7 +44,8 @@ def jobs() -> dict[str, list[str]]:
     """Return the options of every strategy: plain, with replay, and under DP, where it has them."""
     found = {}
     for name in choices("strategy"):
-        traits = load_strategy(name)[1].traits
+        config = load_strategy(name)[1]
+        traits, by_option = config.traits, OF_OPTIONS - {*config().dp_passes(1)}
         noisy = REPEATABLE if traits.dp_by_default != "none" else ()
         plain = [f"strategy={name}", *SMALL, *GENERATOR, "partition.size=60", *noisy]
         found[name] = plain
@@ -54,8 +56,11 @@ def jobs() -> dict[str, list[str]]:
             found[f"{name} masked"] = [*plain, "masked=true"]
         if traits.relayed:
             found[f"{name} sealed"] = [*plain, "sealed=true"]
-        for mechanism in sorted({*traits.dp_mechanisms} - OF_REPLAY):
+        for mechanism in sorted({*traits.dp_mechanisms} - OF_REPLAY - by_option):
             found[f"{name} dp={mechanism}"] = [*plain, *REPEATABLE, f"dp={mechanism}", *NEEDED.get(mechanism, ())]
+        if by_option and by_option <= {*traits.dp_mechanisms}:
+            way = "replay=statistics" if traits.supports_replay else "latents=drawn"
+            found[f"{name} {way}"] = [*(word for word in plain if not word.startswith("model")), *DRAWN, way]
         if {*traits.dp_mechanisms} >= OF_REPLAY and traits.supports_replay:
             private = ["replay=vqvae2", "dp=generator", "codebook=gradient", *REPEATABLE]
             found[f"{name} replay=vqvae2 dp=generator"] = [*plain, *private]

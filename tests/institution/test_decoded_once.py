@@ -104,6 +104,6 @@ def fill(begin, decodings, task, place):
 
 
 def test_of_processes_that_begin_together_one_decodes_and_the_others_wait(folder):
-    task = institution(folder).read.args[0]
+    task = institution(folder).read.args[1]
     assert begun_together(fill, task, folder / "decoded") == 1
     assert len(list((folder / "decoded").iterdir())) == 2
