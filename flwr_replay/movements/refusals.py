@@ -54,8 +54,8 @@ def _refuse_replay(method: Any, settings: Settings) -> None:
     if settings.replay_plan and settings.replay_plan.replay.name == "statistics":
         require(
             STATISTICS in method.traits().dp_mechanisms,
-            f"replay=statistics is for strategy=cwt and fedavg; got {method.config_type.name}: choose one of them, or "
-            "another replay",
+            f"replay=statistics is for strategy=cwt, fedavg and fedavgm; got {method.config_type.name}: choose "
+            "one of them, or another replay",
         )
         if settings.model is not None:
             frozen_features(settings.model(0))

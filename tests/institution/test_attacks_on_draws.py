@@ -183,7 +183,10 @@ def test_draws_have_the_means_and_the_covariance_of_the_sums():
             r"at this cut an image has the shape \(32, 2, 2",
         ),
         (["strategy=fedavg", "replay=statistics", "model.train=head", "training.augment=flip"], "augment=flip"),
-        (["strategy=fedprox", "replay=statistics", "model.train=head"], "is for strategy=cwt and fedavg; got fedprox"),
+        (
+            ["strategy=fedprox", "replay=statistics", "model.train=head"],
+            "is for strategy=cwt, fedavg and fedavgm; got fedprox",
+        ),
         (["strategy=fedavg", "replay=statistics", "model.train=head", "dp=classifier", "delta=1e-4"], "has no epsilon"),
         (["strategy=cwt", "model.train=head", "dp=statistics", "delta=1e-4"], "can have dp=classifier; got statistics"),
     ],
