@@ -53,9 +53,9 @@ def main():
     print(", ".join(f"{room} {size[room]}" for room in sorted(size, key=size.get, reverse=True)[:5]))
     faults = {"arrow up": up, "circle": circles}
     faults |= {f"room of more than {MOST} lines": big, f"file of more than {LONGEST} lines": long}
-    for fault, found in faults.items():
-        for one in found:
-            print(f"{fault}: {one}")
+    for fault, places in faults.items():
+        for place in places:
+            print(f"{fault}: {place}")
     sys.exit(1 if any(faults.values()) else 0)
 
 

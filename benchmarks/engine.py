@@ -27,7 +27,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,13 @@ from torch.optim import SGD
 
 from flwr_replay.config.compose import compose
 from flwr_replay.config.run import RunConfig
+from flwr_replay.config.sections import TrainingConfig
 from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.engines.simulate import Simulation, run_inline, run_ray
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.tasks import make_task
-from flwr_replay.learning.training import iterations, torch_rng
+from flwr_replay.learning.training import iterations, make_optimizer, torch_rng
 from flwr_replay.models.layers import as_input
 from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.parallel import weighted_mean
@@ -53,6 +54,8 @@ from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
 from flwr_replay.wire.records import StateDict
 from flwr_replay.wire.weights import load_arrays, to_arrays
+
+Steps = Callable[[torch.nn.Module, TrainingConfig, float], torch.optim.Optimizer]
 
 
 class Pairing(Display):
@@ -99,14 +102,24 @@ def one_by_one(
         yield as_input(x[rows]), y[rows]
 
 
+def plain_steps(model: torch.nn.Module, training: TrainingConfig, lr: float) -> torch.optim.Optimizer:
+    """Return PyTorch's SGD as it comes."""
+    return SGD(model.parameters(), lr, training.momentum, weight_decay=training.weight_decay)
+
+
 def visit(
-    model: torch.nn.Module, train: Shard, arrays: StateDict, config: RunConfig, epochs: int, *seed: object
+    model: torch.nn.Module,
+    train: Shard,
+    arrays: StateDict,
+    config: RunConfig,
+    epochs: int,
+    *seed: object,
+    steps: Steps = plain_steps,
 ) -> tuple[StateDict, float]:
     """Train one institution's epochs with plain PyTorch; return weights and training loss."""
     load_arrays(model, arrays)
     model.train()
-    training = config.training
-    optimizer = SGD(model.parameters(), training.lr, training.momentum, weight_decay=training.weight_decay)
+    optimizer = steps(model, config.training, config.training.lr)
     task = make_task(config.task)
     shuffle, losses = torch_rng(config.seed, *seed), []
     for _ in range(epochs):
@@ -126,13 +139,24 @@ def evaluate(model: torch.nn.Module, test: Shard, arrays: StateDict, config: Run
     return evaluation
 
 
-def sequential(config: RunConfig, owned: list[tuple[Shard, Shard]], only: slice = slice(None)) -> Iterator[None]:
+def sequential(
+    config: RunConfig, owned: list[tuple[Shard, Shard]], only: slice = slice(None), steps: Steps = plain_steps
+) -> Iterator[None]:
     """Run the plain loop, one institution after another; each step of the iterator is a round. `only` some stages."""
     model = backbone(config.model, config.task)(derived_seed(config.seed, "model"))[only]
     arrays = to_arrays(model)
     for exchange in range(1, config.rounds + 1):
         answers = [
-            visit(model, train, arrays, config, config.strategy.local_epochs, f"institution-{k + 1}", exchange)
+            visit(
+                model,
+                train,
+                arrays,
+                config,
+                config.strategy.local_epochs,
+                f"institution-{k + 1}",
+                exchange,
+                steps=steps,
+            )
             for k, (train, _) in enumerate(owned)
         ]
         arrays = weighted_mean([trained for trained, _ in answers], [len(train) for train, _ in owned])
@@ -141,9 +165,9 @@ def sequential(config: RunConfig, owned: list[tuple[Shard, Shard]], only: slice 
         yield
 
 
-def inline(config: RunConfig, overrides: list[str]) -> Pairing:
+def inline(config: RunConfig, overrides: list[str], steps: Steps) -> Pairing:
     """Time rounds of the plain loop and of the in-process engine, everything included."""
-    pairing = Pairing(sequential(config, shards(config)))
+    pairing = Pairing(sequential(config, shards(config), steps=steps))
     run_inline(overrides, pairing)
     return pairing
 
@@ -239,6 +263,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--local-epochs", type=int, default=1)
     parser.add_argument("--evaluate-every", type=int, default=1)
+    parser.add_argument("--own-steps", action="store_true", help="inline: our optimizer in the plain loop, too")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as runs:
         overrides = ["strategy=fedavg", "task=mnist", "partition=iid", "model=mlp", "model.width=200", "nodes=8"]
@@ -250,7 +275,8 @@ def main() -> None:
         plain, ours, plain_cpu, our_cpu = list[float](), list[float](), list[float](), list[float]()
         for _ in range(given.repeats):
             if given.engine != "ray":
-                pairs = inline(config, overrides) if given.engine == "inline" else flower(config, shards(config))
+                steps = make_optimizer if given.own_steps else plain_steps
+                pairs = inline(config, overrides, steps) if given.engine == "inline" else flower(config, shards(config))
                 plain, ours = plain + pairs.theirs, ours + pairs.ours
                 plain_cpu, our_cpu = plain_cpu + pairs.their_cpu, our_cpu + pairs.own_cpu
             else:

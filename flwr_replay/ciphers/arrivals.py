@@ -6,7 +6,7 @@ changes nothing: what is asked again may bring the same parcels to the same plac
     any request         of an exchange that is new, or one of the last `REPEATS`: an interrupted run repeats these
     a parcel to mix     once, into the last release of the own model; again only if that mixing was not finished
     a model to train    no older than what came before: of any sender where one model goes round, else of the same one
-    an own model        no more of it than was sent away: what is kept and what comes back is at most the whole
+    an own model        in shares that never exceed the whole: what is kept, and what comes back of what was given away
 """
 
 from __future__ import annotations

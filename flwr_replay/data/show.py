@@ -193,7 +193,7 @@ LEAKS = (
 )
 
 
-class Seen(NamedTuple):
+class Look(NamedTuple):
     """One file: its form and its digest."""
 
     size: str  # height x width, pixels
@@ -241,7 +241,7 @@ def checked(folder: Path) -> tuple[list[str], bool]:
     return [*lines, *(wrong or ["nothing is wrong"])], not wrong
 
 
-def _look(row: ManifestRow) -> Seen:
+def _look(row: ManifestRow) -> Look:
     from PIL import Image, UnidentifiedImageError
 
     shown = picture(row.file, "RGB", row.where)
@@ -251,7 +251,7 @@ def _look(row: ManifestRow) -> Seen:
             mode = Image.open(file).mode
         except UnidentifiedImageError:
             mode = "DICOM"
-    return Seen(f"{shown.height} x {shown.width}", mode, digest)
+    return Look(f"{shown.height} x {shown.width}", mode, digest)
 
 
 def _named(group: Iterable[ManifestRow]) -> str:

@@ -22,11 +22,11 @@ from flwr_replay.memory import remembered
 from flwr_replay.models.layers import as_input
 from flwr_replay.wire.records import StateDict
 
-__all__ = ["CodeSampler", "ImageSampler", "ReplaySampler", "Rows", "Source", "sampler_of"]
+__all__ = ["CodeSampler", "CodeSource", "ImageSampler", "ReplaySampler", "Rows", "sampler_of"]
 
 
 @dataclass(frozen=True)
-class Source:
+class CodeSource:
     """A decoder with codes and labels for it. Equal digests make equal sources."""
 
     digest: str
@@ -122,7 +122,7 @@ class CodeSampler(ReplaySampler):
     The plan has the cache's size: a byte for each value. Where not all images fit, they are decoded at every draw.
     """
 
-    def __init__(self, parts: Sequence[tuple[VQVAE2, Source]], replay_plan: ReplayPlan) -> None:
+    def __init__(self, parts: Sequence[tuple[VQVAE2, CodeSource]], replay_plan: ReplayPlan) -> None:
         self.replay_plan, self.options = replay_plan, replay_plan.replay
         self.generators = [generator for generator, _ in parts]
         self.device = next(self.generators[0].parameters()).device
@@ -160,7 +160,7 @@ class CodeSampler(ReplaySampler):
 
 
 @remembered(maxsize=1)  # institutions that share a process and sources share the sampler
-def sampler_of(sources: tuple[Source, ...], replay_plan: ReplayPlan, device: torch.device) -> CodeSampler:
+def sampler_of(sources: tuple[CodeSource, ...], replay_plan: ReplayPlan, device: torch.device) -> CodeSampler:
     """Return a sampler of these sources, made once in a process."""
     parts = []
     for source in sources:

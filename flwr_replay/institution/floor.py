@@ -25,7 +25,7 @@ from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.policy import ADVICE, Policy
 from flwr_replay.payloads.common import Evaluation, RollCall
 from flwr_replay.payloads.replay import Kept
-from flwr_replay.state.counts import Released
+from flwr_replay.state.counts import ReleasedCounts
 from flwr_replay.state.store import StateStore
 from flwr_replay.wire.fields import Field
 from flwr_replay.wire.payload import Payload, Request, asked_for
@@ -119,14 +119,14 @@ def check_examples(policy: Policy, train: Examples) -> None:
         raise _refused(policy, f"it has fewer than {policy.min_count} training examples: take part with more")
 
 
-def released(institution: Institution) -> Released:
+def released(institution: Institution) -> ReleasedCounts:
     """Return the counts that have left in all runs."""
-    return Released(institution.state, institution.policy.min_count, institution.policy.max_evaluations)
+    return ReleasedCounts(institution.state, institution.policy.min_count, institution.policy.max_evaluations)
 
 
 def check_room(policy: Policy, state: Path, config: RunConfig, answers: Iterable[type[Payload]]) -> None:
     """Refuse a run whose tests or sums could not leave since other runs' have, or may."""
-    Released(state, policy.min_count, policy.max_evaluations).check_room(_tests(policy, config), _sums(answers))
+    ReleasedCounts(state, policy.min_count, policy.max_evaluations).check_room(_tests(policy, config), _sums(answers))
 
 
 def take_room(
@@ -144,7 +144,7 @@ def take_room(
 
 
 def check_known(institution: Institution) -> None:
-    """Refuse as `check_examples` and `flwr_replay.state.counts.Released.check_total` do, once the data were read."""
+    """Refuse as `check_examples` and `ReleasedCounts.check_total` do, once the data were read."""
     if "data" in vars(institution):
         check_examples(institution.policy, institution.data.train)
         released(institution).check_total(len(institution.data.train))

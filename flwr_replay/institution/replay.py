@@ -20,7 +20,7 @@ from flwr_replay.files.tensors import digest, nested, unnested
 from flwr_replay.generators.autoencoder import VQVAE2
 from flwr_replay.generators.codes import pack_codes, unpack_codes
 from flwr_replay.generators.plan import ReplayPlan
-from flwr_replay.generators.sampler import ReplaySampler, Source, sampler_of
+from flwr_replay.generators.sampler import CodeSource, ReplaySampler, sampler_of
 from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.pictures import SHOWN, draw_grid
@@ -180,18 +180,18 @@ class GenerativeStages:
             )
         return sampler_of(sources, self.replay_plan, self.institution.device)
 
-    def sources(self, run: str, exchange: int, replayed: int) -> tuple[Source, ...]:
+    def sources(self, run: str, exchange: int, replayed: int) -> tuple[CodeSource, ...]:
         """Return the first codes that are kept, with their decoders, up to so many examples.
 
         An interrupted attempt, or an exchange whose answer was lost, may have left further ones.
         """
-        sources, have = list[Source](), 0
+        sources, have = list[CodeSource](), 0
         while (
             have < replayed
             and (codes := self.state.load(f"codes-{len(sources):02d}", run, exchange + 1))
             and (decoder := self.state.load(f"decoder-{len(sources):02d}", run, exchange + 1))
         ):
-            sources.append(Source(digest(codes) + digest(decoder), decoder, codes["codes"], codes["labels"]))
+            sources.append(CodeSource(digest(codes) + digest(decoder), decoder, codes["codes"], codes["labels"]))
             have += len(codes["labels"])
         return tuple(sources)
 

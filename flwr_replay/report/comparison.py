@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.report.metrics import largest, shared, shown_epsilon
 from flwr_replay.report.progress import shown_bytes
-from flwr_replay.report.ranks import FEWEST, Ranks
+from flwr_replay.report.ranks import FEWEST, MeanRanks
 from flwr_replay.report.templates import numbers
 
 __all__ = [
@@ -155,7 +155,7 @@ def references(cells: Sequence[Mapping[str, Any]], labels: Sequence[str], agains
     return {label: reference.get((*filter(of_data, own[label][1]),), against) for label in labels}
 
 
-def ranks(report: Mapping[str, Any]) -> Ranks | None:
+def ranks(report: Mapping[str, Any]) -> MeanRanks | None:
     """Rank a comparison's methods seed by seed; None where seeds or methods are few, or where their data differ."""
     rows = {label: row for label, row in report["strategies"].items() if row["mean"] is not None}
     if len({row.get("against", report["against"]) for row in rows.values()}) > 1 or any(
@@ -163,10 +163,10 @@ def ranks(report: Mapping[str, Any]) -> Ranks | None:
     ):
         return None
     values = {label: {str(seed): value for seed, value in row["values"].items()} for label, row in rows.items()}
-    return Ranks.of(values, report["higher-is-better"])
+    return MeanRanks.of(values, report["higher-is-better"])
 
 
-def ranks_of_parts(reports: Mapping[str, Mapping[str, Any]]) -> Ranks | None:
+def ranks_of_parts(reports: Mapping[str, Mapping[str, Any]]) -> MeanRanks | None:
     """Rank methods comparison by comparison, by their means over seeds; None where these or methods are few."""
     labels = dict.fromkeys(label for report in reports.values() for label in report["strategies"])
     means = {
@@ -177,7 +177,7 @@ def ranks_of_parts(reports: Mapping[str, Mapping[str, Any]]) -> Ranks | None:
         }
         for label in labels
     }
-    return Ranks.of(means, all(report["higher-is-better"] for report in reports.values()))
+    return MeanRanks.of(means, all(report["higher-is-better"] for report in reports.values()))
 
 
 def markdown(report: Mapping[str, Any], costs: bool = True) -> list[str]:

@@ -18,25 +18,25 @@ import numpy as np
 
 from flwr_replay.report.charts import Chart, Row, dots
 
-__all__ = ["FEWEST", "Ranks"]
+__all__ = ["FEWEST", "MeanRanks"]
 
 FEWEST = 5  # blocks; of three, the true standard deviation may be six times the measured one
 LEVEL = 0.05
 
 
 @dataclass(frozen=True)
-class Ranks:
+class MeanRanks:
     """By method its rank in each block, 1 for the best; equal values share the mean of their ranks."""
 
     by_method: Mapping[str, Mapping[str, float]]
 
     @classmethod
-    def of(cls, values: Mapping[str, Mapping[str, float]], higher_is_better: bool) -> Ranks | None:
+    def of(cls, values: Mapping[str, Mapping[str, float]], higher_is_better: bool) -> MeanRanks | None:
         """Rank methods in the blocks that all have; None for fewer than three methods or `FEWEST` such blocks.
 
         >>> values = {"a": {"0": 0.1, "1": 0.5, "2": 0.2, "3": 0.3, "4": 0.2, "5": 0.9}}
         >>> values |= {"b": {str(n): 0.4 for n in range(5)}, "c": {str(n): 0.4 for n in range(5)}}
-        >>> print(Ranks.of(values, True).told.partition(";")[0])
+        >>> print(MeanRanks.of(values, True).told.partition(";")[0])
         average ranks, 1 is best: b 1.70, c 1.70, a 2.60
         """
         from scipy.stats import rankdata

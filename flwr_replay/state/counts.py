@@ -19,14 +19,14 @@ from flwr_replay.files.disk import looked
 from flwr_replay.files.lines import add_line, read_lines
 from flwr_replay.state.store import REMOVED, RUNS
 
-__all__ = ["FILE", "KEPT", "ROOM", "Released"]
+__all__ = ["FILE", "KEPT", "ROOM", "ReleasedCounts"]
 
 FILE = "counts.jsonl"  # in the state directory: a line each, on the disk before what it says leaves
 ROOM = "room"  # a run's file: what it may ask for
 KEPT = 1800  # seconds after a run's last message for which no other run gets that
 
 
-class Released:
+class ReleasedCounts:
     """The counts that have left in all runs, in a file of the state directory.
 
     Two answers can be subtracted, and the noise of many averages out. So a number of training examples is one that has

@@ -11,7 +11,7 @@ from replay_runs import FEW, JOB, SIZES, B, K, N, run
 from flwr_replay.config.compose import compose
 from flwr_replay.generators.codes import pack_codes
 from flwr_replay.generators.plan import ReplayPlan
-from flwr_replay.generators.sampler import CodeSampler, Source
+from flwr_replay.generators.sampler import CodeSampler, CodeSource
 from flwr_replay.wire.weights import to_arrays
 
 
@@ -28,7 +28,7 @@ def parts(replay_plan, sizes=(7, 4)):
             parameter.data.add_(0.1 * number)
         codes = torch.randint(K, (n, N), generator=rng())
         packed = pack_codes(codes.numpy(), K)
-        found.append((model, Source(bytes([number]), to_arrays(model), packed, np.arange(before, before + n))))
+        found.append((model, CodeSource(bytes([number]), to_arrays(model), packed, np.arange(before, before + n))))
         before += n
     return found
 

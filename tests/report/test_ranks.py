@@ -4,14 +4,14 @@ import pytest
 from scipy.stats import f, friedmanchisquare
 
 from flwr_replay.report.comparison import ranks, ranks_of_parts
-from flwr_replay.report.ranks import Ranks
+from flwr_replay.report.ranks import MeanRanks
 from flwr_replay.report.texts import findings
 
 
 def test_demsars_example_has_his_figures():
     # Demšar 2006, pages 11 and 12: 14 data sets, 4 methods, F = 3.69, a critical difference of 1.25
     means = {"C4.5": 3.143, "C4.5+m": 2.000, "C4.5+cf": 2.893, "C4.5+m+cf": 1.964}
-    found = Ranks({name: {str(n): mean for n in range(14)} for name, mean in means.items()})
+    found = MeanRanks({name: {str(n): mean for n in range(14)} for name, mean in means.items()})
     assert f.isf(found.p, 3, 39) == pytest.approx(3.69, abs=0.01)
     assert found.apart == pytest.approx(1.25, abs=0.005)
     assert found.told.endswith("by Nemenyi, 1.25 apart, none differ")
@@ -23,10 +23,10 @@ def test_the_statistic_is_scipys_and_equal_orders_are_no_surer_than_their_number
         "b": [0.5, 0.9, 0.6, 0.4, 0.3, 0.1],
         "c": [0.1, 0.2, 0.8, 0.3, 0.1, 0.5],
     }
-    found = Ranks.of({name: dict(enumerate(map(float, row))) for name, row in values.items()}, True)
+    found = MeanRanks.of({name: dict(enumerate(map(float, row))) for name, row in values.items()}, True)
     chi_squared, n, k = friedmanchisquare(*values.values()).statistic, 6, 3
     assert found.p == pytest.approx(f.sf((n - 1) * chi_squared / (n * (k - 1) - chi_squared), k - 1, (k - 1) * (n - 1)))
-    alike = Ranks.of(
+    alike = MeanRanks.of(
         {name: dict.fromkeys("12345", value) for name, value in zip("abc", (3.0, 2.0, 1.0), strict=True)}, True
     )
     assert alike.p == pytest.approx(6**-4)  # 3! orders; the last four seeds repeat the first one's

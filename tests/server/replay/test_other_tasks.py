@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from flwr_replay.config.compose import compose, overrides_of
 from flwr_replay.convert import convert
 from flwr_replay.generators.plan import ReplayPlan
-from flwr_replay.generators.sampler import Source, sampler_of
+from flwr_replay.generators.sampler import CodeSource, sampler_of
 
 AGES = [60 + 3 * n for n in range(40)]  # months
 
@@ -25,7 +25,7 @@ def kept(ran, name, number=0):
 def sampler(ran, name):
     codes, decoder = kept(ran, name)
     replay_plan = ReplayPlan.of(compose(overrides_of(ran.folder / "config.yaml")))
-    source = Source(name.encode(), decoder, codes["codes"], codes["labels"])
+    source = CodeSource(name.encode(), decoder, codes["codes"], codes["labels"])
     return sampler_of((source,), replay_plan, torch.device("cpu"))
 
 
