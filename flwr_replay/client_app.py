@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -78,13 +77,19 @@ def app_with(data: Callable[[Context], Mapping[str, Any]]) -> ClientApp:
     """
 
     def own(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        with suppress(Exception):  # the guard says what is wrong
+        try:
             take_data(context, data)
+        except Exception as error:
+            return guard(message, context, partial(_fail, error))  # no other data answer in their place
         return call_next(message, context)
 
     forget()  # what another app of this process, as of a notebook's earlier cell, has read
     mods: list[Mod] = [own, guard]
     return serve(make_client, mods=mods)
+
+
+def _fail(error: Exception, *_: object) -> Message:
+    raise error
 
 
 app = serve(make_client, mods=[guard])

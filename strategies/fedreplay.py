@@ -18,8 +18,8 @@ What is protected: With dp=encoder the encoder's weights, with dp=latents latent
 
 Deviations: Stage 1 stops early on the institution's validation split, else on a tenth of its training examples, and
 keeps the best epoch. The encoder may also be random, come from a file or never train: then it carries nothing of these
-institutions' data; the latents still do. A random encoder's batch norm keeps mean 0 and variance 1. With
-upload-views=n a round has n rows for each example. An institution that is late uploads when it comes.
+institutions' data; the latents still do. A random encoder's batch norm keeps mean 0 and variance 1. Latents may be
+quantised. With upload-views=n a round has n rows for each example. An institution that is late uploads when it comes.
 """
 
 from __future__ import annotations

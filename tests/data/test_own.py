@@ -199,3 +199,18 @@ def test_under_dp_an_app_with_own_data_does_not_tell_a_label_above_the_classes(
         assert reply.content["metrics"]["num-examples"] == 20
     else:
         assert "must lie in 0..2" in failure_of(reply).failure
+
+
+def test_an_app_with_own_data_that_cannot_be_handed_over_answers_with_no_other_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr("flwr_replay.client_app.take_data", full)
+    node = {"partition-id": 0, "num-partitions": 4, "state": str(tmp_path)}
+    grid = InlineGrid(app_with(lambda _: {}), {"overrides": "strategy=fedavg task=digits"}, [node])
+    request = RollCall(strategy="fedavg", run="r")
+    reply = grid.answer(Message(request.encode(), next(iter(grid.get_node_ids())), request.message_type))
+    assert failure_of(reply)
+    assert "num-examples" not in reply.content.get("metrics", {})
