@@ -102,7 +102,7 @@ def watch(shared: Shared, fault: Fault, place: Path) -> None:
     """Count this process's steps on the disk and its noisy steps, and let the fault strike."""
     counted, fsync, beginning, step = itertools.count(1), os.fsync, PrivacyBudget.beginning, DPTraining.step
     code, failing = OF_DISKS.get(fault.kind, (0, frozenset()))
-    shared[STRUCK] = 0
+    shared[STRUCK], sys.dont_write_bytecode = 0, True  # a first import's cache would be steps that no later run takes
 
     def reached(kind: str, path: Callable[[], str]) -> bool:
         """Count a step; say whether the fault strikes it."""

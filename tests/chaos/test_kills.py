@@ -16,8 +16,8 @@ SOME = sorted({*MORE, *some("kills", JOBS, 2)})  # of a commit; of all: FLWR_REP
 
 @pytest.fixture(scope="module", autouse=True)
 def warm(tmp_path_factory):
-    """Run one job before all: a process's first run takes more steps, so that a later one could end before its kill."""
-    whole(tmp_path_factory.mktemp("warm") / "once", JOBS["local dp=classifier"])
+    """Run before all the job that imports most: what only a process's first run does would count as steps of a run."""
+    whole(tmp_path_factory.mktemp("warm") / "once", JOBS["fedavg replay=statistics"])
 
 
 @pytest.mark.parametrize("name", SOME)
