@@ -59,9 +59,9 @@ def answer(stage: str, folder: Path, size: int, cache_gb: float) -> None:
     config = compose(words.split())
     arrays = array_record(to_arrays(backbone(config.model, config.task)(0)))
     asked = {
-        "roll-call": lambda: RollCall(server_round=0, run="benchmark", strategy="fedavg"),
-        "train": lambda: Train(server_round=1, arrays=arrays, run="benchmark", lr=0.001),
-        "evaluate": lambda: Evaluate(server_round=1, arrays=arrays, run="benchmark"),
+        "roll-call": lambda: RollCall(exchange=0, run="benchmark", strategy="fedavg"),
+        "train": lambda: Train(exchange=1, arrays=arrays, run="benchmark", lr=0.001),
+        "evaluate": lambda: Evaluate(exchange=1, arrays=arrays, run="benchmark"),
     }[stage]()
     node = {"name": "a", "data": str(folder / "data"), "state": str(folder / "state"), "cache-gb": f"{cache_gb:g}"}
     grid = InlineGrid(app, {"overrides": words}, [node])

@@ -24,7 +24,7 @@ class AvgPushClient(PeerClient):
         model = self.scratch_model(theta)
         refuse_single_batches(model, len(data), self.batch_size)
         learner = self.learner_of(model, self.resume_optimizer(model, request), request)
-        for x_B, y_B in learner.batches(data, self.shuffle(request.server_round)):
+        for x_B, y_B in learner.batches(data, self.shuffle(request.exchange)):
             learner.step(x_B, y_B)
         loss = learner.train_loss()
         self.suspend(request, learner.optimizer)

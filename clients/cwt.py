@@ -18,6 +18,6 @@ class CWTClient(InstitutionClient):
     def train(self, request: Train) -> Trained:
         """Train θ for one visit and return it."""
         data, learner = self.training_data(request.pooled), self.learner(request)
-        for x_B, y_B in learner.batches(data, self.shuffle(request.server_round)):  # Alg. 1, lines 2-4
+        for x_B, y_B in learner.batches(data, self.shuffle(request.exchange)):  # Alg. 1, lines 2-4
             learner.step(x_B, y_B)  # line 5: θ ← θ − η ∇L(θ; x_B)
         return self.trained(request, learner, len(data))

@@ -42,7 +42,7 @@ class DittoClient(InstitutionClient):
 
     def passes(self, request: TrainPersonal, learner: Learner, anchor: list[Tensor] | None = None) -> None:
         """Train for E passes over the same batches; with an anchor, near it."""
-        data, shuffle = self.training_data(), self.shuffle(request.server_round)
+        data, shuffle = self.training_data(), self.shuffle(request.exchange)
         for _ in range(request.local_epochs):
             for x_B, y_B in learner.batches(data, shuffle):
                 pull = request.lam / 2 * distance(learner.model, anchor) if anchor else None

@@ -17,7 +17,7 @@ class FedAvgClient(InstitutionClient):
     def train(self, request: Train) -> Trained:
         """Train for E passes and return the weights."""
         data, learner = self.training_data(), self.learner(request)
-        shuffle = self.shuffle(request.server_round)  # every pass draws a new order from it
+        shuffle = self.shuffle(request.exchange)  # every pass draws a new order from it
         for _ in range(request.local_epochs):
             for x_B, y_B in learner.batches(data, shuffle):
                 learner.step(x_B, y_B)

@@ -34,7 +34,7 @@ class FedAvgShareClient(FedAvgClient):
     def receive(self, request: Receive) -> Received:
         """Save the others' examples in the state directory."""
         arrays = {"images": request.images, "labels": request.labels}
-        self.state.save("shared", request.run, request.server_round, arrays)
+        self.state.save("shared", request.run, request.exchange, arrays)
         return Received(num_examples=len(request.labels))
 
     def train_enlarged(self, request: TrainEnlarged) -> Trained:

@@ -25,7 +25,7 @@ class FedBNClient(InstitutionClient):
         own = of_norms(self.kept("model", request) or {})
         request = replace(request, arrays=array_record({**opened(request.arrays), **own}))
         data, learner = self.training_data(), self.learner(request)
-        shuffle = self.shuffle(request.server_round)
+        shuffle = self.shuffle(request.exchange)
         for _ in range(request.local_epochs):
             for x_B, y_B in learner.batches(data, shuffle):
                 learner.step(x_B, y_B)

@@ -74,10 +74,10 @@ class FedERClient(InstitutionClient):
         b, model = self.batch_size, self.scratch_model(arrays, role)
         data = self.examples(request)
         refuse_single_batches(model, len(data), b)
-        sampler = self.images.sampler(request.run, request.server_round, request.buffers, request.buffered)
+        sampler = self.images.sampler(request.run, request.exchange, request.buffers, request.buffered)
         learner = self.learner_of(model, self.resume_optimizer(model, request), request, request.local_epochs)
-        replayed = sampler.batches(b, self.shuffle(request.server_round, "buffer")) if sampler else None
-        shuffle = self.shuffle(request.server_round)
+        replayed = sampler.batches(b, self.shuffle(request.exchange, "buffer")) if sampler else None
+        shuffle = self.shuffle(request.exchange)
         for _ in range(request.local_epochs):
             for x_B, y_B in learner.batches(data, shuffle):
                 penalty = None
@@ -93,7 +93,7 @@ class FedERClient(InstitutionClient):
         """Return D_i; with mode=synthetic-only as many images that the institution's generator has drawn."""
         if request.mode != "synthetic-only":
             return self.training_data()
-        kept = self.state.load(OWN, request.run, request.server_round + 1)
+        kept = self.state.load(OWN, request.run, request.exchange + 1)
         if kept is None:
             kept = self.images.drawn(request.run, len(self.institution.train), "own")
             self.save(OWN, request, kept)

@@ -21,7 +21,7 @@ class FedProxClient(InstitutionClient):
         data, learner = self.training_data(), self.learner(request)
         model, mu = learner.model, request.proximal_mu or 0.0
         anchor = [parameter.detach().clone() for parameter in model.parameters()]  # θ
-        shuffle = self.shuffle(request.server_round)
+        shuffle = self.shuffle(request.exchange)
         for _ in range(request.local_epochs):
             for x_B, y_B in learner.batches(data, shuffle):
                 learner.step(x_B, y_B, penalty=mu / 2 * distance(model, anchor))

@@ -57,10 +57,10 @@ class FedSGDClient(InstitutionClient):
         parts = list(zip(torch.chunk(data.x, number), torch.chunk(data.y, number), strict=True))
         blocks, total = ((as_input(x_B), y_B) for x_B, y_B in parts), len(data)
         if sampler := self.replay_sampler(request):  # every block gets its part of the replayed examples
-            size, draws = math.ceil(len(data) / number), self.shuffle(request.server_round, "replay")
+            size, draws = math.ceil(len(data) / number), self.shuffle(request.exchange, "replay")
             blocks = sampler.mixed_batches(blocks, size, draws)
             total += len(parts) * sampler.beside(size)
-        for x_B, y_B in changed(iter(blocks), self.augmentation(None, request.server_round)):
+        for x_B, y_B in changed(iter(blocks), self.augmentation(None, request.exchange)):
             loss = self.task.loss(model(x_B), y_B) * (len(y_B) / total)
             loss.backward()  # g_k ← g_k + ∇L of this block, weighted
             losses.append(loss.detach() * len(parts))  # their mean is the loss over all examples
@@ -79,12 +79,12 @@ class FedSGDClient(InstitutionClient):
         n, sent = len(self.training_data()), opened(request.arrays)
         about = repr((request.label_mean, request.label_scale, list(request.cohort))).encode()
         asked = np.frombuffer(digest({**sent, ASKED: np.frombuffer(about, np.uint8)}).encode(), np.uint8)
-        kept = self.state.at(KEPT, request.run, request.server_round)
+        kept = self.state.at(KEPT, request.run, request.exchange)
         if kept and np.array_equal(kept[ASKED], asked):
             budget.rest(GRADIENT, request)
         else:
             kept = {**self.summed(request, model, budget), ASKED: asked}
-            self.state.save(KEPT, request.run, request.server_round, kept, self.institution.durable)
+            self.state.save(KEPT, request.run, request.exchange, kept, self.institution.durable)
         made = {name: array for name, array in kept.items() if name != ASKED}
         spent = self.spent(request.run)
         return Gradient(arrays=beside(sent, made), num_examples=n, examples_seen=n, num_steps=0, **spent)

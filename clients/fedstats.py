@@ -169,12 +169,12 @@ class DrawsClient(FedStatsClient):
         """Keep what features are drawn from, if features of this model can be drawn from it."""
         arrays = opened(request.arrays)
         drawn = self.drawn(arrays, request)
-        self.state.save("draws", request.run, request.server_round, arrays)
+        self.state.save("draws", request.run, request.exchange, arrays)
         return Kept(num_examples=len(drawn))
 
     def drawn(self, arrays: StateDict, request: RunRequest) -> Draws:
         """Return what draws features for an exchange; a WireError if they are not of this model's form."""
-        model, purpose = self.scratch_model(), (self.seed, self.institution.name, request.server_round)
+        model, purpose = self.scratch_model(), (self.seed, self.institution.name, request.exchange)
         drawn = Draws.of(arrays, self.options.clip, self.options, *purpose)
         wanted, got = (linear_head(model)[1].out_features, frozen_features(model)), tuple(drawn.means_CF.shape)
         if got != wanted:
@@ -185,7 +185,7 @@ class DrawsClient(FedStatsClient):
         """Return what draws features beside the own ones."""
         if not isinstance(request, ExpectsReplay):
             return super().replay_sampler(request)
-        kept = self.state.load("draws", request.run, request.server_round + 1)
+        kept = self.state.load("draws", request.run, request.exchange + 1)
         drawn = self.drawn(kept, request) if kept else ()
         if len(drawn) != (request.replayed or 0):
             raise TrainingError(

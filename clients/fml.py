@@ -18,8 +18,8 @@ class FMLClient(PairClient):
     def train_mutually(self, request: TrainMutually) -> TrainedMutually:
         """Train both models for one pass and return the proxy."""
         data, learner = self.training_data(), self.pair(request, request.arrays)
-        learner.alone(data, self.lessons(request), self.shuffle(request.server_round, "private"))
-        for x_B, y_B in learner.batches(data, self.shuffle(request.server_round)):
+        learner.alone(data, self.lessons(request), self.shuffle(request.exchange, "private"))
+        for x_B, y_B in learner.batches(data, self.shuffle(request.exchange)):
             learner.step(x_B, y_B)
         statistics = self.keep_pair(request, learner)
         return TrainedMutually(arrays=self.proxy_of(request, learner), **statistics, **self.spent(request.run))

@@ -32,7 +32,7 @@ class MoonClient(InstitutionClient):
             load_arrays(fixed[1], before)
         taken: list[Tensor] = []  # z of the batch: what the head has just received
         _, head = linear_head(learner.model)
-        shuffle = self.shuffle(request.server_round)
+        shuffle = self.shuffle(request.exchange)
         with head.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[0])):
             for _ in range(request.local_epochs):
                 for x_B, y_B in learner.batches(data, shuffle):

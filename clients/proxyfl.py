@@ -20,8 +20,8 @@ class ProxyFLClient(PairClient, PeerClient):
         """Train both models for one pass and release the proxy."""
         data, (theta, w) = self.training_data(), self.begin(request)
         learner = self.pair(request, theta if request.committed else self.with_first_state(request, theta))
-        learner.alone(data, self.lessons(request), self.shuffle(request.server_round, "private"))
-        for x_B, y_B in learner.batches(data, self.shuffle(request.server_round)):  # lines 2-3
+        learner.alone(data, self.lessons(request), self.shuffle(request.exchange, "private"))
+        for x_B, y_B in learner.batches(data, self.shuffle(request.exchange)):  # lines 2-3
             learner.step(x_B, y_B)  # line 4
         statistics = self.keep_pair(request, learner)  # line 6
         return ReleasedProxy(**statistics, **self.release(request, self.proxy_of(request, learner), w))  # line 7

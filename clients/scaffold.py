@@ -31,7 +31,7 @@ class ScaffoldClient(InstitutionClient):
         own = self.kept("control", request, known=True) or zeros(c)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         correction = {name: torch.from_numpy(c[name] - own[name]).to(p.device) for name, p in trained.items()}
-        shuffle = self.shuffle(request.server_round)
+        shuffle = self.shuffle(request.exchange)
         for _ in range(request.local_epochs):
             for x_B, y_B in learner.batches(data, shuffle):
                 inner = [(p * correction[name]).sum() for name, p in trained.items()]  # its gradient is c - c_k

@@ -115,14 +115,14 @@ class SplitNNClient(InstitutionClient):
     def group(self, request: AnyRequest, group: int) -> list[tuple[Tensor, Tensor]]:
         """Return a group of the visit's batches; they depend on the seed and the round only."""
         data, m = self.training_data(), request.micro_batches
-        shuffle = self.shuffle(request.server_round)
+        shuffle = self.shuffle(request.exchange)
         real = batches(data.x, data.y, self.batch_size, shuffle, only=slice(group * m, (group + 1) * m))
         if sampler := self.replay_sampler(request):
-            draws = self.shuffle(request.server_round, "replay")
+            draws = self.shuffle(request.exchange, "replay")
             real = sampler.mixed_batches(real, self.batch_size, draws, first=group * m)
         of_group = []
         for number, batch in enumerate(real, start=group * m):  # draws of its own: a batch is made twice
-            augment = self.augmentation(None, request.server_round, number)
+            augment = self.augmentation(None, request.exchange, number)
             of_group.append(augment(*batch) if augment else batch)
         return of_group
 
@@ -148,13 +148,13 @@ class SplitNNClient(InstitutionClient):
     def save_part(self, request: AnyRequest, part: StagedModel, optimizer: torch.optim.Optimizer) -> None:
         """Save the part and its optimizer for the next message of this visit, which another process may receive."""
         arrays = nested({"weights": to_arrays(part), "optimizer": optimizer_arrays(optimizer)}, mark="/")
-        key = f"part-{request.server_round:06d}"
+        key = f"part-{request.exchange:06d}"
         # Not flushed to the disk: after a power cut the visit has failed anyway.
         self.state.save(key, request.run, request.message, arrays, to_disk=False)
 
     def load_part(self, request: AnyRequest) -> tuple[StagedModel, torch.optim.Optimizer]:
         """Return the part and its optimizer as saved at the previous message; an error if they are gone."""
-        kept = self.state.take(f"part-{request.server_round:06d}", request.run, request.message)
+        kept = self.state.take(f"part-{request.exchange:06d}", request.run, request.message)
         if kept is None:
             raise TrainingError(
                 "an institution continues with the part of the model that it kept after the previous message; that of "

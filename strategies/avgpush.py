@@ -63,4 +63,4 @@ class AvgPush(Gossip):
 
     def evaluation(self, exchange: int, arrays: Weights) -> EvaluatePeer:
         """Each institution tests its own model, after mixing."""
-        return EvaluatePeer(server_round=exchange, run=self.settings.run)
+        return EvaluatePeer(exchange=exchange, run=self.settings.run)

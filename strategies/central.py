@@ -72,7 +72,7 @@ class Central(Serial):
     def train_request(self, exchange: int, arrays: Weights) -> Train:
         """Ask for one pass over the union; a single institution's own data are the union."""
         return Train(
-            server_round=exchange,
+            exchange=exchange,
             arrays=arrays,
             run=self.settings.run,
             lr=self.lr(exchange),

@@ -68,7 +68,7 @@ class CWT(Serial):
     def train_request(self, exchange: int, arrays: Weights) -> Train:
         """Hand θ on unchanged."""
         return Train(
-            server_round=exchange,
+            exchange=exchange,
             arrays=arrays,
             run=self.settings.run,
             lr=self.lr(exchange),

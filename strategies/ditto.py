@@ -67,4 +67,4 @@ class Ditto(FedAvg):
 
     def evaluation(self, exchange: int, arrays: Weights) -> EvaluatePersonal:
         """Each institution tests its personal model, and the global one."""
-        return EvaluatePersonal(server_round=exchange, arrays=arrays, run=self.settings.run)
+        return EvaluatePersonal(exchange=exchange, arrays=arrays, run=self.settings.run)

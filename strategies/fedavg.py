@@ -62,7 +62,7 @@ class FedAvg(Parallel):
     def train_request(self, exchange: int, arrays: Weights) -> Train:
         """Send θ to every institution."""
         return Train(
-            server_round=exchange,
+            exchange=exchange,
             arrays=arrays,
             run=self.settings.run,
             lr=self.lr(exchange),

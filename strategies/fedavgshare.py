@@ -116,7 +116,7 @@ class FedAvgShare(FedAvg):
 
     def give(self, exchange: int) -> Give:
         """Ask for a share of the examples."""
-        return Give(server_round=exchange, run=self.settings.run, share=self.config.share)
+        return Give(exchange=exchange, run=self.settings.run, share=self.config.share)
 
     def examples_of(self, member: Member, request: type[Request], instructions: dict[str, Any]) -> range:
         """Count the institution's own examples plus those of others; for `Receive` the others' only."""
@@ -168,7 +168,7 @@ class FedAvgShare(FedAvg):
         folder = self.recorder.folder("shared")
         parts = [read_own(folder / f"{name}.safetensors", self.settings.run) for name in names]
         images, labels = (np.concatenate([part[key] for part in parts]) for key in ("images", "labels"))
-        return Receive(server_round=exchange, run=self.settings.run, images=images, labels=labels)
+        return Receive(exchange=exchange, run=self.settings.run, images=images, labels=labels)
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """Every institution gives once and receives once; then as FedAvg."""

@@ -276,7 +276,7 @@ class FedER(Relay):
         turn, held = self.turns[member.name], self.held.get(member.name, [])
         buffers = [number for number in self.memory(member.name, [turn.before]) if turn.before and number in held]
         common: dict[str, Any] = {
-            "server_round": exchange,
+            "exchange": exchange,
             "run": self.settings.run,
             "lr": self.lr(max(1, exchange)),
             "mode": self.config.mode,
@@ -294,8 +294,8 @@ class FedER(Relay):
     def evaluation(self, exchange: int, arrays: Weights) -> Evaluate | EvaluateOwn:
         """Every institution tests the model that it has trained last."""
         if self.stays:
-            return EvaluateOwn(server_round=exchange, run=self.settings.run)
-        return Evaluate(server_round=exchange, run=self.settings.run, arrays=arrays)
+            return EvaluateOwn(exchange=exchange, run=self.settings.run)
+        return Evaluate(exchange=exchange, run=self.settings.run, arrays=arrays)
 
     def addressed(self, member: Member, request: Request) -> Request:
         """Put into an evaluation the model that this institution has trained last, or the one that all are to test."""

@@ -241,7 +241,7 @@ class FedReplay(OneShot):
     def encode_request(self, exchange: int, arrays: StateDict) -> Encode:
         """Ask to train the whole backbone and to return the part before the cut."""
         return Encode(
-            server_round=exchange,
+            exchange=exchange,
             arrays=arrays,
             run=self.settings.run,
             cut=self.cut,
@@ -261,7 +261,7 @@ class FedReplay(OneShot):
     def extract_request(self, encoder: StateDict, first: int, exchange: int) -> Extract:
         """Ask for the rows from `first` on that fit one message."""
         return Extract(
-            server_round=exchange,
+            exchange=exchange,
             arrays=encoder,
             run=self.settings.run,
             cut=self.cut,

@@ -89,7 +89,7 @@ class FedSGD(Parallel):
 
     def train_request(self, exchange: int, arrays: Weights) -> Differentiate:
         """Send θ to every institution."""
-        return Differentiate(server_round=exchange, arrays=arrays, run=self.settings.run)
+        return Differentiate(exchange=exchange, arrays=arrays, run=self.settings.run)
 
     def combine(self, answers: Sequence[Trained]) -> StateDict:
         """Take one step: θ ← θ - η Σ_k (n_k / n) g_k; the optimizer may add momentum."""

@@ -222,7 +222,7 @@ class FedStats(Parallel):
         """Send θ, whose features are summed; nothing but the digest of a frozen encoder names it."""
         run, clip, products = self.settings.run, self.config.clip, self.products
         sums, arrays = (self.numbers - products, {}) if self.drawn else (0, arrays)
-        return Summarise(server_round=exchange, arrays=arrays, run=run, clip=clip, products=products, sums=sums)
+        return Summarise(exchange=exchange, arrays=arrays, run=run, clip=clip, products=products, sums=sums)
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """As in every parallel method; no weights travel beside what a frozen encoder makes."""

@@ -77,7 +77,7 @@ class FML(Parallel):
         """Ask for one pass of both models."""
         lr = self.lr(max(1, exchange))
         return TrainMutually(
-            server_round=exchange,
+            exchange=exchange,
             arrays=joined(arrays, self.proxy_state),
             run=self.settings.run,
             lr=lr,
@@ -107,7 +107,7 @@ class FML(Parallel):
     def evaluation(self, exchange: int, arrays: Weights) -> EvaluateWithProxy:
         """Each institution tests its private model and the averaged proxy."""
         listening = self.config.listening
-        return EvaluateWithProxy(server_round=exchange, arrays=arrays, run=self.settings.run, **listening)
+        return EvaluateWithProxy(exchange=exchange, arrays=arrays, run=self.settings.run, **listening)
 
     def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
         """Return the averaged proxy, or the one that the institution has trained, without its optimizer's state."""

@@ -64,7 +64,7 @@ class Local(Relay):
     def train_request(self, exchange: int, member: Member) -> TrainOwn:
         """Ask for one pass."""
         return TrainOwn(
-            server_round=exchange,
+            exchange=exchange,
             run=self.settings.run,
             lr=self.lr(exchange),
             init_seed=derived_seed(self.settings.seed, "model"),  # the same fresh weights as in every other method
@@ -80,4 +80,4 @@ class Local(Relay):
 
     def evaluation(self, exchange: int, arrays: Weights) -> EvaluateOwn:
         """Each institution tests its own model."""
-        return EvaluateOwn(server_round=exchange, run=self.settings.run)
+        return EvaluateOwn(exchange=exchange, run=self.settings.run)

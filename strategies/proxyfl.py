@@ -105,4 +105,4 @@ class ProxyFL(Gossip):
 
     def evaluation(self, exchange: int, arrays: Weights) -> EvaluatePair:
         """Each institution tests its private model and, after mixing, its proxy."""
-        return EvaluatePair(server_round=exchange, run=self.settings.run, **self.config.listening)
+        return EvaluatePair(exchange=exchange, run=self.settings.run, **self.config.listening)

@@ -91,7 +91,7 @@ class Scaffold(Parallel):
     def train_request(self, exchange: int, arrays: Weights) -> TrainControlled:
         """Send θ and c."""
         return TrainControlled(
-            server_round=exchange,
+            exchange=exchange,
             arrays=self.with_control(arrays),
             run=self.settings.run,
             lr=self.lr(max(1, exchange)),

@@ -245,7 +245,7 @@ class SplitNN(Serial):
     def where(self, exchange: int, group: int) -> dict[str, Any]:
         """Return the instructions that every message of a visit has."""
         return {
-            "server_round": exchange,
+            "exchange": exchange,
             "run": self.settings.run,
             "cut": self.parts[0].stages[-1],
             "with_head": not self.config.share_labels,

@@ -58,15 +58,15 @@ def deliver(server, *parcels, exchange=1, **other):
     """Deliver parcels, with equal shares; return the refusal."""
     arrays = ArrayRecord({f"{i:05d}.{SEALED_NAME}": array for i, array in enumerate(parcels)})
     n = len(parcels)
-    asked = {"run": "r", "exchange": exchange, "server_round": exchange, "kept": 1 / (n + 1), "weights": [1.0] * n}
+    asked = {"run": "r", "released_in": exchange, "exchange": exchange, "kept": 1 / (n + 1), "weights": [1.0] * n}
     asked |= {"shares": [1 / (n + 1)] * n, "parcels": list(range(1, n + 1))}
     return refusal(server.send(Deliver(arrays=arrays, **asked | other)))
 
 
 def train(server, exchange, arrays=None):
     sent = {} if arrays is None else ArrayRecord({SEALED_NAME: arrays})
-    return server.send(Train(arrays=sent, run="r", server_round=exchange, lr=0.1))
+    return server.send(Train(arrays=sent, run="r", exchange=exchange, lr=0.1))
 
 
 def again(exchange):
-    return Push(run="r", server_round=exchange, lr=0.1, init_seed=1, committed=0)
+    return Push(run="r", exchange=exchange, lr=0.1, init_seed=1, committed=0)

@@ -40,7 +40,7 @@ def always(server, scores):
 
 
 def ask(server, arrays, run="r", exchange=1, **more):
-    return server.send(Evaluate(arrays=arrays, run=run, server_round=exchange, **more))
+    return server.send(Evaluate(arrays=arrays, run=run, exchange=exchange, **more))
 
 
 def answered_by(folder, numbers, **more):

@@ -90,7 +90,7 @@ def test_a_model_of_which_institutions_keep_a_part_is_refused(own_models, monkey
     """FedBN's norm layers: the server has none of them that was trained."""
 
     def kept(self, request):
-        own = {name: array for name, array in to_arrays(self.fresh(request.server_round)).items() if "norm" in name}
+        own = {name: array for name, array in to_arrays(self.fresh(request.exchange)).items() if "norm" in name}
         return self.evaluated({**opened(request.arrays), **{name: array * 3 for name, array in own.items()}}, "test")
 
     monkeypatch.setattr(FedAvgClient, "evaluate_model", kept)

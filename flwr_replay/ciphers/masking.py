@@ -162,7 +162,7 @@ class Masking(Cover):
         """
         self._bind()
         request = Unmask.of({}, config_in(message.content))
-        exchange, survivors, names = request.server_round, [*request.survivors], _bytes(request.survivors)
+        exchange, survivors, names = request.exchange, [*request.survivors], _bytes(request.survivors)
         kept = self.store.at(KEPT, self.run, exchange) or {}
         cohort: list[str] = json.loads(kept[COHORT].tobytes()) if COHORT in kept else []
         among = [name for name in cohort if name in survivors]

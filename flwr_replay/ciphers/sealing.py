@@ -172,7 +172,7 @@ class Sealing(Cover):
 
     def _delivered(self, record: ArrayRecord, request: Deliver, notes: Arrivals) -> ArrayRecord:
         """Open the parcels of a delivery; none if they are mixed already, so that a repeated delivery does no harm."""
-        if self.store.has("mixed", self.run, request.exchange):
+        if self.store.has("mixed", self.run, request.released_in):
             return ArrayRecord()
         request.check_shares()
         names = [f"{sender_name(i)}.{SEALED_NAME}" for i in range(len(request.parcels))]
@@ -180,7 +180,7 @@ class Sealing(Cover):
             raise RefusedError(
                 f"a delivery has a share and a weight for each of its parcels; got {len(record)}: refused"
             )
-        released = self.store.at("released", self.run, request.exchange) or {}
+        released = self.store.at("released", self.run, request.released_in) or {}
         own = unnested(released).get("theta", {})
         arrivals, models = list[Arrival](), dict[str, ArrayRecord]()
         for i, (array, w, share) in enumerate(zip(record.values(), request.weights, request.shares, strict=True)):
@@ -192,12 +192,14 @@ class Sealing(Cover):
                     f"server says {w:g}: refused"
                 )
             of_own = share if head.sender == self.seal.name else 0.0
-            arrivals.append(Arrival(request.exchange, head.sender, head.exchange, head.kind, parcel.mark, share=of_own))
+            arrivals.append(
+                Arrival(request.released_in, head.sender, head.exchange, head.kind, parcel.mark, share=of_own)
+            )
             theirs = _model(parcel, own)
             models[sender_name(i)] = array_record(own) if theirs is None else theirs
             if theirs is None:
                 log(WARNING, "%s sealed no model of the common form: the own model stands in its place", head.sender)
-        notes.mix(request.exchange, request.kept, arrivals)
+        notes.mix(request.released_in, request.kept, arrivals)
         arrays = ArrayRecord()
         arrays.update(nested(models))
         return arrays

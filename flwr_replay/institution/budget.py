@@ -186,7 +186,7 @@ class PrivacyBudget:
 
     def stream(self, mechanism: str, request: ChargedRequest, *first: int) -> Stream:
         """Open a stream of noise; `first` is the number of its first step, where one message takes several streams."""
-        purpose = (self.seed, self.institution.name, mechanism, request.server_round, *first)
+        purpose = (self.seed, self.institution.name, mechanism, request.exchange, *first)
         return noise_stream(self.plan.config.noise, self.institution.state, *purpose)
 
 

@@ -247,8 +247,8 @@ class InstitutionClient(NumPyClient):
     def learner_of(self, model: nn.Module, optimizer: Optimizer, request: DPRequest, epochs: int = 1) -> Learner:
         """Return a learner of a model. Under DP its steps are charged first."""
         dp = self.budget.begin("classifier", epochs, request) if self.budget else None
-        sampler, rng = self.replay_sampler(request), self.shuffle(request.server_round, "replay")
-        augment = self.augmentation(dp, request.server_round)
+        sampler, rng = self.replay_sampler(request), self.shuffle(request.exchange, "replay")
+        augment = self.augmentation(dp, request.exchange)
         balanced = self.training.batches == "balanced"
         return Learner(model, optimizer, self.task, self.batch_size, sampler, rng, dp, augment, balanced)
 
@@ -271,7 +271,7 @@ class InstitutionClient(NumPyClient):
                 f"the run has replay={self.replay_options.name}; {type(request).__name__} trains without it: choose "
                 "replay=none, or a method that replays"
             )
-        run, exchange, replayed = request.run, request.server_round, request.replayed or 0
+        run, exchange, replayed = request.run, request.exchange, request.replayed or 0
         if self.replay:
             return self.replay.sampler(run, exchange, replayed)
         return self.synthesis.sampler(run, exchange, request.buffers or (), replayed) if self.synthesis else None
@@ -313,7 +313,7 @@ class InstitutionClient(NumPyClient):
         """
         if known:  # later ones would take the place of it, of which the last three files are kept
             self.state.forget_after(key, request.run, request.continues)
-        newest = self.state.newest(key, request.run, request.server_round)
+        newest = self.state.newest(key, request.run, request.exchange)
         if newest < request.continues:
             instead = f"that of exchange {newest}" if newest else "gone"
             raise TrainingError(
@@ -321,14 +321,14 @@ class InstitutionClient(NumPyClient):
                 f"the {key} of run {request.run!r} is {instead}: restore the newest state directory, or begin a new run"
             )
         read = self.state.take if take else self.state.load
-        return read(key, request.run, request.server_round)
+        return read(key, request.run, request.exchange)
 
     def latest(self, key: str, request: RunRequest) -> StateDict:
         """Return the newest state of one of the institution's own models, up to and including this exchange.
 
         Before its first training there is none, which is an error.
         """
-        arrays = self.state.load(key, request.run, request.server_round + 1)
+        arrays = self.state.load(key, request.run, request.exchange + 1)
         if arrays is None:
             raise TrainingError(
                 f"institution {self.institution.name!r} has no model yet: its training has failed so far"
@@ -346,7 +346,7 @@ class InstitutionClient(NumPyClient):
         With `give` nobody may write to them any more. Of a `scratch_model` give copies: the next training changes its
         weights.
         """
-        self.state.save(key, request.run, request.server_round, arrays, self.institution.durable, give)
+        self.state.save(key, request.run, request.exchange, arrays, self.institution.durable, give)
 
 
 @remembered(maxsize=8)

@@ -91,7 +91,7 @@ class PairClient(InstitutionClient):
             except BudgetError:  # the budget is used up: θ stays as it is, φ learns on
                 self.budget.rest("proxy", request)
                 rests = True
-        augment = self.augmentation(dp, request.server_round)
+        augment = self.augmentation(dp, request.exchange)
         return MutualLearner(private, common, self.task, request, self.batch_size, dp, rests, augment)
 
     # --- listening by a pool ------------------------------------------------------------------------------------------
@@ -142,8 +142,8 @@ class PairClient(InstitutionClient):
         state = {"model": to_arrays(learner.private.model)}
         diverged = not all(np.isfinite(array).all() for array in state["model"].values())
         if diverged:
-            logging.getLogger("flwr").warning("the private model diverged in exchange %s", request.server_round)
-            before = self.state.load("pair", request.run, request.server_round) or {}
+            logging.getLogger("flwr").warning("the private model diverged in exchange %s", request.exchange)
+            before = self.state.load("pair", request.run, request.exchange) or {}
             state["model"] = unnested(before)["model"] or to_arrays(self.fresh_private(request.private_seed))
         if request.optimizer_state == "keep":
             if not diverged:

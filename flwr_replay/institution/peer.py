@@ -59,12 +59,12 @@ class PeerClient(InstitutionClient):
     def deliver(self, request: Deliver) -> Committed:
         """Mix the released model with the parcels that arrived, and save the result."""  # lines 8-10
         request.check_shares()
-        done = self.state.at("mixed", request.run, request.exchange)
+        done = self.state.at("mixed", request.run, request.released_in)
         if done is None:
-            released = self.state.at("released", request.run, request.exchange)
+            released = self.state.at("released", request.run, request.released_in)
             if released is None:
                 raise TrainingError(
-                    f"parcels are mixed with the model that the institution released in exchange {request.exchange}; "
+                    f"parcels are mixed with the model that was released in exchange {request.released_in}; "
                     f"that of run {request.run!r} is gone: restore the state directory, or begin a new run"
                 )
             theta, w, _ = unpack_state(released)
@@ -73,7 +73,7 @@ class PeerClient(InstitutionClient):
             parcels = zip(senders, request.weights, request.shares, strict=True)
             arrived = [parcel(models[sender], w_k, share) for sender, w_k, share in parcels]
             done = pack_state(*mixed(theta, w, request.kept, arrived), request.parcels)
-            self.state.save("mixed", request.run, request.exchange, done, self.institution.durable, give=True)
+            self.state.save("mixed", request.run, request.released_in, done, self.institution.durable, give=True)
         return Committed(num_examples=len(self.institution.train), parcels=unpack_state(done)[2])
 
     def own_theta(self, request: TestPeer) -> StateDict:
@@ -82,10 +82,10 @@ class PeerClient(InstitutionClient):
             theta = unpack_state(self.latest("mixed", request))[0]
             check_weights(theta)  # of parcels that a server chose
             return theta
-        if (released := self.state.at("released", request.run, request.server_round)) is None:
+        if (released := self.state.at("released", request.run, request.exchange)) is None:
             raise TrainingError(
                 f"before mixing, a model is tested as it was released; institution {self.institution.name!r} has "
-                f"released none in exchange {request.server_round}"
+                f"released none in exchange {request.exchange}"
             )
         return unpack_state(released)[0]
 

@@ -69,10 +69,10 @@ class GenerativeStages:
             if weights and self.replay_plan.replay.name == "vqvae2":  # line 8: D_old ← D
                 load_arrays(model, weights)
                 decoder = {name: value.cpu().numpy() for name, value in model.decoder_state_dict().items()}
-                self.state.save("decoder-00", run, request.server_round, decoder)
-            sampler = self.sampler(run, request.server_round, request.replayed)
+                self.state.save("decoder-00", run, request.exchange, decoder)
+            sampler = self.sampler(run, request.exchange, request.replayed)
             training = GeneratorTraining(self.replay_plan, model, data, sampler, self.rng)
-            sources = self.sources(run, request.server_round, request.replayed) if sampler else ()
+            sources = self.sources(run, request.exchange, request.replayed) if sampler else ()
             around = self.around(*(source.digest for source in sources))
             train_piece(self.pieces, self.state, training, request, weights, around)  # lines 9-18
             if training.done.steps_left:
@@ -90,7 +90,7 @@ class GenerativeStages:
         """Encode: e ← the codes of x_U, or without replay of x_k."""  # line 19
         model, data = self.generator(request.arrays).eval(), self.institution.train
         codes, labels = [self.codes_of(model)], [self.replay_plan.labels(data.y)]
-        sampler = self.sampler(request.run, request.server_round, request.replayed)
+        sampler = self.sampler(request.run, request.exchange, request.replayed)
         self.draw("codes", request, model, sampler)
         if sampler:
             blocks = torch.split(torch.arange(len(sampler)), self.replay_plan.at_once)
@@ -138,7 +138,7 @@ class GenerativeStages:
 
     def keep_decoder(self, request: KeepDecoder) -> Kept:
         """Keep the decoder D."""
-        self.state.save("decoder-00", request.run, request.server_round, opened(request.arrays))
+        self.state.save("decoder-00", request.run, request.exchange, opened(request.arrays))
         return Kept(num_examples=0)
 
     def keep_prior(self, request: KeepPrior) -> Kept:
@@ -151,7 +151,7 @@ class GenerativeStages:
         bins = self.replay_plan.bins(request.label_mean, request.label_scale)
         labels = bins.centres(classes) if self.replay_plan.kind == "regression" else classes
         self.draw_prior(request, decoder, packed)
-        self.state.save(f"decoder-{request.source:02d}", request.run, request.server_round, decoder)
+        self.state.save(f"decoder-{request.source:02d}", request.run, request.exchange, decoder)
         return self.keep(request, request.source, packed, labels.numpy())
 
     def keep(self, request: KeepCodes | KeepPrior, source: int, codes: NDArray[Any], labels: NDArray[Any]) -> Kept:
@@ -161,7 +161,7 @@ class GenerativeStages:
                 f"a replayed example has codes and a label; got {len(codes)} codes and {len(labels)} labels: refused"
             )
         arrays = {"codes": codes, "labels": labels}
-        self.state.save(f"codes-{source:02d}", request.run, request.server_round, arrays)
+        self.state.save(f"codes-{source:02d}", request.run, request.exchange, arrays)
         self.state.forget(f"codes-{source + 1:02d}", request.run)
         return Kept(num_examples=len(labels))
 
@@ -224,7 +224,7 @@ class GenerativeStages:
         if sampler:
             spread = torch.linspace(0, len(sampler) - 1, min(SHOWN, len(sampler))).long()
             rows["replay"] = sampler.take(spread)[0]
-        name = f"{stage}-{request.server_round:06d}-{'-'.join(rows)}.png"
+        name = f"{stage}-{request.exchange:06d}-{'-'.join(rows)}.png"
         draw_grid(self.state.of_run(request.run) / "pictures" / name, rows)
 
     def draw_prior(self, request: KeepPrior, decoder: StateDict, packed: NDArray[np.uint8]) -> None:
@@ -233,7 +233,7 @@ class GenerativeStages:
         model.load_decoder({name: torch.tensor(array) for name, array in decoder.items()})
         spread = packed[np.linspace(0, len(packed) - 1, SHOWN).astype(int)]
         codes = unpack_codes(spread, model.codes_per_image, model.codebook_size)
-        name = f"prior-{request.server_round:06d}-{request.source:02d}-replay.png"
+        name = f"prior-{request.exchange:06d}-{request.source:02d}-replay.png"
         images = model.decode(torch.from_numpy(codes.astype(np.int64)))
         draw_grid(self.state.of_run(request.run) / "pictures" / name, {"replay": images})
 

@@ -203,7 +203,7 @@ class SynthesisStages:
     def draw_buffer(self, request: DrawBuffer) -> Buffer:
         """Draw images for labels that are uniform over the institution's classes."""
         # Whatever a server asks for and however often: without a refresh all draws of a run are the same images.
-        purpose = request.server_round if request.buffer_refresh == "round" else 0
+        purpose = request.exchange if request.buffer_refresh == "round" else 0
         drawn = self.drawn(request.run, request.buffer, purpose)
         if self.budget:
             self.budget.rest("generator", request)  # drawing costs nothing more
@@ -230,7 +230,7 @@ class SynthesisStages:
                 "refused"
             )
         arrays = {"images": request.images, "labels": labels}
-        self.state.save(_key(request.number), request.run, request.server_round, arrays, self.institution.durable)
+        self.state.save(_key(request.number), request.run, request.exchange, arrays, self.institution.durable)
         return Kept(num_examples=len(labels))
 
     def sampler(self, run: str, exchange: int, numbers: Sequence[int], expected: int) -> ImageSampler | None:

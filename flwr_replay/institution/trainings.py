@@ -258,7 +258,7 @@ def train_piece(
     key, brought = f"training-{mechanism}", digest(weights) if weights else ""
     budget = pieces.budget if pieces.covers(mechanism) else None
     # With weights, an earlier exchange may have begun it.
-    load, exchange = (state.load, request.server_round + 1) if weights else (state.at, request.server_round)
+    load, exchange = (state.load, request.exchange + 1) if weights else (state.at, request.exchange)
     kept = unnested(load(key, run, exchange) or {})
     bound = {name: array.tobytes().decode() for name, array in kept.get("bound", {}).items()}
     if kept and bound["around"] == around and brought in ("", bound["given"]):
@@ -272,7 +272,7 @@ def train_piece(
     else:
         raise TrainingError(
             "a training goes on in the exchange in which it began, with the same examples and replays; this "
-            f"institution has begun none such of a {mechanism} in exchange {request.server_round} of run {run!r}: "
+            f"institution has begun none such of a {mechanism} in exchange {request.exchange} of run {run!r}: "
             "send the weights"
         )
     steps_before = done.steps
@@ -287,4 +287,4 @@ def train_piece(
             budget.rest(released, request)
     texts = {"given": brought, "around": around}
     parts = {"bound": {name: np.frombuffer(text.encode(), np.uint8) for name, text in texts.items()}}
-    state.save(key, run, request.server_round, nested({**parts, **training.state()}), state.institution.durable)
+    state.save(key, run, request.exchange, nested({**parts, **training.state()}), state.institution.durable)

@@ -210,7 +210,7 @@ class Movement(Strategy):
 
     def evaluation(self, exchange: int, arrays: Weights) -> Request:
         """Return the request to evaluate."""
-        return Evaluate(server_round=exchange, arrays=arrays, run=self.settings.run)
+        return Evaluate(exchange=exchange, arrays=arrays, run=self.settings.run)
 
     def evaluation_on(self, split: str, exchange: int, arrays: Weights) -> Request:
         """Return the request to evaluate on a split, or before mixing on one."""

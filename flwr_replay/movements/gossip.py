@@ -110,7 +110,7 @@ class Gossip(Relay):
     def instructions(self, exchange: int, member: Member) -> dict[str, Any]:
         """Return the instructions of every request to train."""
         return {
-            "server_round": exchange,
+            "exchange": exchange,
             "run": self.settings.run,
             "lr": self.lr(exchange),
             "init_seed": derived_seed(self.settings.seed, self.seed_of),  # the same for all institutions
@@ -242,10 +242,10 @@ class Gossip(Relay):
         models = ArrayRecord()
         models.update(nested({sender_name(i): self.mailbox.models[parcel.number] for i, parcel in enumerate(parcels)}))
         return Deliver(
-            server_round=exchange,
+            exchange=exchange,
             arrays=models,
             run=self.settings.run,
-            exchange=waiting.exchange,
+            released_in=waiting.exchange,
             kept=waiting.kept,
             parcels=[parcel.number for parcel in parcels],
             shares=[parcel.share for parcel in parcels],

@@ -137,7 +137,7 @@ class Parallel(AtOnce):
 
     def unmask(self, survivors: Sequence[str]) -> Unmask:
         """Return the request for shares of the keys by which the sum of these can be read."""
-        return Unmask(server_round=self.exchange, run=self.settings.run, survivors=survivors)
+        return Unmask(exchange=self.exchange, run=self.settings.run, survivors=survivors)
 
     @property
     def least(self) -> int:

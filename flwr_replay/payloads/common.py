@@ -54,7 +54,7 @@ class RunRequest(Protocol):
         """The run's id."""
 
     @property
-    def server_round(self) -> int:
+    def exchange(self) -> int:
         """The number of the exchange."""
 
 

@@ -66,7 +66,7 @@ class Deliver(Request, stage="deliver", answer=Committed):
 
     arrays: Weights = model()  # a state dict for each parcel, under its position
     run: str = instruction()
-    exchange: int = instruction("number of the exchange in which the institution released its own model")
+    released_in: int = instruction("exchange in which the institution released its own model", key="exchange")
     kept: float = instruction("share of its own model that the institution keeps")
     parcels: Sequence[int] = instruction("numbers of the models, senders by name", default=())
     shares: Sequence[float] = instruction("share of each sender's model", default=())

@@ -107,7 +107,7 @@ class Exchanger:
         content = self.method.addressed(member, request).encode()
         if extra:
             content["config"].update(extra)
-        group = str(request.server_round)
+        group = str(request.exchange)
         return Message(content, member.node_id, request.message_type, group_id=group, ttl=self.timeout)
 
     def __call__(

@@ -295,7 +295,7 @@ class GenerativeReplay(Replay):
     @property
     def head(self) -> dict[str, Any]:
         """The instructions of every request."""
-        return {"run": self.run, "server_round": self.exchange}
+        return {"run": self.run, "exchange": self.exchange}
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

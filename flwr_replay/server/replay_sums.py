@@ -101,14 +101,14 @@ class StatisticsReplay(Replay):
     def keep(self, gaussians: StateDict) -> KeepDraws:
         """Send Gaussians, and note how many features are drawn from them."""
         self.current = [len(self.summed), int(gaussians["counts"].sum())]
-        return KeepDraws(run=self.run, server_round=self.exchange, arrays=gaussians)
+        return KeepDraws(run=self.run, exchange=self.exchange, arrays=gaussians)
 
     @property
     def request(self) -> Summarise:
         """Ask for sums; nothing but its digest names the encoder."""
         sums, products = self.classes * (1 + self.features), pairs_of(self.features)
         clip = self.options.clip
-        return Summarise(run=self.run, server_round=self.exchange, arrays={}, clip=clip, products=products, sums=sums)
+        return Summarise(run=self.run, exchange=self.exchange, arrays={}, clip=clip, products=products, sums=sums)
 
     def lacks(self, name: str) -> bool:
         """Return whether an institution has no Gaussians of all sums."""

@@ -58,7 +58,7 @@ class Roll:
             training=digest_of(repr(self.settings.training)),
             record=self.settings.record,
             sealed=SEALED[self.settings.hiding],
-            server_round=exchange,
+            exchange=exchange,
         )
 
     @property

@@ -99,7 +99,7 @@ class Buffers:
         """Send message after message until every generator is complete, or its institution fails."""
         members = [m for m in self.exchanger.members if m.name not in self.trained or m in self.drew_none]
         self.drew_none.clear()
-        request = TrainSlice(server_round=exchange, run=self.exchanger.settings.run)
+        request = TrainSlice(exchange=exchange, run=self.exchanger.settings.run)
         totals = {member: self.plan.steps(member.num_examples) for member in members}
         answers = Asking(self.exchanger, None, grid, exchange, extra).train(totals, request, GeneratorSlice)
         for name, (*_, last) in answers.items():
@@ -126,7 +126,7 @@ class Buffers:
         """Ask for a buffer."""
         refresh = "round" if self.refreshed else "never"
         run = self.exchanger.settings.run
-        return DrawBuffer(server_round=exchange, run=run, buffer=self.size, buffer_refresh=refresh)
+        return DrawBuffer(exchange=exchange, run=run, buffer=self.size, buffer_refresh=refresh)
 
     @property
     def readable(self) -> bool:
@@ -174,7 +174,7 @@ class Buffers:
         run, file = self.exchanger.settings.run, self.exchanger.recorder.folder(FOLDER) / f"{number:06d}.safetensors"
         buffer = read_own(file, run)
         parts: Any = {"images": buffer.get("images", buffer), "labels": buffer.get("labels")}  # sealed: all of it
-        return KeepBuffer(server_round=exchange, run=run, number=number, buffer=self.size, **parts)
+        return KeepBuffer(exchange=exchange, run=run, number=number, buffer=self.size, **parts)
 
     # --- forecast -----------------------------------------------------------------------------------------------------
 

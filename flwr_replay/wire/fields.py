@@ -57,6 +57,7 @@ class Field:
     optional: bool = False  # weights: there are none in messages between the first and the last of a training
     dp: str = ""  # the mechanism under DP that makes it differentially private, if it is on; never inherited
     withheld: bool = False  # not sent if another field of its payload is under DP
+    key: str = ""  # in records; empty: the field's name with hyphens
     public: bool = False  # a number of examples, which every privacy claim declares public
     means: Meaning | None = None  # what the numbers of an array are; `lab.registry` says what can be tried
     counted: bool = False  # a test's number of examples or pixels; a policy may release these counts only
@@ -102,9 +103,9 @@ def statistic(
     return _declare(Field("statistic", unit=unit, dp=dp, withheld=withheld, public=public, counted=counted), default)
 
 
-def instruction(unit: str = "", default: Any = dataclasses.MISSING) -> Any:
-    """Declare an instruction of the server's; it depends on no institution's data."""
-    return _declare(Field("instruction", unit=unit), default)
+def instruction(unit: str = "", default: Any = dataclasses.MISSING, key: str = "") -> Any:
+    """Declare an instruction of the server's; it depends on no institution's data. `key`: its name in records."""
+    return _declare(Field("instruction", unit=unit, key=key), default)
 
 
 def notice(unit: str = "", default: Any = dataclasses.MISSING) -> Any:

@@ -81,7 +81,9 @@ class Payload:
             if "wire" not in field.metadata:
                 raise WireError(f"{cls.__name__}.{field.name} must declare its kind: use model(), per_sample() …")
             declaration = field.metadata["wire"]
-            fields[field.name] = declaration if field.name in annotated else dataclasses.replace(declaration, dp="")
+            kept = {} if field.name in annotated else {"dp": ""}
+            key = declaration.key or field.name.replace("_", "-")
+            fields[field.name] = dataclasses.replace(declaration, key=key, **kept)
         in_arrays = [field for field in fields.values() if RECORD_OF[field.kind] == "arrays"]
         if len(in_arrays) > 1 and any(field.shape == "state dict" for field in in_arrays):
             raise WireError(
@@ -94,7 +96,7 @@ class Payload:
     @cache
     def by_key(cls) -> dict[str, Field]:
         """Return the declarations by the fields' keys in records."""
-        return {_key(name): field for name, field in cls.declared().items()}
+        return {field.key: field for field in cls.declared().values()}
 
     def encode(self) -> RecordDict:
         """Translate to Flower's records; arrays are copied, and the payload is unchanged."""
@@ -120,10 +122,10 @@ class Payload:
                 if field.shape == "state dict" or isinstance(value, dict):  # of other fields: all arrays, sealed
                     arrays = value
                 elif value is not None:
-                    arrays = {**opened(arrays or {}), _key(name): _checked(type(self).__name__, name, field, value)}
+                    arrays = {**opened(arrays or {}), field.key: _checked(type(self).__name__, name, field, value)}
             elif value not in (None, "", [], ()):  # Flower cannot count the bytes of an empty value
                 target = metrics if record == "metrics" else config
-                target[_key(name)] = list(value) if isinstance(value, (list, tuple)) else value
+                target[field.key] = list(value) if isinstance(value, (list, tuple)) else value
         return arrays, metrics, config
 
     @classmethod
@@ -155,7 +157,7 @@ class Payload:
                         f"{cls.__name__} does not declare {name!r} in {record}: declare it, or leave it out"
                     )
         for name, (field, kind) in cls.scalar_types().items():
-            value = scalars.get(_key(name))
+            value = scalars.get(field.key)
             if value is None:
                 continue
             listed = isinstance(value, list)
@@ -185,10 +187,10 @@ class Payload:
             elif RECORD_OF[field.kind] == "arrays" and sealed:
                 values[name] = None if any(value is arrays for value in values.values()) else arrays
             elif RECORD_OF[field.kind] == "arrays":
-                if _key(name) in arrays:
-                    values[name] = _checked(cls.__name__, name, field, arrays[_key(name)])
-            elif _key(name) in scalars:
-                values[name] = scalars[_key(name)]
+                if field.key in arrays:
+                    values[name] = _checked(cls.__name__, name, field, arrays[field.key])
+            elif field.key in scalars:
+                values[name] = scalars[field.key]
         try:
             return cls(**values)
         except TypeError as error:
@@ -207,7 +209,7 @@ class Request(Payload):
     message_type: ClassVar[str]
 
     stage: str = instruction(default="")
-    server_round: int = instruction("exchanges", default=0)
+    exchange: int = instruction("exchanges", default=0, key="server-round")
 
     def __init_subclass__(cls, *, stage: str, answer: type[Payload], message_type: str = "train") -> None:
         cls.stage_name, cls.answer, cls.message_type = stage, answer, message_type
@@ -275,11 +277,6 @@ def rows(
                     f"{declared.__name__} does not declare {name!r} in {record_name}; declare the field with its kind "
                     f"or leave it out. Declared: {', '.join(fields)}"
                 )
-
-
-@cache
-def _key(name: str) -> str:
-    return name.replace("_", "-")
 
 
 def _bytes(value: object) -> int:

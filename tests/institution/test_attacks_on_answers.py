@@ -16,7 +16,7 @@ from flwr_replay.payloads.relay import Deliver
 from flwr_replay.privacy.plan import PrivacyPlan
 
 TASK = ["task=medmnist", "task.size=8", "classes=3", "model=mlp", "model.width=6", "batch_size=16", "device=cpu"]
-START = {"run": "r", "lr": 0.1, "init_seed": 1, "server_round": 1}
+START = {"run": "r", "lr": 0.1, "init_seed": 1, "exchange": 1}
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_parcels_bring_no_arrays_that_belong_to_none(folder, name):
     server.send(Push(**START, committed=0))
     arrays = {**{f"00000.{key}": array for key, array in server.weights.items()}, name: np.zeros(3, np.float32)}
     dealt = {"parcels": [7], "shares": [0.5], "weights": [1.0]}
-    reply = server.send(Deliver(run="r", exchange=1, kept=0.5, arrays=arrays, server_round=1, **dealt))
+    reply = server.send(Deliver(run="r", released_in=1, kept=0.5, arrays=arrays, exchange=1, **dealt))
     assert refusal(reply)
 
 
@@ -66,7 +66,7 @@ def test_parcels_that_never_came_bring_no_arrays(folder):
     server = HostileServer(folder, *TASK, "strategy=avgpush")
     server.send(Push(**START, committed=0))
     dealt = {"parcels": [], "shares": [], "weights": []}
-    reply = server.send(Deliver(run="r", exchange=1, kept=1.0, arrays={".x": np.zeros(3)}, server_round=1, **dealt))
+    reply = server.send(Deliver(run="r", released_in=1, kept=1.0, arrays={".x": np.zeros(3)}, exchange=1, **dealt))
     assert refusal(reply)
 
 
@@ -81,5 +81,5 @@ def test_a_proxy_is_proven_only_if_its_strategy_says_so(monkeypatch):
 def test_an_instruction_of_another_name_is_held_to_its_option(folder, monkeypatch, asked, refused):
     monkeypatch.setattr(load_strategy("cwt")[1], "instructed", property(lambda self: {"local_epochs": 1}))
     server = HostileServer(folder, *TASK, "strategy=cwt")
-    reply = server.send(Train(arrays=server.weights, run="r", lr=0.1, server_round=1, local_epochs=asked))
+    reply = server.send(Train(arrays=server.weights, run="r", lr=0.1, exchange=1, local_epochs=asked))
     assert bool(refusal(reply)) == refused

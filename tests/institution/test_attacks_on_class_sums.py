@@ -92,7 +92,7 @@ def test_what_leaves_has_the_noise_that_was_charged_and_nothing_else_depends_on_
 def test_whatever_is_asked_again_leaves_as_the_same_bytes(server):
     """In the same exchange, another, after a restart, and with another head, as a server has it after it has pooled."""
     first = ask(server, "again")
-    for change in ({}, {"server_round": 7}, {}, {"change": scaled(server, HEAD[0], 3), "server_round": 2}):
+    for change in ({}, {"exchange": 7}, {}, {"change": scaled(server, HEAD[0], 3), "exchange": 2}):
         forget()
         reply = ask(server, "again", **change)
         assert same(first, reply)

@@ -23,7 +23,7 @@ def with_control(theta, c):
 
 def train(server, exchange, arrays=None, **other):
     sent = with_control(server.weights, zeros(server.weights)) if arrays is None else arrays
-    return server.send(TrainControlled(arrays=sent, run="r", server_round=exchange, lr=0.05, **other))
+    return server.send(TrainControlled(arrays=sent, run="r", exchange=exchange, lr=0.05, **other))
 
 
 def kept(server, exchange, key="control"):
@@ -53,7 +53,7 @@ def test_a_rate_of_nothing_leaves_the_control_as_it_is(tmp_path):
             TrainControlled(
                 arrays=with_control(server.weights, zeros(server.weights)),
                 run="r",
-                server_round=2,
+                exchange=2,
                 lr=0.0,
                 continues=1,
             )
@@ -77,10 +77,10 @@ def test_however_many_answers_are_lost_the_control_is_the_one_that_the_server_kn
 def test_another_form_of_model_that_is_tested_does_not_become_fedbns_own(tmp_path):
     server = server_of(tmp_path, "fedbn")
     theta = server.weights
-    sent = {"run": "r", "server_round": 1}
+    sent = {"run": "r", "exchange": 1}
     server.send(TrainShared(arrays=theta, lr=0.05, **sent))
     before = kept(server, 1, "model")
     for name in ("conv1.conv.running_mean", "x.running_mean"):
         assert "they differ at" in refusal(server.send(Evaluate(arrays={**theta, name: np.zeros(4, "f4")}, **sent)))
     assert kept(server, 1, "model").keys() == before.keys()
-    assert not refusal(server.send(TrainShared(arrays=theta, lr=0.05, run="r", server_round=2, continues=1)))
+    assert not refusal(server.send(TrainShared(arrays=theta, lr=0.05, run="r", exchange=2, continues=1)))

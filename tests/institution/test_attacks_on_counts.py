@@ -147,7 +147,7 @@ STYLE += ["generator.steps=2", "generator.batch_size=16", "generator.privacy_los
 def drawn(server):
     while (reply := server.send(TrainSlice(run="r"))) and not refusal(reply) and metrics(reply)["steps-left"]:
         pass
-    return server.send(DrawBuffer(run="r", buffer=12, buffer_refresh="never", server_round=1))
+    return server.send(DrawBuffer(run="r", buffer=12, buffer_refresh="never", exchange=1))
 
 
 def test_images_are_drawn_for_no_class_with_few(folder):
@@ -248,7 +248,7 @@ def test_an_app_of_ones_own_sends_no_number_as_a_text(folder):
 def test_weights_without_noise_tell_counts_and_no_floor_holds(folder):
     """What the policy's own text says: only max-epsilon bounds this."""
     server = server_of(folder, "strategy=fedsgd")
-    reply = server.send(Differentiate(arrays=always(server, [0, 0, 0]), run="r", server_round=1))
+    reply = server.send(Differentiate(arrays=always(server, [0, 0, 0]), run="r", exchange=1))
     found = 60 * (1 / 3 - weights(reply)[f"{HEAD}.bias"])
     np.testing.assert_allclose(found, COUNTS, rtol=1e-3)
 

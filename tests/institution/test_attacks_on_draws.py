@@ -43,7 +43,7 @@ def ask(tmp_path):
 
 
 def summarise(arrays=None, **changed):
-    return Summarise(run="r", server_round=1, arrays=arrays or {}, **{**RIGHT, **changed})
+    return Summarise(run="r", exchange=1, arrays=arrays or {}, **{**RIGHT, **changed})
 
 
 @pytest.mark.parametrize(
@@ -134,10 +134,10 @@ WRONG = {
 @pytest.mark.parametrize("changed", WRONG.values(), ids=WRONG)
 def test_draws_from_a_stranger_are_checked(ask, changed):
     server = ask(*CWT)
-    assert refusal(server.send(KeepDraws(run="r", server_round=1, arrays=gaussians(**changed))))
-    train = Train(run="r", server_round=1, arrays=server.weights, lr=0.1, replayed=7)
+    assert refusal(server.send(KeepDraws(run="r", exchange=1, arrays=gaussians(**changed))))
+    train = Train(run="r", exchange=1, arrays=server.weights, lr=0.1, replayed=7)
     assert "draws as many features as it was told, 7" in refusal(server.send(train))
-    assert not refusal(server.send(KeepDraws(run="r", server_round=1, arrays=gaussians())))
+    assert not refusal(server.send(KeepDraws(run="r", exchange=1, arrays=gaussians())))
     assert not refusal(server.send(train))
 
 

@@ -45,7 +45,7 @@ def draw(server, run, images=12, refresh="never", exchange=1):
     """Have the generator trained, and images drawn."""
     while (reply := server.send(TrainSlice(run=run))) and not refusal(reply) and metrics(reply)["steps-left"]:
         pass
-    return server.send(DrawBuffer(run=run, buffer=images, buffer_refresh=refresh, server_round=exchange))
+    return server.send(DrawBuffer(run=run, buffer=images, buffer_refresh=refresh, exchange=exchange))
 
 
 def images(reply):
@@ -169,19 +169,19 @@ def test_a_buffer_is_kept_if_it_has_the_runs_size(folder, n):
 def test_a_buffer_is_named_once(folder):
     server = HostileServer(folder, *FEDER)
     server.send(buffer(12))
-    request = TrainWithBuffers(arrays=server.weights, run="r", server_round=1, lr=0.1, mode="standard")
+    request = TrainWithBuffers(arrays=server.weights, run="r", exchange=1, lr=0.1, mode="standard")
     reply = server.send(replace(request, buffers=[1] * 1000, buffered=12_000))
     assert "every buffer is named once" in refusal(reply)
 
 
 def test_a_model_that_stays_and_diverges_is_what_it_was_before_and_nobody_is_told(folder):
     server = HostileServer(folder, *END_TO_END)
-    request = TrainOwnWithBuffers(run="r", server_round=1, lr=0.1, mode="buffer-only", init_seed=1)
+    request = TrainOwnWithBuffers(run="r", exchange=1, lr=0.1, mode="buffer-only", init_seed=1)
     for exchange, lr in ((1, 0.1), (2, 1e30), (3, 0.1)):
-        reply = server.send(replace(request, server_round=exchange, lr=lr))
+        reply = server.send(replace(request, exchange=exchange, lr=lr))
         assert not refusal(reply)
         assert "train-loss" not in metrics(reply)
-        tested = metrics(server.send(EvaluateOwn(run="r", server_round=exchange)))
+        tested = metrics(server.send(EvaluateOwn(run="r", exchange=exchange)))
         assert np.isfinite(tested["loss"])
     kept = [read_tensors(path) for path in sorted((server.state / "runs/r").glob("model-*"))]
     before, after, last = ([array.tobytes() for array in arrays.values()] for arrays in kept)

@@ -41,7 +41,7 @@ def server(folder):
 
 def train(server, exchange=1, scale=1.0, **other):
     theta = {name: (scale * array).astype(array.dtype) for name, array in server.weights.items()}
-    asked = {"run": "r", "server_round": exchange, "lr": 0.1, "total": 3 * 40} | other
+    asked = {"run": "r", "exchange": exchange, "lr": 0.1, "total": 3 * 40} | other
     return server.send(Train(arrays=theta, **asked))
 
 
@@ -74,7 +74,7 @@ def test_masks_cancel_only_if_all_go_on_from_the_same_training(folder):
     arrays = {**theta, **{f"{CONTROL}{name}": 0 * array for name, array in theta.items()}}
 
     def check(exchange, *continues):
-        asked = {"arrays": arrays, "run": "r", "server_round": exchange, "lr": 0.1, "total": 3 * 40}
+        asked = {"arrays": arrays, "run": "r", "exchange": exchange, "lr": 0.1, "total": 3 * 40}
         requests = [TrainControlled(**asked, continues=last) for last in continues]
         return total([weights(s.send(request)) for s, request in zip(servers, requests, strict=True)])
 
@@ -139,11 +139,11 @@ def test_a_personal_model_that_diverges_is_no_failure(folder):
 
     def ask(server, exchange, scale, lr):
         theta = {name: (scale * array).astype(array.dtype) for name, array in server.weights.items()}
-        asked = {"run": "r", "server_round": exchange, "lr": lr, "total": 120, "optimizer_state": "keep"}
+        asked = {"run": "r", "exchange": exchange, "lr": lr, "total": 120, "optimizer_state": "keep"}
         return server.send(TrainPersonal(arrays=theta, lam=1e7, **asked))
 
     assert weights(ask(servers[2], 1, 1.0, 0.1))
-    tested = servers[2].send(EvaluatePersonal(arrays=servers[2].weights, run="r", server_round=1))
+    tested = servers[2].send(EvaluatePersonal(arrays=servers[2].weights, run="r", exchange=1))
     assert "the personal model's loss must stay finite" in refusal(tested)
     assert total([weights(ask(server, 2, 0.0, 1e-6)) for server in servers]).any()
 
@@ -239,19 +239,19 @@ def test_an_institution_refuses_options_that_masks_do_not_go_with(server, option
 def test_no_loss_on_training_examples_leaves(server):
     """Losses at weights of the server's choice, moved along each axis, would give the gradient, and so the weights."""
     assert metrics(train(server)).keys() == {"num-examples", "examples-seen", "num-steps"}
-    asked = Evaluate(arrays=server.weights, run="r", server_round=2, split="train")
+    asked = Evaluate(arrays=server.weights, run="r", exchange=2, split="train")
     assert "this run asks for split='train' without it: refused" in refusal(server.send(asked))
-    assert "loss" in metrics(server.send(Evaluate(arrays=server.weights, run="r", server_round=2)))
+    assert "loss" in metrics(server.send(Evaluate(arrays=server.weights, run="r", exchange=2)))
 
 
 def test_nothing_but_whole_weights_leaves(server):
     theta = server.weights
     assert "nothing but whole weights leaves; stage extract" in refusal(
-        server.send(Extract(arrays=theta, run="r", server_round=1, **EXTRACT))
+        server.send(Extract(arrays=theta, run="r", exchange=1, **EXTRACT))
     )
-    assert refusal(server.send(Differentiate(arrays=theta, run="r", server_round=1)))
-    assert not refusal(server.send(Evaluate(arrays=theta, run="r", server_round=1)))
-    content = Train(arrays=theta, run="r", server_round=1, lr=0.1).encode()
+    assert refusal(server.send(Differentiate(arrays=theta, run="r", exchange=1)))
+    assert not refusal(server.send(Evaluate(arrays=theta, run="r", exchange=1)))
+    content = Train(arrays=theta, run="r", exchange=1, lr=0.1).encode()
     content["config"]["stage"] = "another"
     assert "its own method's requests only" in refusal(server.send_content(content))
 
@@ -260,7 +260,7 @@ def test_a_sealed_run_is_hidden_from_the_server_only(folder):
     """Any one institution that helps the server opens each other one's parcels: `masked: true` refuses that, too."""
     for policy, refused in (("masked: true\n", True), ("", False)):
         sealed = server_of(folder, options=[*SMALL, "strategy=cwt", "sealed=true"], policy=policy)
-        reply = sealed.send(Train(arrays={}, run="r", server_round=1, lr=0.1))
+        reply = sealed.send(Train(arrays={}, run="r", exchange=1, lr=0.1))
         assert ("policy asks for a masked run" in refusal(reply)) == refused
     parcel = reply.content["arrays"][SEALED_NAME]
     assert seal_of(folder, "b", ABC).open(parcel).arrays.keys() == sealed.weights.keys()
@@ -277,7 +277,7 @@ def test_no_failure_tells_that_one_institutions_training_diverged(folder, job):
             if job is JOB:
                 return train(server, exchange, scale, lr=0.1 if scale == 1 else 1e13)
             theta = {name: (scale * array).astype(array.dtype) for name, array in server.weights.items()}
-            return server.send(Differentiate(arrays=theta, run="r", server_round=exchange, total=120))
+            return server.send(Differentiate(arrays=theta, run="r", exchange=exchange, total=120))
 
         replies = [ask(server) for server in servers]
         assert not any(map(refusal, replies))

@@ -24,7 +24,7 @@ MORE = "no more of its own model comes back"
 
 def push(server, exchange, committed):
     """Have the own model released; return its parcel, or None if it was refused."""
-    reply = server.send(Push(run="r", server_round=exchange, lr=0.1, init_seed=1, committed=committed))
+    reply = server.send(Push(run="r", exchange=exchange, lr=0.1, init_seed=1, committed=committed))
     return None if refusal(reply) else parcels_in([reply])[0][1]
 
 
@@ -52,7 +52,7 @@ def test_a_training_that_fails_undoes_the_mixing_too(server, failing):
         assert push(server, 3, 0)
         assert push(server, 2, 1) is None
     else:
-        assert refusal(server.send(DrawBuffer(run="r", server_round=2, buffer=5, buffer_refresh="never")))
+        assert refusal(server.send(DrawBuffer(run="r", exchange=2, buffer=5, buffer_refresh="never")))
     assert push(server, 3, 2) is None
     assert deliver(server, own, exchange=3, kept=0.5, shares=[0.5])
 
@@ -84,7 +84,7 @@ def test_what_was_mixed_and_then_undone_may_come_again(server):
 
 def test_notes_do_not_grow_with_messages(server, folder):
     for exchange in range(1000, 1020):
-        assert "the model that was released last" in deliver(server, exchange=exchange, server_round=1)
+        assert "the model that was released last" in deliver(server, released_in=exchange, exchange=1)
     assert not notes(server)["parcels"]
     cwt = HostileServer(folder, *CWT, **{"seal-peers": str(folder / "peers-abc.txt")})
     other = HostileServer(folder, *CWT, "seed=7", **{"seal-peers": str(folder / "peers-abc.txt")})
@@ -97,7 +97,7 @@ def test_notes_do_not_grow_with_messages(server, folder):
 
 
 def train_request(array):
-    return Train(arrays=ArrayRecord({SEALED_NAME: array}), run="s", server_round=2, lr=0.1)
+    return Train(arrays=ArrayRecord({SEALED_NAME: array}), run="s", exchange=2, lr=0.1)
 
 
 def test_an_exchange_is_not_mixed_anew_for_ever(server, monkeypatch):

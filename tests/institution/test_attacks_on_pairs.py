@@ -14,7 +14,7 @@ from flwr_replay.wire.records import array_record, arrays_in
 TASK = [*SHARDS, "classes=3", "model=mlp", "model.width=6", "batch_size=16", "device=cpu"]
 DP = [*TASK, "dp=proxy", "beta=0", "sigma=2", "delta=0.01"]
 PAIR = {"alpha": 0.5, "beta": 0.0, "private_seed": 1, "private_optimizer": "sgd", "private_lr": 0.01, "lr": 0.01}
-PAIR |= {"private_epochs": 0, "private_batch_size": 16, "private_shift": 0, "run": "r", "server_round": 1}
+PAIR |= {"private_epochs": 0, "private_batch_size": 16, "private_shift": 0, "run": "r", "exchange": 1}
 POOL = [*DP, "alpha=0", "listen=pool", "private-epochs=1", "holdout=0.1"]
 ALONE = {**PAIR, "alpha": 0.0, "private_epochs": 1, "listen": "pool", "holdout": 0.1}
 FIRST = {"init_seed": 1, "committed": 0}
@@ -30,9 +30,7 @@ def test_a_server_cannot_change_the_private_optimizer(folder):
     """A kept state of another optimizer made an error, but only where the private model had not diverged."""
     server = HostileServer(folder, *DP, "strategy=fml", policy="metrics: none\n")
     assert not refusal(server.send(TrainMutually(arrays=server.weights, **PAIR)))
-    reply = server.send(
-        TrainMutually(arrays=server.weights, **{**PAIR, "private_optimizer": "adam", "server_round": 2})
-    )
+    reply = server.send(TrainMutually(arrays=server.weights, **{**PAIR, "private_optimizer": "adam", "exchange": 2}))
     assert "strategy.private-optimizer is 'sgd', it asks for adam" in refusal(reply)
     adam = HostileServer(folder, *DP, "strategy=fml", "private-optimizer=adam")
     reply = adam.send(TrainMutually(arrays=server.weights, **{**PAIR, "run": "other"}))
@@ -47,7 +45,7 @@ def test_no_training_example_weighs_an_answer_where_only_counts_may_leave(folder
         np.savez(folder / "a.npz", **arrays, val_images=arrays["test_images"], val_labels=arrays["test_labels"])
     server = HostileServer(folder, *POOL, "strategy=fml", policy=policy)
     trained = server.send(TrainMutually(arrays=server.weights, **ALONE))
-    tested = server.send(EvaluateWithProxy(arrays=server.weights, run="r", server_round=1, listen="pool", holdout=0.1))
+    tested = server.send(EvaluateWithProxy(arrays=server.weights, run="r", exchange=1, listen="pool", holdout=0.1))
     if split:
         assert weights(trained)
         assert bool(metrics(tested)) == (policy == "metrics: counted")
@@ -67,7 +65,7 @@ def test_shares_that_are_none_are_refused(folder, values):
     server = HostileServer(folder, *DP, "strategy=proxyfl")
     server.send(TrainProxy(**PAIR, **FIRST))
     good = {"kept": 0.5, "shares": [0.5], "weights": [1.0]}
-    parcels = {"arrays": nested({"00000": server.weights}), "parcels": [1], "run": "r", "exchange": 1}
+    parcels = {"arrays": nested({"00000": server.weights}), "parcels": [1], "run": "r", "released_in": 1}
     assert "shares lie in [0, 1]" in refusal(server.send(Deliver(**parcels, **{**good, **values})))
     assert not refusal(server.send(Deliver(**parcels, **good)))
 
@@ -77,9 +75,9 @@ def test_a_mixed_model_that_is_too_large_meets_no_data(folder):
     server.send(TrainProxy(**PAIR, **FIRST))
     large = {name: np.full_like(array, 9e5) for name, array in server.weights.items()}
     arrays = nested({"00000": large, "00001": large})
-    parcels = {"arrays": arrays, "parcels": [1, 2], "run": "r", "exchange": 1, "kept": 0.0, "weights": [1e9, 1e9]}
+    parcels = {"arrays": arrays, "parcels": [1, 2], "run": "r", "released_in": 1, "kept": 0.0, "weights": [1e9, 1e9]}
     server.send(Deliver(**parcels, shares=[1.0, 1.0]))
-    reply = server.send(EvaluatePair(run="r", server_round=1))
+    reply = server.send(EvaluatePair(run="r", exchange=1))
     assert refusal(reply) or np.isfinite(metrics(reply)["loss"])
 
 

@@ -43,7 +43,7 @@ def test_what_institutions_have_sealed_is_mixed_once(server):
 
 
 def test_what_leaves_can_be_opened_by_institutions_only(server, folder):
-    reply = server.send(Push(run="r", server_round=2, lr=0.1, init_seed=1, committed=0))
+    reply = server.send(Push(run="r", exchange=2, lr=0.1, init_seed=1, committed=0))
     [(_, array)] = parcels_in([reply])
     theirs = [opened(seal_of(folder, name, ABC).open(array).arrays) for name in ABC]
     assert all(one.keys() == server.weights.keys() for one in theirs)
@@ -64,11 +64,11 @@ def test_a_parcel_is_good_once_and_in_its_exchange(server, exchange):
     """Replayed: b's parcel of exchange 1 comes again in exchange 2, or in a repeated exchange 1; a future one, too."""
     b = parcel(server, "b", exchange)
     assert bool(deliver(server, b)) == (exchange == 3)
-    server.send(Push(run="r", server_round=2, lr=0.1, init_seed=1, committed=1))
+    server.send(Push(run="r", exchange=2, lr=0.1, init_seed=1, committed=1))
     assert f"has parcels of that exchange; one of b is of exchange {exchange}: refused" in deliver(
         server, b, exchange=2
     )
-    server.send(Push(run="r", server_round=1, lr=0.1, init_seed=1, committed=0))  # as after a crash
+    server.send(Push(run="r", exchange=1, lr=0.1, init_seed=1, committed=0))  # as after a crash
     assert not (server.state / "runs" / "r" / "mixed-000001.safetensors").exists()
     assert "a parcel comes once" in deliver(server, b) or exchange == 3
     assert not deliver(server, parcel(server, "b"))  # b has sealed its model anew
@@ -95,7 +95,7 @@ def test_no_exchange_of_long_ago_is_asked_again(server):
     assert "repeats at most its last 3 exchanges; exchange 1 was asked for after 11" in refusal(server.send(again(1)))
     kept = {file.name for file in folder.glob("released-*")}
     assert "repeats at most its last 3 exchanges" in deliver(server, b)
-    assert "the model that was released last" in deliver(server, b, exchange=1, server_round=11)
+    assert "the model that was released last" in deliver(server, b, released_in=1, exchange=11)
     assert "is mixed already" in refusal(server.send(replace(again(11), committed=11)))
     assert {file.name for file in folder.glob("released-*")} == kept
     assert len(read_json(folder / "parcels.json")["parcels"]) <= 12
@@ -230,7 +230,7 @@ def test_plain_weights_are_refused(server, folder, named):
     plain = nested({f"{i:05d}": server.weights for i in range(1)})
     if named:  # under the name of a parcel
         plain = {f"00000.{SEALED_NAME}": np.zeros(9, np.float32)}
-    asked = {"run": "r", "exchange": 1, "kept": 0.5, "parcels": [1], "shares": [0.5], "weights": [1.0]}
+    asked = {"run": "r", "released_in": 1, "kept": 0.5, "parcels": [1], "shares": [0.5], "weights": [1.0]}
     said = refusal(server.send(Deliver(arrays=array_record(plain), **asked)))
     assert ("is an array of bytes" if named else "came in plain: refused") in said
     cwt = HostileServer(folder, *CWT, **{"seal-peers": str(folder / "peers-abc.txt")})
@@ -244,7 +244,7 @@ def test_a_sealed_institution_takes_part_in_no_unsealed_run(folder, options):
     server = HostileServer(folder, *options, **{"seal-peers": str(folder / "peers-abc.txt")})
     for request in (
         RollCall(strategy="avgpush", run="r"),
-        Push(run="r", server_round=1, lr=0.1, init_seed=1, committed=0),
+        Push(run="r", exchange=1, lr=0.1, init_seed=1, committed=0),
         Train(arrays=server.weights, run="r", lr=0.1),
         EvaluatePeer(run="r"),
     ):
@@ -290,10 +290,10 @@ def test_a_model_that_goes_round_does_not_become_older(folder):
     assert "of exchange 12" in refusal(train(server, 9, parcel(server, "b", 12)))
     assert "repeats at most its last 3 exchanges" in refusal(train(server, 5, new))
     assert not refusal(train(server, 8, parcel(server, "b", 7)))  # as after a crash
-    reply = server.send(Evaluate(arrays=ArrayRecord({SEALED_NAME: new}), run="r", server_round=9))
+    reply = server.send(Evaluate(arrays=ArrayRecord({SEALED_NAME: new}), run="r", exchange=9))
     assert not refusal(reply)
     assert "stage train brings one parcel" in refusal(
-        server.send(Train(arrays=ArrayRecord({f"{i}.sealed": new for i in range(2)}), run="r", server_round=9, lr=0.1))
+        server.send(Train(arrays=ArrayRecord({f"{i}.sealed": new for i in range(2)}), run="r", exchange=9, lr=0.1))
     )
 
 

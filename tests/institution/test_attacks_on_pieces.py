@@ -36,20 +36,20 @@ def generator(server, other=0.0):
     return {name: array + np.asarray(other, array.dtype) for name, array in fresh.items()}
 
 
-def begin(server, other=0.0, run="r", server_round=1, stated=0.0):
+def begin(server, other=0.0, run="r", exchange=1, stated=0.0):
     return server.send(
-        TrainGenerator(arrays=generator(server, other), run=run, server_round=server_round, replayed=0, stated=stated)
+        TrainGenerator(arrays=generator(server, other), run=run, exchange=exchange, replayed=0, stated=stated)
     )
 
 
-def go_on(server, run="r", server_round=1, stated=0.0, replayed=0):
-    return server.send(TrainGenerator(run=run, server_round=server_round, replayed=replayed, stated=stated))
+def go_on(server, run="r", exchange=1, stated=0.0, replayed=0):
+    return server.send(TrainGenerator(run=run, exchange=exchange, replayed=replayed, stated=stated))
 
 
 def prior(server):
     plan = ReplayPlan.of(server.config)
     fresh = to_arrays(plan.fresh_prior(plan.fresh_generator()))
-    return TrainPrior(arrays=nested({"generator": generator(server), "prior": fresh}), run="r", server_round=1)
+    return TrainPrior(arrays=nested({"generator": generator(server), "prior": fresh}), run="r", exchange=1)
 
 
 def finished(server, reply, **more):
@@ -65,7 +65,7 @@ def charged(server, run="r", mechanism="generator"):
     return sum(charge["steps"] for charge in server.charges(run) if charge["mechanism"] == mechanism)
 
 
-@pytest.mark.parametrize("where", [{"run": "s"}, {"server_round": 2}], ids=["another run", "another exchange"])
+@pytest.mark.parametrize("where", [{"run": "s"}, {"exchange": 2}], ids=["another run", "another exchange"])
 def test_nothing_goes_on_that_was_not_begun_there(folder, where):
     server = HostileServer(folder, *CODES)
     assert "a training goes on in the exchange in which it began" in refusal(go_on(server))
@@ -89,7 +89,7 @@ def test_a_complete_training_is_answered_with_what_it_has_found(folder, monkeypa
     last = finished(server, begin(server))
     forget()
     monkeypatch.setattr(GeneratorTraining, "take", None)  # nothing is trained any more
-    for reply in (begin(server), go_on(server), begin(server, server_round=3)):
+    for reply in (begin(server), go_on(server), begin(server, exchange=3)):
         assert same(weights(reply), weights(last))
         assert metrics(reply) == metrics(last)
 
@@ -98,17 +98,17 @@ def test_other_replays_or_examples_are_another_training(folder):
     server = HostileServer(folder, *CODES)
     begin(server)
     replays = {"codes": np.zeros((4, 2), np.uint8), "labels": np.zeros(4, np.int64)}
-    server.send(KeepCodes(run="r", server_round=1, **replays))
+    server.send(KeepCodes(run="r", exchange=1, **replays))
     assert "same examples and replays" in refusal(go_on(server, replayed=4))
     decoder = {
         name: array
         for name, array in generator(server).items()
         if ReplayPlan.of(server.config).fresh_generator().decodes.match(name)
     }
-    begun = TrainGenerator(arrays=generator(server), run="r", server_round=1, replayed=4)
+    begun = TrainGenerator(arrays=generator(server), run="r", exchange=1, replayed=4)
     assert metrics(server.send(begun))["steps"] == 1
     assert metrics(go_on(server, replayed=4))["steps"] == 2
-    server.send(KeepDecoder(run="r", server_round=1, arrays={name: array * 0.5 for name, array in decoder.items()}))
+    server.send(KeepDecoder(run="r", exchange=1, arrays={name: array * 0.5 for name, array in decoder.items()}))
     assert "same examples and replays" in refusal(go_on(server, replayed=4))
     begin(server)
     write_shards(folder, {"a": 41})
@@ -165,7 +165,7 @@ def test_every_step_that_leaves_under_dp_was_charged_once_whatever_is_repeated(f
     last = finished(server, begin(server))  # the same weights once more: it goes on
     assert len(taken) == charged(server) == STEPS
     assert metrics(reply)["epsilon"] < metrics(last)["epsilon"]
-    for again in (begin(server), go_on(server), begin(server, server_round=2)):
+    for again in (begin(server), go_on(server), begin(server, exchange=2)):
         assert same(weights(again), weights(last))
         assert metrics(again)["epsilon"] == metrics(last)["epsilon"]
     assert len(taken) == charged(server) == STEPS
@@ -178,9 +178,9 @@ def test_label_counts_have_noise_once(folder):
     reply = server.send(prior(server))
     while metrics(reply)["steps-left"]:
         assert "label-counts" not in metrics(reply)
-        reply = server.send(TrainPrior(run="r", server_round=1))
+        reply = server.send(TrainPrior(run="r", exchange=1))
     assert charged(server, mechanism="label counts") == 1
-    for again in (server.send(prior(server)), server.send(TrainPrior(run="r", server_round=1))):
+    for again in (server.send(prior(server)), server.send(TrainPrior(run="r", exchange=1))):
         assert metrics(again) == metrics(reply)
         assert same(weights(again), weights(reply))
     assert charged(server, mechanism="label counts") == 1

@@ -130,7 +130,7 @@ def test_instructions_are_numbers(folder, lr):
         (lambda w: Extract(arrays=encoder_of(w), run="l", views=10**6, **CUT), "views from 0 to 1000"),
         (lambda w: KeepPrior(arrays=w, run="l", source=0, label_counts=[10**12, 0, 0]), "label-counts from 0 to 1e+07"),
         (lambda w: KeepPrior(arrays=w, run="l", source=10**9, label_counts=[1, 0, 0]), "source from 0 to 10000"),
-        (lambda w: RollCall(strategy="cwt", run="l", server_round=-1), "server-round from 0 to 1e+09"),
+        (lambda w: RollCall(strategy="cwt", run="l", exchange=-1), "server-round from 0 to 1e+09"),
     ],
     ids=["epochs", "negative", "views", "counts", "source", "round"],
 )

@@ -48,7 +48,7 @@ def server_of(folder, *options, name="a", policy=""):
 
 def ask(server, run, exchange=1, scale=1.0, **other):
     theta = {name: (scale * of).astype(of.dtype) for name, of in server.weights.items()}
-    asked = {"arrays": theta, "run": run, "server_round": exchange, "total": len(NAMES) * N} | other
+    asked = {"arrays": theta, "run": run, "exchange": exchange, "total": len(NAMES) * N} | other
     gradient = server.config.strategy.name == "fedsgd"
     if gradient:
         return server.send(Differentiate(**asked))

@@ -31,7 +31,7 @@ def institutions(folder, names, sizes, strategy="fedavg"):
 def request(crowd, theta, exchange=1, run="r", **other):
     config = next(iter(crowd.values()))[1]
     n = sum(sizes_of(crowd).values())
-    asked = {"arrays": theta, "run": run, "server_round": exchange, "total": n} | other
+    asked = {"arrays": theta, "run": run, "exchange": exchange, "total": n} | other
     return Differentiate(**asked) if config.strategy.name == "fedsgd" else Train(lr=0.1, **asked)
 
 
@@ -49,7 +49,7 @@ def sums(crowd, asked, trained):
             masking.opened(message, type(asked))
             answer = asked.answer(arrays=trained[name], num_examples=n, examples_seen=n, num_steps=0)
             reply = Message(answer.encode(), reply_to=message)
-            masking.closed(reply, type(answer), asked.server_round)
+            masking.closed(reply, type(answer), asked.exchange)
         replies.append(weights(reply))
     with np.errstate(over="ignore"):
         return {name: sum(reply[name] for reply in replies) for name in replies[0]}
@@ -181,7 +181,7 @@ def test_weight_decay_makes_the_larger_ones_diverge_and_nothing_is_left_of_the_s
     theta[dead][:] = 6e4
 
     def answers(of, **asked):
-        return [weights(one.send(Train(arrays=theta, server_round=1, lr=1.0, **asked))) for one in of]
+        return [weights(one.send(Train(arrays=theta, exchange=1, lr=1.0, **asked))) for one in of]
 
     trained = dict(zip(sizes, answers(plain, run="plain"), strict=True))
     assert np.abs(trained["a"][dead]).max() < 2**20 < np.abs(trained["b"][dead]).max()
@@ -203,7 +203,7 @@ def test_what_leaves_no_room_for_a_training_is_refused_by_all_alike(tmp_path, wh
     theta = {name: array.copy() for name, array in several[0].weights.items()}
     name = next(name for name in theta if name.endswith(ends))
     theta[name] = np.full_like(theta[name], BEYOND[what])
-    said = {refusal(s.send(Train(arrays=theta, run="r", server_round=1, lr=0.1, total=1000))) for s in several}
+    said = {refusal(s.send(Train(arrays=theta, run="r", exchange=1, lr=0.1, total=1000))) for s in several}
     [line] = said
     assert name in line
     assert "under masks weights must be finite and at most" in line
@@ -212,7 +212,7 @@ def test_what_leaves_no_room_for_a_training_is_refused_by_all_alike(tmp_path, wh
 def test_no_total_of_examples_is_below_ones_own(tmp_path):
     several = servers(tmp_path, EQUAL, "strategy=fedavg")
     for total in (None, 0, 39):
-        asked = Train(arrays=several[0].weights, run="r", server_round=1, lr=0.1, total=total)
+        asked = Train(arrays=several[0].weights, run="r", exchange=1, lr=0.1, total=total)
         assert "how many examples all institutions have" in refusal(several[0].send(asked))
-    asked = Train(arrays=several[0].weights, run="r", server_round=1, lr=0.1, total=40)
+    asked = Train(arrays=several[0].weights, run="r", exchange=1, lr=0.1, total=40)
     assert metrics(several[0].send(asked))

@@ -126,8 +126,8 @@ def test_a_run_with_one_test_is_not(folder):
 def test_the_second_of_two_models_stays(folder):
     """Ditto's answer has two tests of the same examples; the server chooses one model and moves the other."""
     server = server_of(folder, "strategy=ditto")
-    server.send(TrainPersonal(arrays=server.weights, run="r", server_round=1, lr=0.1, lam=1.0))
-    request = EvaluatePersonal(arrays=always(server, [0, 0, 9]), run="r", server_round=1)
+    server.send(TrainPersonal(arrays=server.weights, run="r", exchange=1, lr=0.1, lam=1.0))
+    request = EvaluatePersonal(arrays=always(server, [0, 0, 9]), run="r", exchange=1)
     free = server_of(folder, "strategy=ditto", policy="").send(request)
     assert not refusal(free)
     assert {"global-confusion", "confusion"} <= set(metrics(free))
@@ -155,10 +155,10 @@ def test_few_are_called_few_again(folder):
 
 def test_a_line_of_a_failure_is_an_answer_too(folder):
     """It may tell of the examples, as that a loss is not finite: a server could train on, and ask as before."""
-    server, request = server_of(folder, "strategy=local"), EvaluateOwn(run="r", server_round=1)
+    server, request = server_of(folder, "strategy=local"), EvaluateOwn(run="r", exchange=1)
     first = refusal(server.send(request))
     assert "has no model yet" in first
-    server.send(TrainOwn(run="r", server_round=1, lr=0.1, init_seed=0))
+    server.send(TrainOwn(run="r", exchange=1, lr=0.1, init_seed=0))
     assert refusal(server.send(request)) == first
 
 
@@ -181,7 +181,7 @@ def test_of_two_runs_at_the_same_time_the_second_is_refused_before_it_trains(fol
     os.utime(server.state / RUNS / "first" / ROOM, (long_ago, long_ago))
     assert not refusal(server.send(call(run="third")))
     os.utime(server.state / RUNS / "third" / ROOM, (long_ago, long_ago))
-    server.send(Train(arrays=server.weights, run="third", server_round=1, lr=0.1, local_epochs=1))  # it goes on
+    server.send(Train(arrays=server.weights, run="third", exchange=1, lr=0.1, local_epochs=1))  # it goes on
     assert "another run may still" in refusal(server.send(call(run="second")))
     (server.state / RUNS / "third" / REMOVED).touch()  # the institution says that it is over
     assert not refusal(server.send(call(run="second")))

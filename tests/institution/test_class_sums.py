@@ -115,7 +115,7 @@ def test_under_dp_the_gradient_of_a_patient_is_clipped_as_a_whole(hospital, clip
     """Beside a loop over patients; noise of 0.01 C hides less than an example."""
     own = ["strategy=fedsgd", "dp=gradient", "delta=0.001", f"privacy.sigma={SIGMA}", f"privacy.clip={clip}"]
     server = HostileServer(hospital, "task=folder", "task.channels=1", *PLAIN[1:-1], *own)
-    reply, config = server.send(Differentiate(arrays=server.weights, run="patients", server_round=1)), server.config
+    reply, config = server.send(Differentiate(arrays=server.weights, run="patients", exchange=1)), server.config
     assert not refusal(reply)
     train = load(replace(config.task, data_dir=str(hospital / "a.npz"))).train
     model, slow = backbone(config.model, config.task)(0).double(), defaultdict(float)

@@ -37,7 +37,7 @@ def ask(server, cohort, exchange=1, kind=Differentiate, **other):
     spare = len(cohort) - server.config.nodes + server.config.privacy.dropouts
     asked = {
         "run": "r",
-        "server_round": exchange,
+        "exchange": exchange,
         "total": 160,
         "cohort": cohort,
         "spare": max(spare, 0) or None,
@@ -82,7 +82,7 @@ BAD += [
 @pytest.mark.parametrize("cohort", BAD, ids=lambda cohort: repr(cohort)[:20])
 def test_a_cohort_is_of_enough_pinned_institutions(folder, cohort):
     server = server_of(folder, "a", GRADIENT)
-    request = Differentiate(arrays=server.weights, run="r", server_round=1, total=160)
+    request = Differentiate(arrays=server.weights, run="r", exchange=1, total=160)
     content = request.encode()
     content["config"]["cohort"] = cohort
     reply = server.send_content(content)
@@ -282,7 +282,7 @@ def test_what_a_crash_has_used_up_ends_in_a_line(folder, monkeypatch):
     charge = PrivacyBudget.charge
 
     def charges(self, mechanism, cost, request):
-        for _ in range(1 + ((self.institution.name, request.server_round) == ("d", 1))):
+        for _ in range(1 + ((self.institution.name, request.exchange) == ("d", 1))):
             charge(self, mechanism, cost, request)
 
     monkeypatch.setattr(PrivacyBudget, "charge", charges)

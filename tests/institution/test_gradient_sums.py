@@ -27,7 +27,7 @@ NOISY = [*SMALL, "dp=gradient", "delta=0.001", f"privacy.clip={C}", "privacy.sig
 
 def ask(server, run="r", change=None, **other):
     arrays = {**server.weights, **(change or {})}
-    return server.send(Differentiate(arrays=arrays, run=run, **{"server_round": 1, "total": 3 * N} | other))
+    return server.send(Differentiate(arrays=arrays, run=run, **{"exchange": 1, "total": 3 * N} | other))
 
 
 def exact(self, mechanism, sums, step, stream):

@@ -131,7 +131,7 @@ def test_a_server_cannot_choose_another_way_to_listen(tmp_path, strategy, reques
     hospitals(tmp_path, "a")
     server = HostileServer(tmp_path, *JOB, f"strategy={strategy}", *POOL)
     arrays = {"arrays": server.weights} if strategy == "fml" else {}
-    reply = server.send(request_type(run="r", server_round=1, listen="loss", holdout=0.25, **arrays))
+    reply = server.send(request_type(run="r", exchange=1, listen="loss", holdout=0.25, **arrays))
     assert "strategy.listen is 'pool', it asks for loss" in refusal(reply)
-    reply = server.send(request_type(run="r", server_round=1, listen="pool", holdout=0.9, **arrays))
+    reply = server.send(request_type(run="r", exchange=1, listen="pool", holdout=0.9, **arrays))
     assert "strategy.holdout is 0.25, it asks for 0.9" in refusal(reply)

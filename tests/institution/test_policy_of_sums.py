@@ -31,7 +31,7 @@ def reply_to(folder, *options, **own):
     server = HostileServer(folder, *JOB, *options, policy=POLICY, **own)
     called = server.send(RollCall(strategy="fedsgd", run="r", stages=["differentiate", "evaluate"]))
     asked = {"total": 160, "cohort": ["a", "b", "c"]} if server.config.masked else {}
-    return called, server.send(Differentiate(arrays=server.weights, run="r", server_round=1, **asked))
+    return called, server.send(Differentiate(arrays=server.weights, run="r", exchange=1, **asked))
 
 
 @pytest.mark.parametrize("noise", [[], SHARED], ids=["each", "shared"])
@@ -108,10 +108,10 @@ def everything(folder, options, asked, own):
     kind, clip = (Differentiate, {}) if stage == "differentiate" else (Summarise, {"clip": 10.0})
     messages = [RollCall(strategy=server.config.strategy.name, run="r", stages=[stage, "evaluate"])]
     for at, theta in enumerate([server.weights, large, none, server.weights, server.weights], 1):
-        messages.append(kind(arrays=theta, run="r", server_round=at, **clip, **asked))
-    messages += [messages[2], kind(arrays=server.weights, run="other", server_round=1, **clip, **asked)]
+        messages.append(kind(arrays=theta, run="r", exchange=at, **clip, **asked))
+    messages += [messages[2], kind(arrays=server.weights, run="other", exchange=1, **clip, **asked)]
     for split in ("test", "validation", "train", "external"):
-        messages.append(Evaluate(arrays=server.weights, run="r", server_round=9, split=split))
+        messages.append(Evaluate(arrays=server.weights, run="r", exchange=9, split=split))
     told = []
     for reply in map(server.send, messages):
         assert not reply.has_error()

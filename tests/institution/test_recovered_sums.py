@@ -60,13 +60,13 @@ class Servers:
         asked |= {"clip": 10.0} if self.kind is Summarise else {}
         replies = {}
         for name in of:
-            request = self.kind(arrays=self.at[name].weights, run=self.run, server_round=exchange, **asked)
+            request = self.kind(arrays=self.at[name].weights, run=self.run, exchange=exchange, **asked)
             replies[name] = self.at[name].send(request)
             assert not refusal(replies[name])
         return {name: (weights(reply), config_in(reply.content).get("points")) for name, reply in replies.items()}
 
     def tell(self, name, survivors, exchange=1, **other):
-        asked = {"run": self.run, "server_round": exchange, "survivors": list(survivors)} | other
+        asked = {"run": self.run, "exchange": exchange, "survivors": list(survivors)} | other
         return self.at[name].send(Unmask(**asked))
 
     def shares(self, by, survivors, exchange=1):
@@ -181,13 +181,13 @@ def test_who_has_not_answered_tells_nothing(folder):
     assert line in refusal(server.tell("b", NAMES))  # of long ago
     forget()
     plain = HostileServer(folder, *[option for option in GRADIENT if "dropouts" not in option], "dropouts=0", name="c")
-    assert "needs pinned keys" in refusal(plain.send(Unmask(run="r", server_round=1, survivors=[*NAMES])))
+    assert "needs pinned keys" in refusal(plain.send(Unmask(run="r", exchange=1, survivors=[*NAMES])))
 
 
 @pytest.mark.parametrize("spare", [0, 1, 3, 2**40])
 def test_how_many_may_fail_follows_from_the_runs_options(folder, spare):
     server = Servers(folder).at["a"]
-    asked = {"run": f"spare-{spare}", "server_round": 1, "total": 40 * K, "cohort": [*NAMES], "spare": spare or None}
+    asked = {"run": f"spare-{spare}", "exchange": 1, "total": 40 * K, "cohort": [*NAMES], "spare": spare or None}
     assert "of whom may fail yet: refused" in refusal(server.send(Differentiate(arrays=server.weights, **asked)))
     assert server.charges(asked["run"]) == []
 

@@ -61,7 +61,7 @@ def visits(new, arrays, rounds, **more):
     """Send the model to fresh clients, visit after visit; return its weights after each."""
     found = {}
     for exchange in rounds:
-        visit = Train(server_round=exchange, arrays=arrays, **{"run": "r", "lr": 0.1, **more})
+        visit = Train(exchange=exchange, arrays=arrays, **{"run": "r", "lr": 0.1, **more})
         arrays = opened(new().train(visit).arrays)
         found[exchange] = arrays
     return found
@@ -244,7 +244,7 @@ def test_nothing_of_a_broken_visit_is_left_in_the_next(client):
     clean = visits(client, start, [1])[1]
     one = client()
     one.scratch_model(start)(torch.ones(2, 9)).sum().backward()  # and then an error
-    assert same(opened(one.train(Train(server_round=1, arrays=start, run="r", lr=0.1)).arrays), clean)
+    assert same(opened(one.train(Train(exchange=1, arrays=start, run="r", lr=0.1)).arrays), clean)
 
 
 # --- losses, learning rate, weights -----------------------------------------------------------------------------------

@@ -119,5 +119,5 @@ def test_a_comparison_by_it(tmp_path):
 def test_a_server_that_asks_before_anything_was_released_is_told_so(tmp_path):
     hospitals(tmp_path, "a")
     server = HostileServer(tmp_path, *JOB, "strategy=avgpush")
-    reply = server.send(EvaluatePeer(run="r", server_round=7, mixed=False))
+    reply = server.send(EvaluatePeer(run="r", exchange=7, mixed=False))
     assert "has released none in exchange 7" in refusal(reply)

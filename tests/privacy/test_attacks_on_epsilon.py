@@ -135,15 +135,15 @@ def test_a_policy_caps_delta(folder, delta):
 def test_plain_exchanges_do_not_lead_up_to_a_private_release(folder):
     plain = HostileServer(folder, *TASK, "strategy=avgpush")
     for exchange in range(1, 4):
-        visit = Push(run="mixed", server_round=exchange, **{**PEER, "committed": exchange - 1})
+        visit = Push(run="mixed", exchange=exchange, **{**PEER, "committed": exchange - 1})
         assert weights(plain.send(visit))
-        assert not refusal(plain.send(Deliver(arrays={}, run="mixed", exchange=exchange, kept=1.0)))
+        assert not refusal(plain.send(Deliver(arrays={}, run="mixed", released_in=exchange, kept=1.0)))
     for options in (["strategy=avgpush", "dp=classifier"], ["strategy=proxyfl", "dp=proxy", "beta=0"]):
         private = HostileServer(folder, *TASK, *options)
         visit = (
-            Push(run="mixed", server_round=4, **{**PEER, "committed": 3})
+            Push(run="mixed", exchange=4, **{**PEER, "committed": 3})
             if "strategy=avgpush" in options
-            else TrainProxy(run="mixed", server_round=4, **{**PEER, "committed": 3}, **PAIR, **ALONE)
+            else TrainProxy(run="mixed", exchange=4, **{**PEER, "committed": 3}, **PAIR, **ALONE)
         )
         reply = private.send(visit)
         assert "run 'mixed' was begun with others" in refusal(reply)
@@ -152,12 +152,12 @@ def test_plain_exchanges_do_not_lead_up_to_a_private_release(folder):
 
 def test_state_of_another_setting_is_refused_though_the_run_has_lost_what_it_was_bound_to(folder):
     plain = HostileServer(folder, *TASK, "strategy=avgpush")
-    assert weights(plain.send(Push(run="cut", server_round=1, **PEER)))
-    assert not refusal(plain.send(Deliver(arrays={}, run="cut", exchange=1, kept=1.0)))
+    assert weights(plain.send(Push(run="cut", exchange=1, **PEER)))
+    assert not refusal(plain.send(Deliver(arrays={}, run="cut", released_in=1, kept=1.0)))
     (plain.state / "runs" / "cut").rename(plain.state / "runs" / "cut2")
     (plain.state / "runs" / "cut2" / "options.json").unlink()
     private = HostileServer(folder, *TASK, "strategy=avgpush", "dp=classifier")
-    reply = private.send(Push(run="cut2", server_round=2, **{**PEER, "committed": 1}))
+    reply = private.send(Push(run="cut2", exchange=2, **{**PEER, "committed": 1}))
     assert "was made under others" in refusal(reply)
 
 
@@ -170,7 +170,7 @@ def test_a_private_model_that_diverges_is_not_reported(folder):
     for exchange, lr in ((1, 0.1), (2, 1e30), (3, 0.1)):
         visit = TrainProxy(
             run="nan",
-            server_round=exchange,
+            exchange=exchange,
             **{**PEER, "committed": exchange - 1},
             **{**PAIR, "private_lr": lr},
             **ALONE,
@@ -179,15 +179,15 @@ def test_a_private_model_that_diverges_is_not_reported(folder):
         assert not refusal(reply)
         assert "train-loss" not in metrics(reply)
         assert all(np.isfinite(array).all() for array in weights(reply).values())
-        assert not refusal(server.send(Deliver(arrays={}, run="nan", exchange=exchange, kept=1.0)))
-    assert np.isfinite(metrics(server.send(EvaluatePair(run="nan", server_round=3)))["loss"])
+        assert not refusal(server.send(Deliver(arrays={}, run="nan", released_in=exchange, kept=1.0)))
+    assert np.isfinite(metrics(server.send(EvaluatePair(run="nan", exchange=3)))["loss"])
 
 
 @pytest.mark.parametrize("beta", [0.5, -1.0, float("nan")], ids=str)
 def test_a_proven_proxy_learns_nothing_from_the_private_model(folder, beta):
     """A negative beta was neither above 0 nor 0: the private model, which has no noise, then taught the proxy."""
     server = HostileServer(folder, *TASK, "strategy=proxyfl", "dp=proxy", "beta=0")
-    reply = server.send(TrainProxy(run="beta", server_round=1, **PEER, **{**PAIR, "beta": beta}, **ALONE))
+    reply = server.send(TrainProxy(run="beta", exchange=1, **PEER, **{**PAIR, "beta": beta}, **ALONE))
     assert "strategy.beta is 0.0" in refusal(reply) or "must be float, finite" in refusal(reply)
     assert not server.charges("beta")
 
@@ -205,11 +205,11 @@ def test_weights_that_are_no_numbers_meet_no_data(folder, bad, monkeypatch):
 
 def test_a_proxy_that_was_mixed_to_no_numbers_meets_no_data(folder):
     server = HostileServer(folder, *TASK, "strategy=avgpush", "dp=classifier")
-    assert not refusal(server.send(Push(run="mix", server_round=1, **PEER)))
+    assert not refusal(server.send(Push(run="mix", exchange=1, **PEER)))
     parcel = {f"00000.{name}": array for name, array in server.weights.items()}
     huge = {"parcels": [1], "shares": [1e308], "weights": [1e308]}
-    server.send(Deliver(arrays=parcel, run="mix", exchange=1, kept=1.0, **huge))
-    assert refusal(server.send(Push(run="mix", server_round=2, **{**PEER, "committed": 1})))
+    server.send(Deliver(arrays=parcel, run="mix", released_in=1, kept=1.0, **huge))
+    assert refusal(server.send(Push(run="mix", exchange=2, **{**PEER, "committed": 1})))
     assert len(server.charges("mix")) == 1
 
 

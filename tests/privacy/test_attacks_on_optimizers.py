@@ -61,31 +61,31 @@ BAD = [
 def test_a_bad_state_is_refused_before_any_step(folder, slot, value, says):
     server, run = HostileServer(folder, *TRAVELS, "strategy=fml"), f"run {next(RUNS)}"
     good = with_state(server)
-    reply = server.send(TrainMutually(arrays=spoilt(good, slot, value), run=run, server_round=1, **PAIR))
+    reply = server.send(TrainMutually(arrays=spoilt(good, slot, value), run=run, exchange=1, **PAIR))
     assert says in refusal(reply)
     assert not weights(reply)
     assert not server.charges(run)
-    assert weights(server.send(TrainMutually(arrays=good, run=run, server_round=1, **PAIR))).keys() == good.keys()
+    assert weights(server.send(TrainMutually(arrays=good, run=run, exchange=1, **PAIR))).keys() == good.keys()
 
 
 @pytest.mark.parametrize(("slot", "value", "says"), BAD)
 def test_a_bad_parcel_is_not_mixed(folder, slot, value, says):
     server, run = HostileServer(folder, *TRAVELS, "strategy=proxyfl"), f"run {next(RUNS)}"
-    assert parted(weights(server.send(TrainProxy(run=run, server_round=1, **PAIR, **PEER))))[1]
-    parcel = {"parcels": [1], "shares": [0.5], "weights": [1.0], "run": run, "exchange": 1, "kept": 0.5}
+    assert parted(weights(server.send(TrainProxy(run=run, exchange=1, **PAIR, **PEER))))[1]
+    parcel = {"parcels": [1], "shares": [0.5], "weights": [1.0], "run": run, "released_in": 1, "kept": 0.5}
     good = with_state(server)
     assert says in refusal(server.send(Deliver(arrays=nested({"00000": spoilt(good, slot, value)}), **parcel)))
     assert not refusal(server.send(Deliver(arrays=nested({"00000": good}), **parcel)))
-    reply = server.send(TrainProxy(run=run, server_round=2, **PAIR, **{**PEER, "committed": 1}))
+    reply = server.send(TrainProxy(run=run, exchange=2, **PAIR, **{**PEER, "committed": 1}))
     assert all(np.isfinite(array).all() for array in weights(reply).values())
-    assert not refusal(server.send(Deliver(arrays={}, run=run, exchange=2, kept=1.0)))
-    assert not refusal(server.send(EvaluatePair(run=run, server_round=2)))
+    assert not refusal(server.send(Deliver(arrays={}, run=run, released_in=2, kept=1.0)))
+    assert not refusal(server.send(EvaluatePair(run=run, exchange=2)))
 
 
 def test_shares_that_make_a_state_negative_meet_no_data(folder):
     server = HostileServer(folder, *TRAVELS, "strategy=proxyfl")
-    assert weights(server.send(TrainProxy(run="shares", server_round=1, **PAIR, **PEER)))
-    parcel = {"parcels": [1], "shares": [2.0], "weights": [1.0], "run": "shares", "exchange": 1, "kept": -1.0}
+    assert weights(server.send(TrainProxy(run="shares", exchange=1, **PAIR, **PEER)))
+    parcel = {"parcels": [1], "shares": [2.0], "weights": [1.0], "run": "shares", "released_in": 1, "kept": -1.0}
     reply = server.send(Deliver(arrays=nested({"00000": with_state(server)}), **parcel))
     assert "shares lie in [0, 1]" in refusal(reply)
     assert len(server.charges("shares")) == 1
@@ -94,7 +94,7 @@ def test_shares_that_make_a_state_negative_meet_no_data(folder):
 def test_a_server_does_not_choose_whether_a_state_travels(folder):
     stays, travels = (HostileServer(folder, *options, "strategy=proxyfl") for options in (DP, TRAVELS))
     for server, rule in ((stays, "travels"), (travels, "reset"), (travels, "anything")):
-        reply = server.send(TrainProxy(run="rule", server_round=1, **{**PAIR, "proxy_optimizer": rule}, **PEER))
+        reply = server.send(TrainProxy(run="rule", exchange=1, **{**PAIR, "proxy_optimizer": rule}, **PEER))
         assert "strategy.proxy-optimizer is" in refusal(reply)
     fml = HostileServer(folder, *DP, "strategy=fml")
     request = TrainMutually(arrays=with_state(fml), run="extra", **{**PAIR, "proxy_optimizer": "stays"})
@@ -108,6 +108,6 @@ def test_no_private_number_is_in_the_state(folder):
     for own in ({}, {"private_lr": 0.5, "private_seed": 9, "private_optimizer": "sgd"}):
         server = HostileServer(folder, *options, f"private_optimizer={own.get('private_optimizer', 'adam')}")
         request = {**PAIR, **own, "run": f"private {len(released)}"}
-        reply = server.send(TrainMutually(arrays=with_state(server), server_round=1, **request))
+        reply = server.send(TrainMutually(arrays=with_state(server), exchange=1, **request))
         released.append(weights(reply))
     assert all(np.array_equal(released[0][name], released[1][name]) for name in released[0])

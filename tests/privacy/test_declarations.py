@@ -48,7 +48,7 @@ class {Name}(Parallel):
 
     def train_request(self, server_round, arrays):
         run = self.settings.run
-        return Train(server_round=server_round, arrays=arrays, run=run, lr=0.1, local_epochs=self.config.sweeps)
+        return Train(exchange=server_round, arrays=arrays, run=run, lr=0.1, local_epochs=self.config.sweeps)
 
     def combine(self, answers):
         return weighted_mean([opened(one.arrays) for one in answers], [one.num_examples for one in answers])
@@ -62,7 +62,7 @@ class {Name}Client(InstitutionClient):
     def train(self, visit):
         data, learner = self.training_data(), self.learner(visit)
         for _ in range(visit.local_epochs):
-            for x_B, y_B in learner.batches(data, self.shuffle(visit.server_round)):
+            for x_B, y_B in learner.batches(data, self.shuffle(visit.exchange)):
                 learner.step(x_B, y_B)
         return self.trained(visit, learner, len(data))
 '''

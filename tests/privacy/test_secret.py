@@ -56,7 +56,7 @@ def test_a_key_that_cannot_be_read_costs_nothing(tmp_path, spend):
     institution = replace(Institution.from_arrays("a", data), state_root=tmp_path)
     budget, request = (
         PrivacyBudget(plan, institution, StateStore(institution), 0),
-        TrainPrior(run="run", server_round=1, arrays={}),
+        TrainPrior(run="run", exchange=1, arrays={}),
     )
     (institution.state / KEY).mkdir()
     with pytest.raises(PrivacyError, match="could not be read; Is a directory") as caught:

@@ -199,9 +199,9 @@ def test_a_serial_run_ends_after_its_last_whole_round_and_not_before(tmp_path, m
     """As docs/privacy.md says of a budget that is spent in the middle of a round."""
     exchange = Display.exchange
 
-    def stops(display, server_round, *progress):
-        exchange(display, server_round, *progress)
-        if server_round == 7:
+    def stops(display, number, *progress):
+        exchange(display, number, *progress)
+        if number == 7:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Display, "exchange", stops)

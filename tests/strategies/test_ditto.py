@@ -67,7 +67,7 @@ def test_without_the_pull_personal_models_are_those_of_local(tmp_path, shards):
 def test_an_institution_may_have_chosen_a_private_model_for_other_methods(tmp_path, shards):
     """A personal model stays near the common one, so it is the same network."""
     server = HostileServer(tmp_path, *JOB, "strategy=ditto", private_model="mlp")
-    sent = {"arrays": server.weights, "run": "r", "server_round": 1}
+    sent = {"arrays": server.weights, "run": "r", "exchange": 1}
     assert not refusal(server.send(TrainPersonal(**sent, lr=0.05, lam=1.0)))
     assert not refusal(server.send(EvaluatePersonal(**sent)))
 

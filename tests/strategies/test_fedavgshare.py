@@ -101,7 +101,7 @@ def test_what_others_gave_is_not_lost_unnoticed(tmp_path, shards, monkeypatch):
     honest = FedAvgShareClient.train_enlarged
 
     def losing(self, visit):
-        if (self.institution.name, visit.server_round) == ("a", 2):
+        if (self.institution.name, visit.exchange) == ("a", 2):
             self.state.forget("shared", visit.run)
         return honest(self, visit)
 
@@ -118,7 +118,7 @@ def test_what_the_server_does_not_know_to_be_received_is_not_trained_on(tmp_path
 
     def receive(self, request):
         received = honest(self, request)
-        if (self.institution.name, request.server_round) == ("a", 1):
+        if (self.institution.name, request.exchange) == ("a", 1):
             raise RunError("the disk is full")
         return received
 

@@ -19,7 +19,7 @@ class MyMethodClient(InstitutionClient):
     def train_mymethod(self, request: TrainMyMethod) -> TrainedMyMethod:
         """Train for some passes; return the weights and the distance."""
         data, learner = self.training_data(), self.learner(request)
-        shuffle = self.shuffle(request.server_round)  # every pass draws an order of its own from it
+        shuffle = self.shuffle(request.exchange)  # every pass draws an order of its own from it
         for _ in range(request.local_epochs):
             for x_B, y_B in learner.batches(data, shuffle):
                 learner.step(x_B, y_B)
