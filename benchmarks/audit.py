@@ -72,12 +72,12 @@ def main() -> None:
     for seed in range(args.first, args.first + args.seeds):
         for target, sabotage in settings:
             if args.what == "runs":
-                said, found = of_run(args, target, sabotage, seed)
+                line, caught = of_run(args, target, sabotage, seed)
             else:
-                said, found = of_proxyfl(args, target, seed)
-            refuted[target, sabotage] += found
+                line, caught = of_proxyfl(args, target, seed)
+            refuted[target, sabotage] += caught
             audits[target, sabotage] += 1
-            print(f"epsilon {target:g}, {sabotage}, seed {seed}: {said}{', REFUTED' if found else ''}", flush=True)
+            print(f"epsilon {target:g}, {sabotage}, seed {seed}: {line}{', REFUTED' if caught else ''}", flush=True)
     for setting in settings:
         k, n = refuted[setting], audits[setting]
         low, high = beta.ppf(0.025, k, n - k + 1) if k else 0.0, beta.ppf(0.975, k + 1, n - k) if k < n else 1.0
@@ -96,10 +96,10 @@ def of_run(args: argparse.Namespace, target: float, sabotage: str, seed: int) ->
         overrides, config = resolve(words, folder, "")
         report, _ = audit(Simulation.of(config), overrides, "", args.canaries or 300, args.kind, Display())
     steps, bound, claim = report.get("steps"), report["bounds"]["steinke"], report["claim"]["epsilon"]
-    said = f"claim {claim or float('inf'):.2f}, guesses {bound['epsilon']:.2f}, AUC {report['auc']:.3f}"
+    line = f"claim {claim or float('inf'):.2f}, guesses {bound['epsilon']:.2f}, AUC {report['auc']:.3f}"
     if steps:
-        said += f", detectable {steps['detectable']:.2f}, found {steps['found']}"
-    return said, report["refuted"]
+        line += f", detectable {steps['detectable']:.2f}, found {steps['found']}"
+    return line, report["refuted"]
 
 
 def of_proxyfl(args: argparse.Namespace, target: float, seed: int) -> tuple[str, bool]:

@@ -48,17 +48,17 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--against", default="")
     given = parser.parse_args()
-    found: dict[str, dict[int, dict[str, float]]] = {}
+    methods: dict[str, dict[int, dict[str, float]]] = {}
     for file in sorted(given.folder.glob("*-seed*/result.json")):
         name, _, seed = file.parent.name.rpartition("-seed")
-        found.setdefault(name, {})[int(seed)] = measured(file.parent)
-    for name, runs in found.items():
+        methods.setdefault(name, {})[int(seed)] = measured(file.parent)
+    for name, runs in methods.items():
         for figure in next(iter(runs.values())):
-            values = {seed: one[figure] for seed, one in runs.items()}
+            values = {seed: figures[figure] for seed, figures in runs.items()}
             spread = f" ± {stdev(values.values()):.3f}" if len(values) > 1 else ""
             line = f"{name}  {figure}: {fmean(values.values()):.3f}{spread}"
             if given.against and name != given.against:
-                other = {seed: one[figure] for seed, one in found[given.against].items()}
+                other = {seed: figures[figure] for seed, figures in methods[given.against].items()}
                 if difference := paired_difference(values, other):
                     ends = difference["interval"]
                     line += f"  less {given.against}: {difference['mean']:+.3f}"

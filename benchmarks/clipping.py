@@ -51,10 +51,10 @@ def ways(name: str, batch: int, device: str) -> dict[str, Callable[[], object]]:
     of_all = torch.vmap(torch.func.grad(of_one), in_dims=(None, 0, 0))
 
     def functorch() -> None:
-        found = of_all({key: value.detach() for key, value in model.named_parameters()}, x, y)
-        norms_B = torch.stack([one.flatten(1).norm(dim=1) for one in found.values()]).norm(dim=0)
-        for one in found.values():
-            torch.tensordot((1 / norms_B).clamp(max=1), one, dims=1)
+        gradients = of_all({key: value.detach() for key, value in model.named_parameters()}, x, y)
+        norms_B = torch.stack([gradient_B.flatten(1).norm(dim=1) for gradient_B in gradients.values()]).norm(dim=0)
+        for gradient_B in gradients.values():
+            torch.tensordot((1 / norms_B).clamp(max=1), gradient_B, dims=1)
 
     return {"plain": plain, "ours": ours, "hooks": hooks, "torch.func": functorch}
 
@@ -69,7 +69,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"{asked.batch} examples, {asked.device}, medians of {asked.repeats}; ms, and times the plain pass")
     for name in MODELS:
-        found: dict[str, list[float]] = {}
+        seconds: dict[str, list[float]] = {}
         timed = ways(name, asked.batch, asked.device)
         for repeat in range(asked.repeats + 1):
             for way, run in timed.items():
@@ -78,8 +78,8 @@ def main() -> None:
                 if asked.device != "cpu":
                     torch.cuda.synchronize()
                 if repeat:  # the first warms up
-                    found.setdefault(way, []).append(time.perf_counter() - begun)
-        medians = {way: statistics.median(times) for way, times in found.items()}
+                    seconds.setdefault(way, []).append(time.perf_counter() - begun)
+        medians = {way: statistics.median(times) for way, times in seconds.items()}
         shown = [f"{way} {1000 * ms:.1f} ({ms / medians['plain']:.1f}x)" for way, ms in medians.items()]
         print(f"{name:8}" + "   ".join(shown))
 

@@ -96,8 +96,8 @@ def measured(stage: str, asked: argparse.Namespace, cache_gb: float) -> tuple[fl
 
 def processor_time() -> float:
     """Return the seconds that processes took which have ended."""
-    found = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return found.ru_utime + found.ru_stime
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def main() -> None:

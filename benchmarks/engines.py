@@ -93,8 +93,8 @@ def flower(overrides: list[str]) -> list[float]:
     def test(message: Message, context: Context) -> Message:
         (parts, model), k = owned(config), int(context.node_config["partition-id"])
         arrays = {name: array.numpy() for name, array in message.content["arrays"].items()}
-        found = evaluate(model, parts[k][1], arrays, config)
-        metrics = MetricRecord({"num-examples": len(parts[k][1]), "loss": found.loss})
+        tested = evaluate(model, parts[k][1], arrays, config)
+        metrics = MetricRecord({"num-examples": len(parts[k][1]), "loss": tested.loss})
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
     @server.main()
@@ -120,9 +120,9 @@ def watched(command: list[str], environment: dict[str, str]) -> tuple[str, float
         process = subprocess.Popen(command, env={**environment, MARK: mark}, stdout=output, stderr=errors)
         while process.poll() is None:
             size = 0
-            for one in members(mark):
+            for process in members(mark):
                 try:
-                    size += one.memory_full_info().uss
+                    size += process.memory_full_info().uss
                 except psutil.Error:
                     continue
             most = max(most, size / MB)
@@ -216,7 +216,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for method in given.strategies:
         for nodes in given.nodes:
-            engines = ["plain", *(one for one in given.engines if one != "workers" or method in PARALLEL)]
+            engines = ["plain", *(engine for engine in given.engines if engine != "workers" or method in PARALLEL)]
             engines += ["two loops", "flower", *(["fluke"] if given.fluke else [])] if method == "fedavg" else []
             for engine in engines:
                 rows.append(measured(engine, method, nodes, given))

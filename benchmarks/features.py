@@ -96,7 +96,7 @@ def report(name: str, theirs: Sequence[float], own: str, mine: Sequence[float]) 
     """Print medians and the median ratio."""
     for what, seconds in ((name, theirs), (own, mine)):
         print(f"{what:30} median {statistics.median(seconds):.4f} s   min {min(seconds):.4f}   max {max(seconds):.4f}")
-    ratios = [one / other for one, other in zip(mine, theirs, strict=True)]
+    ratios = [first / other for first, other in zip(mine, theirs, strict=True)]
     print(f"ratio  {statistics.median(ratios):.3f} (median of {len(ratios)} pairs)")
 
 

@@ -97,7 +97,7 @@ def figures(config, stages, plans, first, seed, args):
             begun, spent = generator.state(), time.perf_counter() - began
         generator.load_state(begun)
         began = time.perf_counter()
-        said = generator.train(data.x, data.y, range(part, generator.steps(len(data))))
+        told = generator.train(data.x, data.y, range(part, generator.steps(len(data))))
         seconds = spent + time.perf_counter() - began
         stages.generator = generator
         drawn = stages.drawn("", len(data), "benchmark")
@@ -110,7 +110,7 @@ def figures(config, stages, plans, first, seed, args):
             "steps": generator.steps(len(data)),
             "seconds": seconds,
             "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
-            "margin": said.get("margin"),
+            "margin": told.get("margin"),
             "tstr": balanced_accuracy(config, x, y, test, seed),
             "real": real,
             **shown,
@@ -155,11 +155,11 @@ def table(rows):
     more = [attacks, ["---"] * len(attacks)]
     for loss in dict.fromkeys(row["loss"] for row in rows):
         own = [row["attacks"] for row in rows if row["loss"] == loss]
-        for found in zip(*own, strict=True):
-            values = {key: [one[key] for one in found] for key in ("members", "others", "auc")}
+        for rows in zip(*own, strict=True):
+            values = {key: [row[key] for row in rows] for key in ("members", "others", "auc")}
             more.append(
                 [
-                    *(loss or "–", found[0]["attack"], found[0]["distance"]),
+                    *(loss or "–", rows[0]["attack"], rows[0]["distance"]),
                     *(f"{np.mean(values[key]):.4f}" for key in ("members", "others")),
                     *(f"{value:.2f}" for value in (np.mean(values["auc"]), min(values["auc"]), max(values["auc"]))),
                 ]
@@ -186,9 +186,9 @@ def main():
         nodes = compose(overrides).nodes
         context = {"overrides": shlex.join(overrides)}
         owned = [{"partition-id": k, "num-partitions": nodes} for k in range(nodes)]
-        found = [institution_of(Context(1, 1, node, RecordDict(), context)) for node in owned]
-        test = [torch.cat([getattr(institution.test, key) for institution, _ in found]) for key in "xy"]
-        for institution, config in found:
+        owners = [institution_of(Context(1, 1, node, RecordDict(), context)) for node in owned]
+        test = [torch.cat([getattr(institution.test, key) for institution, _ in owners]) for key in "xy"]
+        for institution, config in owners:
             if any(row["seed"] == seed and row["institution"] == institution.name for row in rows):
                 continue
             plan = SynthesisPlan.of(config)

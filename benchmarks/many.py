@@ -134,27 +134,27 @@ def measured(overrides: list[str]) -> dict[str, Any]:
     Path("/proc/self/clear_refs").write_text("5")  # from here on VmHWM is the most of the run, not of reading the data
     _, folder = simulate(simulation, overrides, clock)
     clock.exchange(0, {}, 0, 0.0)  # the end
-    found: dict[str, Any] = {"memory": memory("VmHWM"), "memory-before": before}
-    found["parts"] = {
+    figures: dict[str, Any] = {"memory": memory("VmHWM"), "memory-before": before}
+    figures["parts"] = {
         name: 1000 * part.seconds / config.nodes / (1 if "once" in name else config.rounds)
         for name, part in parts.items()
     }
     for name, stamps in {"": clock.wall, "cpu-": clock.cpu}.items():
         ends = stamps[: -1 : (len(stamps) - 2) // config.rounds]  # of rounds, after the beginning
-        later = [after - one for one, after in pairwise(ends[1:])]
-        found[f"{name}first"], found[f"{name}rounds"] = ends[1] - ends[0], later
-        found[f"{name}round"], found[f"{name}end"] = statistics.median(later), stamps[-1] - stamps[-2]
-    found |= dict(zip(("run-files", "run-bytes"), files_below(folder), strict=True))
-    found |= dict(zip(("state-files", "state-bytes"), files_below(Path(os.environ["FLWR_REPLAY_HOME"])), strict=True))
+        later = [after - earlier for earlier, after in pairwise(ends[1:])]
+        figures[f"{name}first"], figures[f"{name}rounds"] = ends[1] - ends[0], later
+        figures[f"{name}round"], figures[f"{name}end"] = statistics.median(later), stamps[-1] - stamps[-2]
+    figures |= dict(zip(("run-files", "run-bytes"), files_below(folder), strict=True))
+    figures |= dict(zip(("state-files", "state-bytes"), files_below(Path(os.environ["FLWR_REPLAY_HOME"])), strict=True))
     if config.strategy.name in PLAIN:
         owned = shards(config)
         loop = sequential(config, owned) if config.strategy.name == "fedavg" else cycle(config, owned)
         plain = Clock()
         for number, _ in enumerate(loop, 1):
             plain.exchange(number, {}, 0, 0.0)
-        found["plain"] = statistics.median(after - one for one, after in pairwise(plain.wall[1:]))
-        found["cpu-plain"] = statistics.median(after - one for one, after in pairwise(plain.cpu[1:]))
-    return found
+        figures["plain"] = statistics.median(after - earlier for earlier, after in pairwise(plain.wall[1:]))
+        figures["cpu-plain"] = statistics.median(after - earlier for earlier, after in pairwise(plain.cpu[1:]))
+    return figures
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

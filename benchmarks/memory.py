@@ -29,7 +29,7 @@ def peak(institutions: int, chunk_mb: float, views: int) -> float:
     """Return the peak memory of the server's process, MB, without pages of files, which the system can drop."""
     command = [sys.executable, "-c", "from flwr_replay.cli.main import main; main()", "run", "--engine", "ray"]
     options = [f"nodes={institutions}", f"chunk-mb={chunk_mb:g}", f"upload-views={views}"]
-    found = 0.0
+    most = 0.0
     with tempfile.TemporaryDirectory() as folder:
         run = subprocess.Popen(
             [*command, *JOB.split(), *options, "--runs-dir", folder],
@@ -41,9 +41,9 @@ def peak(institutions: int, chunk_mb: float, views: int) -> float:
                 with suppress(psutil.Error, OSError, IndexError):  # it has just ended
                     if process.name().startswith("flwr-simulation"):
                         status = Path(f"/proc/{process.pid}/status").read_text()
-                        found = max(found, int(status.partition("RssAnon:")[2].split()[0]) / 1000)
+                        most = max(most, int(status.partition("RssAnon:")[2].split()[0]) / 1000)
             time.sleep(0.02)
-    return found
+    return most
 
 
 if __name__ == "__main__":
@@ -54,5 +54,5 @@ if __name__ == "__main__":
     asked = parser.parse_args()
     for chunk_mb in asked.chunk_mb:
         for institutions in asked.institutions:
-            found = peak(institutions, chunk_mb, asked.views)
-            print(f"{institutions} institutions, chunk-mb={chunk_mb:g}: {found:.0f} MB", flush=True)
+            most = peak(institutions, chunk_mb, asked.views)
+            print(f"{institutions} institutions, chunk-mb={chunk_mb:g}: {most:.0f} MB", flush=True)

@@ -76,7 +76,9 @@ def proxyfl(config: RunConfig, owned: Owned) -> Iterator[None]:
         shares = mixing_matrix(strategy.topology, len(pairs), t)
         for k, (_, theta) in enumerate(pairs):
             kept = [(float(shares[k][j]), arrays) for j, arrays in enumerate(released) if shares[k][j]]
-            load_arrays(theta.model, {name: sum(p * one[name] for p, one in kept) for name in released[k]})
-        for one in zip(*pairs, strict=True):  # the private models, then the proxies
-            task.pool([task.evaluate(half.model, test.x, test.y) for half, (_, test) in zip(one, owned, strict=True)])
+            load_arrays(theta.model, {name: sum(p * models[name] for p, models in kept) for name in released[k]})
+        for models in zip(*pairs, strict=True):  # the private models, then the proxies
+            task.pool(
+                [task.evaluate(half.model, test.x, test.y) for half, (_, test) in zip(models, owned, strict=True)]
+            )
         yield

@@ -157,9 +157,9 @@ def main():
     print("| " + " | ".join(head) + " |\n|" + "---|" * len(head), flush=True)
     for size in args.sizes:
         for chosen in args.priors:
-            one = multiprocessing.get_context("spawn").Process(target=speed, args=(chosen, size, args))
-            one.start()
-            one.join()
+            process = multiprocessing.get_context("spawn").Process(target=speed, args=(chosen, size, args))
+            process.start()
+            process.join()
     return None
 
 

@@ -61,8 +61,8 @@ def parcel(megabytes: float, institutions: int, times: int, root: Path) -> None:
         taken["open"].append(time.process_time() - began)
     if opened.arrays["layer-0"].data != model["layer-0"].data:
         raise AssertionError("what was opened is not what was sealed")
-    plain, whole = (sum(len(a.data) + len(name) for name, a in one.items()) for one in (model, record))
-    shown = ", ".join(f"{name} {1000 * statistics.median(found):.0f} ms" for name, found in taken.items())
+    plain, whole = (sum(len(a.data) + len(name) for name, a in arrays.items()) for arrays in (model, record))
+    shown = ", ".join(f"{name} {1000 * statistics.median(seconds):.0f} ms" for name, seconds in taken.items())
     print(f"a parcel of {plain / 1e6:.1f} MB for {institutions} institutions: {shown}; {whole - plain:,} bytes more")
 
 

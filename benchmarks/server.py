@@ -119,9 +119,9 @@ def compare(name: str, ways: Sequence[Callable[[], object]], repeats: int, befor
 def say(name: str, first: Sequence[float], second: Sequence[float]) -> None:
     """Print a row of a table."""
     ratios = [b / a for a, b in zip(first, second, strict=True)]
-    one, other = statistics.median(first), statistics.median(second)
+    mine, other = statistics.median(first), statistics.median(second)
     spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-    print(f"| {name} | {one:.3f} | {other:.3f} | {statistics.median(ratios):.3f} ({spread}) |", flush=True)
+    print(f"| {name} | {mine:.3f} | {other:.3f} | {statistics.median(ratios):.3f} ({spread}) |", flush=True)
 
 
 def recorded(repeats: int) -> None:

@@ -90,12 +90,12 @@ def main() -> None:
             begin, rates = spawn.Barrier(together), spawn.Queue()
             arguments = (what, args, together, begin, rates)
             ones = [spawn.Process(target=institution, args=arguments) for _ in range(together)]
-            for one in ones:
-                one.start()
-            found = [rates.get() for _ in ones]
-            for one in ones:
-                one.join()
-            total, most = sum(rate for rate, _ in found), max(peak for _, peak in found)
+            for process in ones:
+                process.start()
+            results = [rates.get() for _ in ones]
+            for process in ones:
+                process.join()
+            total, most = sum(rate for rate, _ in results), max(peak for _, peak in results)
             print(f"| {what} | {together} | {total:.1f} | {total / together:.1f} | {most / 1e9:.2f} |", flush=True)
 
 

@@ -39,8 +39,8 @@ def one_round(options: list[str], nodes: int, data: str) -> tuple[float, float]:
         config = compose([*options, *shared, f"nodes={nodes}", f"rounds={rounds}", "evaluate_every=9"])
         sizes.append(
             {
-                (one.institution, one.direction, one.stage, one.field): one.bytes
-                for one in forecast(Simulation.of(config))
+                (line.institution, line.direction, line.stage, line.field): line.bytes
+                for line in forecast(Simulation.of(config))
             }
         )
     first, both = sizes
@@ -77,9 +77,9 @@ def draw(rows: dict[str, list[tuple[float, float, float | None]]]) -> Figure:
     figure = Figure(figsize=(12, 4), layout="constrained")
     titles = "an institution (forecast)", "the server (forecast)", "a sender, peer to peer (computed)"
     for place, (axes, title) in enumerate(zip(figure.subplots(1, 3, sharey=True), titles, strict=True)):
-        for number, (method, found) in enumerate(rows.items()):
+        for number, (method, bars) in enumerate(rows.items()):
             ys, size = (
-                [row[place] for row in found],
+                [row[place] for row in bars],
                 12 - 2 * number,
             )  # markers of different sizes, so that equal points are visible
             if None not in ys:

@@ -94,13 +94,13 @@ def measured(method: str, partition: str, asked: argparse.Namespace) -> dict[str
     return result | {"server": server, "institutions": institutions, "gpu": gpu, "wall": time.monotonic() - began}
 
 
-def row(method: str, partition: str, found: dict[str, Any]) -> str:
+def row(method: str, partition: str, result: dict[str, Any]) -> str:
     """Write a run as a line of a Markdown table."""
-    metrics = found["final"]["global"]
+    metrics = result["final"]["global"]
     return (
         f"| {partition} | {method} | {metrics['accuracy']:.3f} | {metrics['balanced-accuracy']:.3f} | "
-        f"{found['bytes']['up'] / 1e6:.1f} | {found['bytes']['down'] / 1e6:.1f} | {found['wall']:.0f} | "
-        f"{found['server'] / 1e6:.0f} | {found['institutions'] / 1e6:.0f} | {found['gpu'] / 1e6:.0f} |"
+        f"{result['bytes']['up'] / 1e6:.1f} | {result['bytes']['down'] / 1e6:.1f} | {result['wall']:.0f} | "
+        f"{result['server'] / 1e6:.0f} | {result['institutions'] / 1e6:.0f} | {result['gpu'] / 1e6:.0f} |"
     )
 
 

@@ -51,34 +51,35 @@ def escaped(text: str) -> str:
 def listed(options: Sequence[Option]) -> str:
     """Return a list of options: name and default as they are typed, text, and the choices that have it, if few."""
     return "\n".join(
-        f"- {typed(one)}: {escaped(one.text)}" + (f" ({one.only})" if one.only and one.only.count(",") < FEW else "")
-        for one in options
+        f"- {typed(option)}: {escaped(option.text)}"
+        + (f" ({option.only})" if option.only and option.only.count(",") < FEW else "")
+        for option in options
     )
 
 
-def typed(one: Option) -> str:
+def typed(option: Option) -> str:
     """Return an option with its default: one value, or up to three with the choices that have them."""
-    first, *others = one.default.items()
+    first, *others = option.default.items()
     if not others:
-        return f"`{one.name}={first[0]}`"
-    if len(one.default) > FEW:
-        return f"`{one.name}`, by the choice"
-    shown = [f"`{one.name}={first[0]}`", *(f"`{value}`" if value else "empty" for value, _ in others)]
-    having = [", ".join(names) if len(names) <= FEW else "others" for names in one.default.values()]
+        return f"`{option.name}={first[0]}`"
+    if len(option.default) > FEW:
+        return f"`{option.name}`, by the choice"
+    shown = [f"`{option.name}={first[0]}`", *(f"`{value}`" if value else "empty" for value, _ in others)]
+    having = [", ".join(names) if len(names) <= FEW else "others" for names in option.default.values()]
     return "; ".join(f"{value} ({names})" for value, names in zip(shown, having, strict=True))
 
 
-def section(name: str, one: Described) -> str:
+def section(name: str, shown: Described) -> str:
     """Describe a group: its default, its choices, its options, those of a single choice under its name."""
-    parts = [f"Default: `{name}={one.chosen}`."] if one.chosen else []
-    if one.choices:
-        parts.append("\n".join(f"- `{name}={choice}`: {escaped(text)}" for choice, text in one.choices.items()))
+    parts = [f"Default: `{name}={shown.chosen}`."] if shown.chosen else []
+    if shown.choices:
+        parts.append("\n".join(f"- `{name}={choice}`: {escaped(text)}" for choice, text in shown.choices.items()))
         parts.append("Options:")
-    alone = Counter(option.only for option in one.options)
-    own = {choice: alone[f"{choice} only"] for choice in one.choices or {} if alone[f"{choice} only"] > SEVERAL}
-    parts.append(listed([option for option in one.options if option.only.removesuffix(" only") not in own]))
+    alone = Counter(option.only for option in shown.options)
+    own = {choice: alone[f"{choice} only"] for choice in shown.choices or {} if alone[f"{choice} only"] > SEVERAL}
+    parts.append(listed([option for option in shown.options if option.only.removesuffix(" only") not in own]))
     for choice in own:
-        rows = [replace(option, only="") for option in one.options if option.only == f"{choice} only"]
+        rows = [replace(option, only="") for option in shown.options if option.only == f"{choice} only"]
         parts += [f"With `{name}={choice}` only:", listed(rows)]
     return "\n\n".join(parts)
 
@@ -102,17 +103,17 @@ def words(option: Option) -> tuple[str, ...]:
 
 def methods(sections: Mapping[str, Described]) -> list[str]:
     """Describe the methods: first the options that several have, then those of a single method."""
-    found = {name.removeprefix("strategy="): one for name, one in sections.items() if name.startswith("strategy=")}
+    by_name = {key.removeprefix("strategy="): method for key, method in sections.items() if key.startswith("strategy=")}
     having: dict[tuple[str, ...], list[str]] = {}
-    for name, one in found.items():
-        for option in one.options:
+    for name, method in by_name.items():
+        for option in method.options:
             having.setdefault(words(option), []).append(name)
     shared: dict[tuple[str, ...], dict[tuple[str, ...], Option]] = {}
-    for option in (option for one in found.values() for option in one.options):
+    for option in (option for method in by_name.values() for option in method.options):
         if len(names := having[words(option)]) > 1:
             shared.setdefault((*names,), {})[words(option)] = option
     parts = [f"With {', '.join(names)}:\n\n{listed([*options.values()])}" for names, options in shared.items()]
-    own = {name: [o for o in one.options if len(having[words(o)]) == 1] for name, one in found.items()}
+    own = {name: [o for o in method.options if len(having[words(o)]) == 1] for name, method in by_name.items()}
     parts.append(
         "Without options of their own: " + ", ".join(f"`strategy={name}`" for name in own if not own[name]) + "."
     )
@@ -126,9 +127,9 @@ def page() -> str:
     """Return the whole page."""
     sections = described()
     parts = [HEAD]
-    for name, one in sections.items():
+    for name, shown in sections.items():
         if not name.startswith("strategy"):
-            parts += [f"## {one.title}", section(name, one)]
+            parts += [f"## {shown.title}", section(name, shown)]
     parts += [
         "## Methods",
         f"Default: `strategy={sections['strategy'].chosen}`. [What each does.](../README.md#methods)",

@@ -96,7 +96,7 @@ def _proximal(message: Message, context: Context, call_next: ClientAppCallable) 
     def pull(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if [*args[1:], *kwargs.values()] not in ([], [None]):  # the first argument is the optimizer
             raise ConfigError("ProximalApp adds to gradients before a step; a closure computes new ones: leave it out")
-        for parameter in (one for group in optimizer.param_groups for one in group["params"] if one.grad is not None):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
             if parameter not in received:
                 received[parameter] = parameter.detach().clone()
             parameter.grad.add_(parameter.detach() - received[parameter], alpha=mu)

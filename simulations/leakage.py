@@ -101,7 +101,7 @@ def parts(examples: int) -> Part:
 def local_dp() -> Part:
     """Return FedReplay behind layer3 with and without local DP."""
     methods = ["none := fedreplay"]
-    methods += [f"epsilon {one + 20} := fedreplay:{LATENTS}:latent-epsilon={one}" for one in (200, 50, 8)]  # of both
+    methods += [f"epsilon {e + 20} := fedreplay:{LATENTS}:latent-epsilon={e}" for e in (200, 50, 8)]  # of both
     options = [*MNIST, "model=resnet18", "model.width=16", "cut=layer3", "delta=1e-5"]
     return part("local-dp", "Latents behind layer3 under local DP.", methods, options)
 

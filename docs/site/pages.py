@@ -42,7 +42,7 @@ def on_files(files: Files, config: Any) -> Files:
     made["site.css"] = (DOCS / "site" / "site.css").read_text(encoding="utf-8")
     made |= {f"methods/{name}.md": method(name) for name in METHODS}
     made["methods/index.md"] = "# Methods\n\n" + "\n".join(
-        f"- [{title(one)}]({one}.md): {idea(one)}" for one in METHODS
+        f"- [{title(method)}]({method}.md): {idea(method)}" for method in METHODS
     )
     made |= {f"notebooks/{path.stem}.md": notebook(path) for path in NOTEBOOKS}
     made["reference.md"] = "# Python reference\n\n" + "\n\n".join(f"::: flwr_replay.{name}" for name in PUBLIC)
@@ -118,8 +118,8 @@ def title(name: str) -> str:
 
 def idea(name: str) -> str:
     """Return the paragraph of a method's file that says what it does."""
-    found = re.search(r"^Idea: (.*?)\n(?:\n|Travels)", parts(name)[1], re.M | re.S)
-    return " ".join(found[1].split()) if found else ""
+    match = re.search(r"^Idea: (.*?)\n(?:\n|Travels)", parts(name)[1], re.M | re.S)
+    return " ".join(match[1].split()) if match else ""
 
 
 def method(name: str) -> str:
@@ -129,7 +129,7 @@ def method(name: str) -> str:
         f"```text\n{dedent(block)}\n```" if block.startswith("    ") else LABEL.sub(r"\n\n## \1\n\n", block)
         for block in re.split(r"\n\n", text)
     )
-    links = ", ".join(f"[{one.relative_to(ROOT)}](../{coded(one)})" for one in halves(name))
+    links = ", ".join(f"[{file.relative_to(ROOT)}](../{coded(file)})" for file in halves(name))
     return (
         f"# {title(name)}\n\n`flwr-replay run strategy={name}`. [Its options](../options.md#methods). "
         f"The code: {links}.\n\n{body}\n"
@@ -149,8 +149,9 @@ def notebook(path: Path) -> str:
 
 def code(path: Path) -> str:
     """Write a file, or all files of a folder, with their names."""
-    files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.suffix in SHOWN)
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in SHOWN)
     blocks = [
-        f"## {one.relative_to(ROOT)}\n\n````{one.suffix[1:]}\n{one.read_text(encoding='utf-8')}\n````" for one in files
+        f"## {file.relative_to(ROOT)}\n\n````{file.suffix[1:]}\n{file.read_text(encoding='utf-8')}\n````"
+        for file in files
     ]
     return f"# {path.relative_to(ROOT)}\n\n" + "\n\n".join(blocks)

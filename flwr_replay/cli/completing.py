@@ -56,8 +56,8 @@ def of_studies(incomplete: str) -> list[str]:
 
 def of_runs(incomplete: str) -> list[str]:
     """Complete the directories of runs and comparisons below runs/, or `last`; else the shell completes files."""
-    found = (file.parent for pattern in ("*", "*/*") for file in Path("runs").glob(f"{pattern}/config.yaml"))
-    return _starting(incomplete, ["last", *map(str, found)])
+    folders = (file.parent for pattern in ("*", "*/*") for file in Path("runs").glob(f"{pattern}/config.yaml"))
+    return _starting(incomplete, ["last", *map(str, folders)])
 
 
 def _starting(start: str, words: Iterable[str]) -> list[str]:

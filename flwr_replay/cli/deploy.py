@@ -94,13 +94,13 @@ def evidence(
 
     folder = finished_place(place)
     made, attacked = absolute(audit) if audit else folder / "audit.json", folder / "attacks" / "attacks.json"
-    found = list(map(sentence, read_json(attacked)["attacks"] if attacked.exists() else []))
+    sentences = list(map(sentence, read_json(attacked)["attacks"] if attacked.exists() else []))
     if (folder / LEDGER).exists() and not (folder / CONFIG).exists():
         rules = absolute(policy) if policy else folder.parents[1] / "policy.yaml"
-        page, data = write_own_evidence(folder, rules if policy or rules.exists() else None, found)
+        page, data = write_own_evidence(folder, rules if policy or rules.exists() else None, sentences)
     else:
         report = read_json(made) if audit or made.exists() else None
-        page, data = write_evidence(folder, found, report)
+        page, data = write_evidence(folder, sentences, report)
     answer({"files": [page, data]}, f"the page: {page}\nthe same as JSON: {data}", as_json)
 
 

@@ -263,8 +263,8 @@ def report(
     from flwr_replay.files.atomic import make_folder
     from flwr_replay.report.pages import write_page
 
-    found = finished_place(place, comparisons=True)
-    page = write_page(found, make_folder(absolute(figures), "--figures") if figures else None)
+    finished = finished_place(place, comparisons=True)
+    page = write_page(finished, make_folder(absolute(figures), "--figures") if figures else None)
     files = [*([absolute(figures)] if figures else []), page]
     answer({"files": files}, "\n".join(map(str, files)), as_json)
 

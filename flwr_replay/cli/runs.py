@@ -39,7 +39,7 @@ def list_runs(root: RunsDir = "runs", as_json: AsJson = False) -> None:
     from flwr_replay.runs.listing import listed, runs_in
     from flwr_replay.terminal import wrapped
 
-    place, found, lines = runs_folder(root), list[dict[str, object]](), list[str]()
+    place, rows, lines = runs_folder(root), list[dict[str, object]](), list[str]()
     for folder in runs_in(place):
         try:
             run = listed(folder)
@@ -48,9 +48,9 @@ def list_runs(root: RunsDir = "runs", as_json: AsJson = False) -> None:
         except RunError as error:  # a damaged result hides no other run
             state = f"{'damaged: ' * isinstance(error, DamagedError)}{error}"
             about = {"state": state, "metric": "", "bytes": None}
-        found.append({"run": folder, **about})
+        rows.append({"run": folder, **about})
         lines += [str(folder.relative_to(place)), indent(wrapped(state), "  ")]
-    answer(found, "\n".join(lines), as_json)
+    answer(rows, "\n".join(lines), as_json)
 
 
 @app.command()
@@ -60,9 +60,9 @@ def show(places: Places, as_json: AsJson = False) -> None:
     from flwr_replay.runs.listing import listed
     from flwr_replay.terminal import wrapped
 
-    found = [listed(finished_place(place)) for place in places]
-    texts = [wrapped(summary(r.result, r.folder)) if r.result else f"{r.folder}: {r.state}" for r in found]
-    values = [{"run": run.folder, "state": run.state, "result": run.result} for run in found]
+    shown = [listed(finished_place(place)) for place in places]
+    texts = [wrapped(summary(r.result, r.folder)) if r.result else f"{r.folder}: {r.state}" for r in shown]
+    values = [{"run": run.folder, "state": run.state, "result": run.result} for run in shown]
     answer(values, "\n".join(texts), as_json)
 
 
@@ -88,8 +88,8 @@ def compare_runs(places: Places, as_json: AsJson = False) -> None:
     elif len(places) > 1:
         lines.append(same_bits([finished_place(place) for place in places]))
     kept = ("strategy", "task", "seed", "final")
-    found = [{"run": run, **{key: result[key] for key in kept}} for run, result in results]
-    answer(found, "\n".join(lines), as_json)
+    told = [{"run": run, **{key: result[key] for key in kept}} for run, result in results]
+    answer(told, "\n".join(lines), as_json)
 
 
 @app.command()

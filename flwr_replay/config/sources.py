@@ -86,16 +86,16 @@ def fields_of(module: str, name: str) -> Fields:
 
     if not (node := classes.get(name.lower())):
         return found_as(name)
-    found: dict[str, tuple[str, str]] = {}
+    fields: dict[str, tuple[str, str]] = {}
     for base in reversed(node.bases):
-        found |= found_as(base.id, {} if base.id == node.name else classes) if isinstance(base, ast.Name) else {}
+        fields |= found_as(base.id, {} if base.id == node.name else classes) if isinstance(base, ast.Name) else {}
     comments = dict(COMMENTED.findall(ast.get_source_segment(text, node) or ""))
     for line in node.body:
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
             option, kind = line.target.id, ast.unparse(line.annotation)
             if not kind.startswith("ClassVar"):
-                found[option] = (kind, comments.get(option, found.get(option, ("", ""))[1]))
-    return found
+                fields[option] = (kind, comments.get(option, fields.get(option, ("", ""))[1]))
+    return fields
 
 
 @cache

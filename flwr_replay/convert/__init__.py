@@ -124,13 +124,13 @@ def patient_rows(folder: Path, table: Path, id_column: str, file_column: str) ->
     spellings: dict[str, str] = {}
     for where, cells in csv_rows(table, [file_column, id_column]):
         cell, patient, line = cells[file_column], cells[id_column], where.removeprefix(f"{table} ")
-        found = _meant(cell, named, folders)
-        if not found:
+        meant = _meant(cell, named, folders)
+        if not meant:
             wrong[f"every row of {table} must name an image in {folder}"].append(f"{line}: {cell}")
-        elif len(found) > 1:
+        elif len(meant) > 1:
             wrong[f"a row of {table} must name the folder, too, where several have the file"].append(f"{line}: {cell}")
         else:
-            mine = patients[found[0]]  # known to have a row, whatever that says
+            mine = patients[meant[0]]  # known to have a row, whatever that says
             if patient.casefold() in MISSING or SHORTENED.fullmatch(patient):
                 wrong[f"every row of {table} must have a whole value for {id_column!r}"].append(f"{line}: {patient}")
                 continue
@@ -155,8 +155,8 @@ def _meant(cell: str, named: Mapping[Tail, list[ManifestRow]], folders: set[str]
     """Return the images that the longest end of a path can mean; one in a folder of ours is there or nowhere."""
     parts = _parts(cell)
     for n in range(len(parts)):
-        if found := named.get(parts[n:]):
-            return [row for row in found if row.file.name == PureWindowsPath(cell).name] or found
+        if rows := named.get(parts[n:]):
+            return [row for row in rows if row.file.name == PureWindowsPath(cell).name] or rows
         if parts[n] in folders:
             break
     return []

@@ -251,6 +251,6 @@ def readable(
         except DataError as error:
             return error
 
-    found = each(tried, rows)
-    good = [(row, one) for row, one in zip(rows, found, strict=True) if not isinstance(one, DataError)]
-    return good, [one_line(one) for one in found if isinstance(one, DataError)]
+    images = each(tried, rows)
+    good = [(row, image) for row, image in zip(rows, images, strict=True) if not isinstance(image, DataError)]
+    return good, [one_line(image) for image in images if isinstance(image, DataError)]

@@ -217,8 +217,8 @@ def checked(folder: Path) -> tuple[list[str], bool]:
     lines = [f"{len(rows):,} images: {', '.join(f'{label} {count:,}' for label, count in sorted(classes.items()))}"]
     wrong = [f"cannot be read: {fault}" for fault in faults]
     same: dict[str, list[ManifestRow]] = defaultdict(list)
-    for row, found in seen:
-        same[found.digest].append(row)
+    for row, image in seen:
+        same[image.digest].append(row)
     equal = [group for group in same.values() if len(group) > 1]
     for group in equal:
         if len({(row.label, row.split) for row in group}) > 1:

@@ -61,13 +61,13 @@ def write_own_evidence(state: Path, policy_file: Path | None, attacks: Sequence[
         raise RunError(f"evidence is of what has left; the ledger in {state} has no line: take part in a run first")
     policy, counts, here = read_policy(policy_file), read_lines(state / FILE), versions()
     floor = (
-        f"No count below {policy.min_count} leaves (min-count). In all runs {sum('test' in one for one in counts)} of "
-        f"{policy.max_evaluations:,} tests have been asked for, and {sum('total' in one for one in counts)} different "
+        f"No count below {policy.min_count} leaves (min-count). In all runs {sum('test' in c for c in counts)} of "
+        f"{policy.max_evaluations:,} tests have been asked for, and {sum('total' in c for c in counts)} different "
         "numbers of training examples have left."
         if policy.min_count
         else "No floor for small cells (min-count is off): a count that left may be of one patient."
     )
-    found: dict[str, Any] = {
+    told: dict[str, Any] = {
         "institution": state.name,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "left": [dict(zip(("run", "stage", "field", "kind"), key, strict=True)) | row for key, row in left.items()],
@@ -90,7 +90,7 @@ def write_own_evidence(state: Path, policy_file: Path | None, attacks: Sequence[
     text = render(
         PAGE,
         title=f"Evidence of {state.name}, from its own files",
-        about=f"Ledger, accounts and state of {state.name}, and its policy, as they stood on {found['written']}. What "
+        about=f"Ledger, accounts and state of {state.name}, and its policy, as they stood on {told['written']}. What "
         "came down, and who else took part, is in the coordinator's evidence: compare the two.",
         left=table("What left, by run and field", heads, rows),
         runs=table("The runs", ["run", "method", "task", "tests", "charges", "models removed"], of_runs),
@@ -98,17 +98,17 @@ def write_own_evidence(state: Path, policy_file: Path | None, attacks: Sequence[
         seen=[*seen_by({**row, "kind": key[3], "direction": "up"} for key, row in left.items())],
         claim=CLAIM,
         floor=floor,
-        policy=found["policy"] or "There is no policy here: everything may leave.",
-        attacks=found["attacks"] or ["No attack was run on this record: `flwr-replay privacy attack STATE --run RUN`."],
+        policy=told["policy"] or "There is no policy here: everything may leave.",
+        attacks=told["attacks"] or ["No attack was run on this record: `flwr-replay privacy attack STATE --run RUN`."],
         audit="An audit by canaries is the coordinator's: see there.",
         sacroml=NOT_RUN["sacroml"],
-        sums=table("SHA-256", ["file", "digest"], list(found["sha256"].items())),
+        sums=table("SHA-256", ["file", "digest"], list(told["sha256"].items())),
         versions=versions_table("Versions here, now", here),
         controls=table("What is asked, and what is here", ["asked by", "asked", "here"], CONTROLS),
         version=here["flwr-replay"],
     )
     page, data = state / f"{PAGE}.html", state / f"{PAGE}.json"
-    write_atomic(data, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    write_atomic(data, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
     write_atomic(page, text)
     return page, data
 

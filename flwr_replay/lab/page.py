@@ -48,7 +48,7 @@ def write_page(folder: Path, document: dict[str, Any]) -> Path:
         by_institution.setdefault(result["institution"], []).append(shown)
     told, worst = headline(results)
     first = [
-        one for one in by_institution.get(worst.get("institution", ""), []) if one["sentence"] == worst["sentence"]
+        row for row in by_institution.get(worst.get("institution", ""), []) if row["sentence"] == worst["sentence"]
     ]
     images = [_image_row(result) for result in results if result.get("scores")]
     members = [_member_row(result) for result in results if "membership" in result]

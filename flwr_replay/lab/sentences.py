@@ -95,7 +95,7 @@ def headline(results: Sequence[Mapping[str, Any]]) -> tuple[str, Mapping[str, An
     The worst surely exceeds guessing by most, by the lower end of its interval, as a share of what guessing leaves.
     Returned with it is its result, empty if nothing exceeds guessing.
     """
-    told = [(*found, result) for result in results if (found := _beyond(result))]
+    told = [(*alarm, result) for result in results if (alarm := _beyond(result))]
     if not told:
         return "No attack here found more than guessing does. That proves nothing: a better one may.", {}
     _, text, worst = max(told, key=lambda each: each[0])
@@ -106,46 +106,46 @@ def _beyond(result: Mapping[str, Any]) -> tuple[float, str] | None:
     """Return how far an attack exceeds guessing, at most 1, with a sentence; None if it is not shown to."""
     whose, scores, tally = result["institution"], result.get("scores") or {}, result.get("labels", {})
     if "identified" in scores:
-        number, found, control = scores["number"], scores["identified"], result.get("control")
+        number, rate, control = scores["number"], scores["identified"], result.get("control")
         guess = number * max(scores["chance"], control["identified"]["value"] if control else 0)
         text = (
-            f"Of {number:,} images made from what {whose} sent, {number * found['value']:,.0f} point to the right "
+            f"Of {number:,} images made from what {whose} sent, {number * rate['value']:,.0f} point to the right "
             f"patient, where guessing finds {guess:,.1f}: whoever reads the messages has a way back to a patient's "
             "image."
         )
     elif "nearer" in scores:
         number, guess = scores["number"], scores["by_chance"]
-        found = {"low": scores["nearer"] / number if scores["p"] < 0.05 else 0}
+        rate = {"low": scores["nearer"] / number if scores["p"] < 0.05 else 0}
         text = (
             f"Of {number:,} images made from what {whose} sent, {scores['nearer']:,} are nearer to its patients' than "
             f"to other people's, where guessing finds {guess:.1f}: the messages tell something of its patients."
         )
     elif "alone" in result:
-        number, found = result["number"], result["alone"]
+        number, rate = result["number"], result["alone"]
         guess = number / result["among"]
         text = (
-            f"Of {_count(number, 'patient')} of {whose} alone in a class, {number * found['value']:,.0f} are found "
+            f"Of {_count(number, 'patient')} of {whose} alone in a class, {number * rate['value']:,.0f} are found "
             f"among {result['among']:,}, where guessing finds {guess:.1f}: whoever has a patient's image learns the "
             "label."
         )
     elif guesses := tally.keys() & {"always-one", "equal-counts"}:  # results of earlier versions have neither
         number, guess, counted = tally["number"], tally[min(guesses)], "equal-counts" in guesses
-        found = asdict(share(tally["right"], number))
+        rate = asdict(share(tally["right"], number))
         learns = "how many patients have which diagnosis" if counted else "a patient's diagnosis"
         text = (
             f"Of {number:,} labels of {whose}, {tally['right']:,} are known from what it sent, where guessing finds "
             f"{guess:,}: whoever reads the messages learns {learns}."
         )
     elif "membership" in result:
-        number, guess, found = 1, 0.5, result["membership"]["auc"]
+        number, guess, rate = 1, 0.5, result["membership"]["auc"]
         text = (
-            f"Of a patient of {whose} and another person, what it sent tells the patient in {found['value']:.0%} of "
+            f"Of a patient of {whose} and another person, what it sent tells the patient in {rate['value']:.0%} of "
             "pairs, where guessing does in 50 %: whoever has an image can learn that its patient was there."
         )
     else:
         return None
     chance = guess / number
-    return ((found["low"] - chance) / (1 - chance), text) if found["low"] > chance else None
+    return ((rate["low"] - chance) / (1 - chance), text) if rate["low"] > chance else None
 
 
 def _allowed(result: dict[str, Any]) -> str:

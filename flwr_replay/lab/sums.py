@@ -103,7 +103,7 @@ def _sum(stage: str, by_name: Mapping[str, Answer], told: Sequence[Answer], conf
         add(answer.content.arrays, to=total)
     if told and len(answers) == len(survivors):
         points = {name: bytes.fromhex(by_name[name].content.scalars["points"]) for name in survivors}
-        shares = {one.content.about["institution"]: bytes.fromhex(one.content.scalars["shares"]) for one in told}
+        shares = {a.content.about["institution"]: bytes.fromhex(a.content.scalars["shares"]) for a in told}
         strip(total, asked.scalars["cohort"], points, shares)
     sizes = [int(answer.content.scalars["num-examples"]) for answer in answers]
     try:

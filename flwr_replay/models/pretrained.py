@@ -78,16 +78,16 @@ def load_pretrained(model: nn.Module, file: str, library: str = "", own_code: bo
     """
     own, foreign = model.state_dict(), getattr(model, "foreign", {})
     if library and file == LITE0:
-        found = Found(packaged({foreign[name]: tensor for name, tensor in own.items() if name in foreign}), "")
+        weights = Found(packaged({foreign[name]: tensor for name, tensor in own.items() if name in foreign}), "")
     else:
         path = fetched(file) if library and is_name(file) else Path(file).expanduser().absolute()
-        found = read_weights(path, "model.weights", {*own, *foreign.values()})
-    theirs = any(there in found.arrays and name not in found.arrays for name, there in foreign.items())
+        weights = read_weights(path, "model.weights", {*own, *foreign.values()})
+    theirs = any(there in weights.arrays and name not in weights.arrays for name, there in foreign.items())
     for name, tensor in own.items():
         published = foreign.get(name, name) if theirs else name
         if theirs and name not in foreign and name.startswith("head."):
             continue
-        held = found.arrays.get(published)
+        held = weights.arrays.get(published)
         if held is not None and foreign:
             held = for_channels(held, tensor)
         if held is not None and held.shape == tensor.shape:
@@ -95,14 +95,14 @@ def load_pretrained(model: nn.Module, file: str, library: str = "", own_code: bo
         elif name.startswith("head."):
             logging.getLogger("flwr").info("%s: %s keeps its fresh weights", file, name)
         elif not name.endswith("num_batches_tracked"):  # older files lack it
-            raise _lacking("model.weights", published, tuple(tensor.shape), file, found)
+            raise _lacking("model.weights", published, tuple(tensor.shape), file, weights)
     known = {*foreign.values()} if theirs else {*own}
     stages = {name.partition(".")[0] for name in known if not own_code}
     stages -= {"head"}  # a publisher's is for other classes
-    for name in found.arrays:
+    for name in weights.arrays:
         if name not in known and name.partition(".")[0] in stages and name.endswith(PARTS):
             raise ConfigError(
-                f"model.weights must be of the model's own architecture, which has no {name!r}; {file}{found.where} "
+                f"model.weights must be of the model's own architecture, which has no {name!r}; {file}{weights.where} "
                 "has: choose the model, or model.name, as the file's publisher does"
             )
     return model

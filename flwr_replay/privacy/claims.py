@@ -27,21 +27,21 @@ def sentence(plan: PrivacyPlan, stages: Mapping[str, type[Payload]]) -> str:
     if plan.local:
         return plan.local.sentence()
     sums = OF_SUMS.get(plan.mechanisms, "")
-    one = ONE_PATIENT if sums else ONE_EXAMPLE
+    neighbours = ONE_PATIENT if sums else ONE_EXAMPLE
     if plan.institutions:
-        one += f" It is that of the sum of {plan.institutions} institutions, {plan.trust}. If masks are broken, the "
-        one += "larger epsilon counts, that of each institution's own messages."
+        neighbours += f" It is that of the sum of {plan.institutions} institutions, {plan.trust}. If masks are "
+        neighbours += "broken, the larger epsilon counts, that of each institution's own messages."
     named = [*plan.mechanisms, *(["label counts"] if plan.counted else [])]
     covered = " and ".join([", ".join(named[:-1]), named[-1]] if named[1:] else named)
     if plan.end_to_end and sums:
-        return f"{ALL}: {sums}. {PUBLIC}. Not covered: metrics on validation and test examples. {one}"
+        return f"{ALL}: {sums}. {PUBLIC}. Not covered: metrics on validation and test examples. {neighbours}"
     if plan.end_to_end:
         own = "; those of an institution's own model, which never leaves and is trained without noise, also depend "
         own += "on its training examples"
         classes = "" if plan.counted else ", the classes that an institution says it has"
         return (
             f"{ALL}: {covered}, together, for each institution by itself. {PUBLIC}{classes}. Not covered: metrics on "
-            f"validation and test examples{own if plan.tests_own else ''}. {one}"
+            f"validation and test examples{own if plan.tests_own else ''}. {neighbours}"
         )
     samples, weights, numbers = [], [], False
     for stage, answer in stages.items():
@@ -60,5 +60,5 @@ def sentence(plan: PrivacyPlan, stages: Mapping[str, type[Payload]]) -> str:
     what = f"{sums} of an institution reveal" if sums else f"training the {covered} at an institution reveals"
     return (
         f"Only what {what} of its own examples is differentially private.{others} These leave unprotected: "
-        f"{'; '.join(left)}. What leaves as a whole has no epsilon. {one}"
+        f"{'; '.join(left)}. What leaves as a whole has no epsilon. {neighbours}"
     )

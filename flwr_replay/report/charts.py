@@ -114,19 +114,19 @@ def curves(
     """
     from matplotlib.ticker import MaxNLocator, NullLocator
 
-    found = {name: [(x, y) for x, y in line if math.isfinite(y)] for name, line in lines.items()}
-    found = {name: line for name, line in found.items() if line}
-    if not found:
+    finite = {name: [(x, y) for x, y in line if math.isfinite(y)] for name, line in lines.items()}
+    finite = {name: line for name, line in finite.items() if line}
+    if not finite:
         return None
-    ends = {name: (told or {}).get(name, f"{line[-1][1]:.3f}") for name, line in found.items()}
+    ends = {name: (told or {}).get(name, f"{line[-1][1]:.3f}") for name, line in finite.items()}
     texts = {name: _lines(f"{name}:", end) for name, end in ends.items()}
     height = max(HEIGHT, TOP + BOTTOM + LINE * (sum(map(len, texts.values())) + 1))
     figure, axes = _axes(WIDTH, height, LEFT, RIGHT, TOP, BOTTOM)
     rows: list[Sequence[object]] = []
     for place, (name, line) in enumerate(lines.items()):
         look, pairs = place % len(COLOURS), {x: (low, high) for x, low, high in (bands or {}).get(name, ())}
-        if name in found:
-            xs, ys = zip(*found[name], strict=True)
+        if name in finite:
+            xs, ys = zip(*finite[name], strict=True)
             marker = "o" if len(xs) <= POINTS else ""
             axes.plot(xs, ys, label=name, marker=marker, color=COLOURS[look], linestyle=DASHES[look], markersize=4)
         rows += [(name, x, y, *pairs.get(x, ("", ""))) for x, y in line]
@@ -148,7 +148,7 @@ def curves(
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(axis="y", color=GRID)
     axes.set_xlabel(x_name, color=INK, parse_math=False, fontsize=LETTER)
-    _beside(axes, found, texts, {name: COLOURS[at % len(COLOURS)] for at, name in enumerate(lines)}, height)
+    _beside(axes, finite, texts, {name: COLOURS[at % len(COLOURS)] for at, name in enumerate(lines)}, height)
     return Chart(
         figure,
         "; ".join(f"{name}: {end}" for name, end in ends.items()),

@@ -123,38 +123,38 @@ def write_evidence(folder: Path, attacks: Sequence[str], audit: Mapping[str, Any
         raise RunError(
             f"evidence is of a finished run; {folder} has no {RESULT}: flwr-replay runs show says how it stands"
         )
-    found, result = evidence(folder, attacks, audit), read_result(folder)
+    told, result = evidence(folder, attacks, audit), read_result(folder)
     page, data = folder / f"{PAGE}.html", folder / f"{PAGE}.json"
     text = render(
         PAGE,
-        title=f"Evidence of run {found['run']}",
-        about=f"{found['strategy']} on {found['task']}, {found['rounds']} rounds, seed {found['seed']}, the network "
-        f"{found['model']}. It took {shown_time(found['wall-seconds'])}. Written {found['written']} from the "
+        title=f"Evidence of run {told['run']}",
+        about=f"{told['strategy']} on {told['task']}, {told['rounds']} rounds, seed {told['seed']}, the network "
+        f"{told['model']}. It took {shown_time(told['wall-seconds'])}. Written {told['written']} from the "
         "coordinator's own files. Each institution has a ledger of its own: compare.",
-        left=left_table(found["left"]),
-        kinds=kinds_in(kind for own in found["left"].values() for kind in own),
-        floor=found["small-cells"],
-        seen=found["seen"],
-        claim=found["claim"],
+        left=left_table(told["left"]),
+        kinds=kinds_in(kind for own in told["left"].told() for kind in own),
+        floor=told["small-cells"],
+        seen=told["seen"],
+        claim=told["claim"],
         privacy=privacy_table(result),
-        absent=[f"{one['institution']}, exchange {one['round']}: {one['reason']}" for one in found["absent"]],
-        untested=found["untested"],
-        attacks=found["attacks"] or [NOT_RUN["attacks"]],
+        absent=[f"{no['institution']}, exchange {no['round']}: {no['reason']}" for no in told["absent"]],
+        untested=told["untested"],
+        attacks=told["attacks"] or [NOT_RUN["attacks"]],
         audit=_audited(audit) if audit else NOT_RUN["audit"],
         sacroml=NOT_RUN["sacroml"],
-        sums=table("SHA-256", ["file", "digest"], list(found["sha256"].items())),
-        versions=versions_table("Versions of the run", found["versions"]),
+        sums=table("SHA-256", ["file", "digest"], list(told["sha256"].items())),
+        versions=versions_table("Versions of the run", told["versions"]),
         controls=table("What is asked, and what is here", ["asked by", "asked", "here"], CONTROLS),
-        version=found["versions"]["flwr-replay"],
+        version=told["versions"]["flwr-replay"],
     )
-    write_atomic(data, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    write_atomic(data, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
     write_atomic(page, text)
     return page, data
 
 
 def code_digest() -> str:
     """Return the SHA-256 of the package's Python and YAML files and names, equal in a checkout and a wheel."""
-    wings = [Path(found.origin).parent for name in ("strategies", "clients") if (found := _spec(name)) and found.origin]
+    wings = [Path(spec.origin).parent for name in ("strategies", "clients") if (spec := _spec(name)) and spec.origin]
     whole = sha256()
     for root in (Path(__file__).parents[1], *wings, conf_dir()):
         for path in sorted([*root.rglob("*.py"), *root.rglob("*.yaml")]):
@@ -180,8 +180,8 @@ def table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[object]]) 
 
 def kinds_in(kinds: Iterable[str]) -> list[str]:
     """Say what the kinds among these are, each once."""
-    found = {*kinds}
-    return [f"{kind}: {KINDS[kind]}." for kind in KINDS if kind in found]
+    named = {*kinds}
+    return [f"{kind}: {KINDS[kind]}." for kind in KINDS if kind in named]
 
 
 def _floor(entries: Iterable[Mapping[str, Any]]) -> str:

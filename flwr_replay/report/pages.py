@@ -166,7 +166,7 @@ def _charts(folder: Path, report: Mapping[str, Any]) -> dict[str, tuple[Chart, s
     metric, table = report["metric"], report["strategies"]
     rows = {label: row for label, row in table.items() if row["mean"] is not None}
     seeds = len(report["seeds"]) > 1
-    found: dict[str, tuple[Chart | None, str]] = {}
+    charts: dict[str, tuple[Chart | None, str]] = {}
     if rows:
         named = {
             label: Row(
@@ -182,7 +182,7 @@ def _charts(folder: Path, report: Mapping[str, Any]) -> dict[str, tuple[Chart, s
         less = "" if report["higher-is-better"] else "; less is better"
         ends = "; line: 95 % interval" if any(row["interval"] for row in rows.values()) else ""
         many = f": a dot for each seed; bar: mean{ends}" if seeds else ""
-        found["compare"] = dots(named), f"{metric} of test examples{many}; dashed: {against}{less}"
+        charts["compare"] = dots(named), f"{metric} of test examples{many}; dashed: {against}{less}"
     band = ", mean over seeds; band: lowest to highest seed" if seeds else ""
     runs = {
         label: [folder / cell["folder"] for cell in report["cells"] if cell["label"] == label and "result" in cell]
@@ -199,19 +199,19 @@ def _charts(folder: Path, report: Mapping[str, Any]) -> dict[str, tuple[Chart, s
         for label, alike in histories.items():
             by_x = [dict(history) for history in alike]
             shared = sorted(set.intersection(*map(set, by_x))) if by_x else []
-            lines[label] = [(x, fmean(one[x] for one in by_x)) for x in shared]
+            lines[label] = [(x, fmean(ys[x] for ys in by_x)) for x in shared]
             if len(by_x) > 1:
-                bands[label] = [(x, min(one[x] for one in by_x), max(one[x] for one in by_x)) for x in shared]
+                bands[label] = [(x, min(ys[x] for ys in by_x), max(ys[x] for ys in by_x)) for x in shared]
         told = {
             label: f"{line[-1][1]:.3f}" + f" (test {rows[label]['mean']:.3f})" * validated
             for label, line in lines.items()
             if line
         }
-        found[name] = curves(lines, axis, bands, told=told), f"{what} by {axis}{band}"
+        charts[name] = curves(lines, axis, bands, told=told), f"{what} by {axis}{band}"
     if ranked := ranks(report):
         overlap = "lines that do not overlap: a difference by Nemenyi's test"
-        found["ranks"] = ranked.chart, f"rank by {metric}, 1 is best: a dot for each seed; bar: mean; {overlap}"
-    return {name: (chart, caption) for name, (chart, caption) in found.items() if chart} | sweeps(report)
+        charts["ranks"] = ranked.chart, f"rank by {metric}, 1 is best: a dot for each seed; bar: mean; {overlap}"
+    return {name: (chart, caption) for name, (chart, caption) in charts.items() if chart} | sweeps(report)
 
 
 def _judged_by(report: Mapping[str, Any]) -> str:
@@ -245,8 +245,8 @@ def sweeps(report: Mapping[str, Any]) -> dict[str, tuple[Chart, str]]:
                 groups.setdefault(alike, {})[label] = value
         swept = [group for group in groups.values() if len({*group.values()}) > 1]
         level = [label for label, (_, options) in own.items() if key not in options]
-        if swept and (found := _drawn(report, key, swept, level)):
-            drawn[f"by-{key}"] = found
+        if swept and (pair := _drawn(report, key, swept, level)):
+            drawn[f"by-{key}"] = pair
     return drawn
 
 

@@ -74,8 +74,8 @@ class MeanRanks:
         squares = sum(mean**2 for mean in self.means.values())
         chi_squared = 12 * n / (k * (k + 1)) * (squares - k * (k + 1) ** 2 / 4)
         rest = n * (k - 1) - chi_squared
-        found = float(f.sf((n - 1) * chi_squared / rest, k - 1, (k - 1) * (n - 1))) if rest > 1e-9 else 0.0
-        return max(found, float(factorial(k)) ** (1 - n))
+        asymptotic = float(f.sf((n - 1) * chi_squared / rest, k - 1, (k - 1) * (n - 1))) if rest > 1e-9 else 0.0
+        return max(asymptotic, float(factorial(k)) ** (1 - n))
 
     @cached_property
     def apart(self) -> float:
@@ -93,9 +93,9 @@ class MeanRanks:
         """All of it in one line."""
         shown = ", ".join(f"{name} {mean:.2f}" for name, mean in self.means.items())
         pairs = [f"{a} and {b}" for a, b in combinations(self.means, 2) if self.means[b] - self.means[a] > self.apart]
-        found = f"these differ: {', '.join(pairs)}" if pairs else "none differ"
+        told = f"these differ: {', '.join(pairs)}" if pairs else "none differ"
         return (
-            f"average ranks, 1 is best: {shown}; Friedman p = {self.p:.2g}; by Nemenyi, {self.apart:.2f} apart, {found}"
+            f"average ranks, 1 is best: {shown}; Friedman p = {self.p:.2g}; by Nemenyi, {self.apart:.2f} apart, {told}"
         )
 
     @property

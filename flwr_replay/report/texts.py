@@ -53,7 +53,7 @@ def notes(report: Mapping[str, Any]) -> list[str]:
 def findings(report: Mapping[str, Any]) -> list[str]:
     """Say how the methods differ, which differences are shown, and what failed."""
     lines = [*_guessing(report), *verdicts(report)]
-    lines += [f"{found.told} (seeds of the same data)" for found in [ranks(report)] if found]
+    lines += [f"{ranked.told} (seeds of the same data)" for ranked in [ranks(report)] if ranked]
     lines += [report[name] for name in ("rates", "untuned") if report.get(name)]  # older versions did not say so
     lines += [f"methods differ in {line}" for line in report.get("differ", [])]  # older versions did not say so
     lines += _skews(report)

@@ -116,20 +116,20 @@ class ReleasedCounts:
                 raise self._used_up("tests can be subtracted")
             if asked not in made:
                 self._write({"test": asked, "run": run})
-            found = next((line for line in lines if line.get("of") == asked), None)
-        if not found:
+            line = next((line for line in lines if line.get("of") == asked), None)
+        if not line:
             try:
-                found = {"of": asked, "answer": test()}
+                line = {"of": asked, "answer": test()}
             except (PrivacyError, RefusedError, TrainingError, WireError) as error:  # their lines leave
-                found = {"of": asked, "refused": str(error)}
+                line = {"of": asked, "refused": str(error)}
             with self._held() as lines:  # where two make it, the first one's leaves
                 earlier = next((line for line in lines if line.get("of") == asked), None)
                 if not earlier:
-                    self._write(found)
-            found = earlier or found
-        if "refused" in found:
-            raise RefusedError(found["refused"])
-        return dict(found["answer"])
+                    self._write(line)
+            line = earlier or line
+        if "refused" in line:
+            raise RefusedError(line["refused"])
+        return dict(line["answer"])
 
     @contextmanager
     def _held(self) -> Iterator[list[dict[str, Any]]]:
@@ -148,6 +148,6 @@ def _digest(request: RecordDict) -> str:
     whole = sha256()
     for name, record in sorted(request.items()):
         for key, value in sorted(record.items()):
-            said = (value.shape, value.dtype, sha256(value.data).digest()) if isinstance(value, Array) else value
-            whole.update(repr((name, key, said)).encode())
+            content = (value.shape, value.dtype, sha256(value.data).digest()) if isinstance(value, Array) else value
+            whole.update(repr((name, key, content)).encode())
     return whole.hexdigest()

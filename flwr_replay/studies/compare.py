@@ -251,9 +251,9 @@ def _untuned(methods: Sequence[Method], configs: Mapping[str, RunConfig], tuned:
     for method in methods:
         config = configs[method.label]
         own = {name: value for name, value in asdict(config.strategy).items() if isinstance(value, float)}
-        found = {name: getattr(config.training, name) for name in TUNED} | own
-        for name in (name for name, value in found.items() if value and name not in ("chunk_mb", *tuned)):
-            values.setdefault((name, method.strategy), set()).add(found[name])
+        defaults = {name: getattr(config.training, name) for name in TUNED} | own
+        for name in (name for name, value in defaults.items() if value and name not in ("chunk_mb", *tuned)):
+            values.setdefault((name, method.strategy), set()).add(defaults[name])
     strategies: dict[str, list[str]] = {}
     for (name, strategy), several in values.items():
         if len(several) == 1:

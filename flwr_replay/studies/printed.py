@@ -27,7 +27,7 @@ class Printed:
 
         `report` is the part's comparison, `attacks` are what `flwr_replay.studies.leakage.attacked` returns of it.
         """
-        found: dict[str, dict[str, float]] = {}
+        measured: dict[str, dict[str, float]] = {}
         if self.of == "metric":
             known = [
                 (label, seed, value)
@@ -45,11 +45,11 @@ class Printed:
             known = [(line["label"], line["seed"], line["scores"]["psnr"]) for line in lines]
         for name, seed, value in known:
             if isinstance(value, float):  # not of an institution that was away, nor of an exact image
-                found.setdefault(name, {})[str(seed)] = value
+                measured.setdefault(name, {})[str(seed)] = value
         return {
-            name: Row(found[name], fmean(own := [*found[name].values()]), interval(own), _mean(printed))
+            name: Row(measured[name], fmean(own := [*measured[name].values()]), interval(own), _mean(printed))
             for name, printed in self.values.items()
-            if name in found
+            if name in measured
         }
 
     def table(self, rows: Mapping[str, Row]) -> list[str]:

@@ -65,13 +65,13 @@ def with_rates(names: Sequence[str], report: Mapping[str, Any]) -> tuple[list[st
     rated, told = [], []
     for name in names:
         label, spec = named(name)
-        found = {rate: metrics[_label(label, rate)] for rate in RATES if _label(label, rate) in metrics}
-        if len({*found.values()}) < 2:
+        figures = {rate: metrics[_label(label, rate)] for rate in RATES if _label(label, rate) in metrics}
+        if len({*figures.values()}) < 2:
             rated.append(name)
             own = not {_label(label, rate) for rate in RATES} & {cell["label"] for cell in report["cells"]}
             told.append(f"{label} {'its own' if own else 'its default, as no rate was better than another'}")
             continue
-        rate = best(found, key=lambda rate: found[rate])
+        rate = best(figures, key=lambda rate: figures[rate])
         rated.append(f"{label} := {spec}:lr={rate}")
         told.append(f"{label} {rate}" + (" (an end of what was tried)" if rate in (RATES[0], RATES[-1]) else ""))
     examples = sum(cell["result"]["examples-seen"] for cell in report["cells"] if "result" in cell)

@@ -277,7 +277,7 @@ def _report(
     text += [*(f"- {note}" for note in alike), ""]
     for group, members in _groups(parts, reports).items():
         text += [f"## {group}", "", *overview(members), "", f"![{group}]({_picture(stem, group)})", ""]
-        text += [f"Over {len(members)} parts {found.told}.", ""] if (found := ranks_of_parts(members)) else []
+        text += [f"Over {len(members)} parts {ranked.told}.", ""] if (ranked := ranks_of_parts(members)) else []
     for part in parts:
         report = reports[part.name]
         text += [f"### {part.name}", "", f"{part.about} {report['title']}, {_seeds(report['seeds'])}.", ""]

@@ -28,5 +28,5 @@ def probabilities(split):
 
 
 target = Target(proba_train=probabilities("train"), proba_test=probabilities("test"))
-found = WorstCaseAttack(n_reps=10, output_dir=sys.argv[3]).attack(target)
-print(found["metadata"]["global_metrics"])
+attacked = WorstCaseAttack(n_reps=10, output_dir=sys.argv[3]).attack(target)
+print(attacked["metadata"]["global_metrics"])
