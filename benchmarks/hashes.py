@@ -3,9 +3,9 @@
     python benchmarks/hashes.py > before.txt   # then change the code
     python benchmarks/hashes.py before.txt     # ends with 1 if a line differs
 
-The runs are those that faults strike in tests/chaos: every strategy plain, with each kind of replay, masked, sealed, and
-under each kind of DP with seeded noise. `--only fedavg` chooses by name. Bits are those of one CPU, one thread and one
-version of PyTorch: compare on one machine.
+The runs are those that faults strike in tests/chaos: every strategy plain, with each kind of replay, masked, sealed,
+and under each kind of DP with seeded noise. Models are the run's, and what institutions keep beside masked answers.
+`--only fedavg` chooses by name. Bits are those of one CPU, thread and version of PyTorch: compare on one machine.
 """
 
 import argparse
@@ -19,16 +19,19 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from chaos_runs import jobs, whole
+from chaos_runs import Place, jobs, whole
 
 from flwr_replay.files.tensors import digest, read_tensors
 from flwr_replay.report.run_files import METRICS
 from flwr_replay.wire.ledger import ledger_lines
 
 
-def hashes(run: Path) -> str:
+def hashes(place: Place) -> str:
     """Return the first 16 digits of the hashes of a run's models, metrics and ledger."""
-    files = sorted(path for folder in ("models", "best") for path in (run / folder).glob("*"))
+    run = place.run
+    own = (path for state in place.states().values() for path in state.glob("runs/*/*.safetensors"))
+    files = [*sorted(run.glob("models/*")), *sorted(run.glob("best/*"))]
+    files += sorted(path for path in own if not path.name.startswith("masked"))  # masks are drawn anew
     parts = {
         "models": "".join(digest(read_tensors(path)) for path in files),
         "metrics": (run / METRICS).read_text(),
@@ -49,7 +52,7 @@ def main() -> int:
         for number, (name, options) in enumerate(jobs().items()):
             if args.only in name:
                 place, _ = whole(Path(folder) / str(number), options)
-                line = f"{name:40}  {hashes(place.run)}"
+                line = f"{name:40}  {hashes(place)}"
                 differs = before is not None and line not in before
                 differing += differs
                 print(line, "  differs" if differs else "", sep="", flush=True)
