@@ -37,6 +37,7 @@ from flwr_replay.config.halves import load_generator, load_strategy
 from flwr_replay.config.model import ModelConfig
 from flwr_replay.config.parts import OWN, allow, is_part
 from flwr_replay.config.quoting import key_of, quoted, short, value_of
+from flwr_replay.config.renamed import today
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.strict_yaml import DUMPER, LOADER, read_yaml
 from flwr_replay.errors import ConfigError, ConfigErrors, nearest, refuse_all
@@ -285,7 +286,7 @@ def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
         if key in OWN and is_part(value):
             pairs += [(key, "own"), (f"{key}.{OWN[key]}", quoted(value))]
         else:
-            pairs.append((key_of(override), value))
+            pairs.append((key_of(override), today(key_of(override), value)))
     return pairs
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from flwr_replay.config import compose as composing
 from flwr_replay.config.catalogue import choices, conf_dir
 from flwr_replay.config.compose import compose, from_run_config, overrides_of, to_yaml
+from flwr_replay.config.renamed import today
 from flwr_replay.config.sections import spelled
 from flwr_replay.errors import ConfigError
 from flwr_replay.runs.options import resolve
@@ -60,6 +61,7 @@ from flwr_replay.runs.options import resolve
             "beta is an option of strategy=fml, proxyfl; for the other one write generator.beta",
         ),
         ("run-name=${oc.env:HOME}", "without ${...}; got one in 'run-name'"),
+        ("task=medmnist task.format=retina", "got task.format=retina: `flwr-replay data convert retina FOLDER`"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(override, says):
@@ -67,6 +69,15 @@ def test_what_cannot_be_is_refused_in_one_line(override, says):
         compose(override.split())
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_an_old_name_goes_on_with_a_warning(caplog):
+    today.cache_clear()
+    for _ in range(2):
+        assert compose(["prior=masked", "seed=3"]) == compose(["prior=maskgit", "seed=3"])
+    assert [line.message for line in caplog.records if "maskgit" in line.message] == [
+        "prior=masked is called prior=maskgit now; the old name ends with 0.2.0"
+    ]
 
 
 ESCAPED = [

@@ -1,0 +1,33 @@
+"""Old names of choices: they go on for one version, with a warning; what is a command today is named."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+
+from flwr_replay.errors import ConfigError
+
+__all__ = ["today"]
+
+CHOICES = {("prior", "masked"): "maskgit"}  # renamed in 0.1.0, gone in 0.2.0
+CONVERTED = ("boneage", "brats", "isic", "retina", "tuberculosis")  # of task.format, until 0.1.0
+
+
+@lru_cache(maxsize=256)  # it is said once; a server's words must not fill memory
+def today(key: str, value: str) -> str:
+    """Return a value by the name that it has today.
+
+    Raises
+    ------
+    ConfigError
+        If a command does today what the option did.
+    """
+    if key in ("task.format", "format") and value in CONVERTED:
+        raise ConfigError(
+            f"a clinical set is converted first; got {key}={value}: `flwr-replay data convert {value} FOLDER`, "
+            f"then task={value} task.data-dir=FOLDER"
+        )
+    if (new := CHOICES.get((key, value))) is None:
+        return value
+    logging.getLogger("flwr").warning("%s=%s is called %s=%s now; the old name ends with 0.2.0", key, value, key, new)
+    return new
