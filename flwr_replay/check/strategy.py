@@ -359,12 +359,11 @@ def _check_left(job: list[str], folder: Path, result: dict[str, Any]) -> None:
             model = load_model(folder, name if own else "")
             task = make_task(model.task).scaled(model.mean, model.scale)
             test = Shard.of(simulation.part.examples(loaded(model.task), k).test, torch.device("cpu"))
-            tested = task.pool([task.evaluate(model.network, test.x, test.y)])
-            reported = result["final"]["institutions"][name]
-            differing = {key: value for key, value in tested.items() if not np.isclose(value, reported[key], 1e-3)}
+            again, reported = task.pool([task.evaluate(model.network, test.x, test.y)]), result["final"]["institutions"]
+            differing = {key: value for key, value in again.items() if not np.isclose(value, reported[name][key], 1e-3)}
             assert not differing, (
                 f"the model that a run leaves must be the one that {name} has tested; {differing} in place of "
-                f"{ {key: reported[key] for key in differing} }: if institutions keep a part of it, say "
+                f"{ {key: reported[name][key] for key in differing} }: if institutions keep a part of it, say "
                 'own_models = True in the strategy, and self.save("model", …) all of it'
             )
 
