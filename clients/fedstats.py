@@ -55,6 +55,13 @@ class FedStatsClient(InstitutionClient):
             **self.spent(request.run),
         )
 
+    def brought(self, stage: str, arrays: StateDict) -> StateDict:
+        """Return the weights in a request that a policy pins; of a sum all but the head, which it does not need."""
+        if stage != Summarise.stage_name:
+            return super().brought(stage, arrays)
+        head, _ = linear_head(self.scratch_model())
+        return {name: array for name, array in arrays.items() if not name.startswith(f"{head}.")}
+
     def once(self, request: Summarise, budget: PrivacyBudget) -> StateDict:
         """Return the run's noisy sums, which are made and charged at the first request.
 
@@ -65,10 +72,7 @@ class FedStatsClient(InstitutionClient):
             allow them.
         """
         with alone(self.state.of_run(request.run).parent, wait=True):
-            encoder = opened(request.arrays)
-            if not request.sums:
-                head, _ = linear_head(self.scratch_model(request.arrays))
-                encoder = {name: array for name, array in encoder.items() if not name.startswith(f"{head}.")}
+            encoder = self.brought(request.stage_name, opened(request.arrays))
             added_to = np.frombuffer(repr(list(request.cohort)).encode(), np.uint8)  # names have spaces
             asked = {"clip": np.array(request.clip), "products": np.array(request.products), "cohort": added_to}
             asked["sums"] = np.array(request.sums)

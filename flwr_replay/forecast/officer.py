@@ -30,7 +30,7 @@ from flwr_replay.files.atomic import NAME, read_text
 from flwr_replay.forecast.forecast import Expected, expected
 from flwr_replay.institution.floor import check_examples, check_room
 from flwr_replay.institution.guard import check_answer, check_pinned, check_release, check_request, run_rules
-from flwr_replay.institution.policy import Policy, read_policy
+from flwr_replay.institution.policy import ENCODING, Policy, read_policy
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.runs.environment import versions
 from flwr_replay.runs.execute import Job, claim, network_of
@@ -202,8 +202,8 @@ def refusals(
     for stage in dict.fromkeys(("roll-call", *stages, "evaluate")):
         answer = REQUESTS[stage].answer
         verdicts.append(_verdict(f"what stage {stage} sends", partial(check_release, answer, policy, config)))
-    if "extract" in stages:
-        verdicts.append(_verdict("weights", partial(check_pinned, policy, config)))
+    if {*ENCODING} & {*stages}:
+        verdicts.append(_verdict("weights", partial(check_pinned, policy, config, stages)))
     answers = [REQUESTS[stage].answer for stage in stages]
     used = [state for state in states if policy.min_count and (state / FILE).exists()]
     return [*verdicts, *(_verdict("room", partial(check_room, policy, state, config, answers)) for state in used)]

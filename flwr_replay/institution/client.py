@@ -24,6 +24,7 @@ from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.institution.budget import DPTraining, PrivacyBudget
 from flwr_replay.institution.learner import Learner
 from flwr_replay.institution.owner import Institution, Shard
+from flwr_replay.institution.policy import ENCODING
 from flwr_replay.institution.replay import GenerativeStages
 from flwr_replay.institution.synthesis import SynthesisStages
 from flwr_replay.learning.augment import Augment, augment_of
@@ -120,9 +121,9 @@ class InstitutionClient(NumPyClient):
             )
         if any(field.shape == "state dict" for field in request.declared().values()):
             check_weights(arrays)
-        if arrays:
+        if (brought := self.brought(stage, arrays)) or (stage in ENCODING and not self.institution.frozen()):
             self.institution.policy.check_weights(
-                stage, lambda: digest(arrays), lambda: digest(self.random_like(arrays))
+                stage, lambda: digest(brought), lambda: digest(self.random_like(brought))
             )
         decoded = request.of(arrays, config)
         if isinstance(decoded, LabelScale) and decoded.label_mean is not None and decoded.label_scale is not None:
@@ -183,6 +184,10 @@ class InstitutionClient(NumPyClient):
     def evaluate_model(self, request: Evaluate) -> Evaluation:
         """Test the received weights on the split that the request names."""
         return self.evaluated(request.arrays, request.split)
+
+    def brought(self, stage: str, arrays: StateDict) -> StateDict:
+        """Return the weights in a request that a policy pins: all of them, unless what leaves does not need them."""
+        return arrays
 
     def random_like(self, arrays: StateDict) -> StateDict:
         """Return, for these names, the weights of a model or a generator that is fresh from the run's seed."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import lru_cache, partial
@@ -44,7 +44,7 @@ from flwr_replay.institution import floor
 from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.owner import Institution
-from flwr_replay.institution.policy import Policy
+from flwr_replay.institution.policy import ENCODING, Policy
 from flwr_replay.models.zoo import bytes_of, encoder_digest
 from flwr_replay.payloads.common import Evaluation, Failure, Present, RollCall, Unmask
 from flwr_replay.privacy.plan import PrivacyPlan
@@ -226,8 +226,7 @@ def check_request(
             "policy pins the weights of this stage; task.mean and task.std would change what they make of an image: "
             "leave these out, or ask the institution to change its policy file"
         )
-    if "extract" in (request.stage_name, *instructions.get("stages", [])):
-        check_pinned(policy, config)
+    check_pinned(policy, config, (request.stage_name, *instructions.get("stages", [])))
 
 
 def check_release(answer: type[Payload], policy: Policy, config: RunConfig) -> None:
@@ -240,17 +239,16 @@ def check_release(answer: type[Payload], policy: Policy, config: RunConfig) -> N
         plan.check_covered(answer)
 
 
-def check_pinned(policy: Policy, config: RunConfig) -> None:
-    """Refuse latents of a frozen encoder that the policy does not accept, or of one that its digest does not fix."""
-    if "extract" not in dict(policy.weights):
-        return
-    if fixed := encoder_digest(config.model, config.task):
-        policy.check_weights("extract", lambda: fixed, str)  # no run's seed has drawn it
-    elif config.model.library:
-        raise RefusedError(
-            "policy pins weights, and not how model.name and model.size prepare images for them: freeze them, "
-            "model.train=head, and the digest has both"
-        )
+def check_pinned(policy: Policy, config: RunConfig, stages: Iterable[str]) -> None:
+    """Refuse latents, or their sums, of a frozen encoder that the policy does not accept, or that no digest fixes."""
+    for stage in sorted({*ENCODING} & {*stages} & dict(policy.weights).keys()):
+        if fixed := encoder_digest(config.model, config.task):
+            policy.check_weights(stage, partial(str, fixed), str)  # no run's seed has drawn it
+        elif config.model.library:
+            raise RefusedError(
+                "policy pins weights, and not how model.name and model.size prepare images for them: freeze them, "
+                "model.train=head, and the digest has both"
+            )
 
 
 def _check_options_kept(instructions: Mapping[str, Any], config: RunConfig) -> None:

@@ -9,19 +9,17 @@ The policy is a YAML file in the institution's hands:
                                               # encoder may pass images on unchanged. See `weights`
     weights: {extract: [random]}              # by stage, the weights that it accepts. `random`: those that the run's
                                               # seed gives, drawn again here. Others by digest, as `flwr-replay privacy
-                                              # digest FILE` prints it. Stages that bring an encoder, generator or
-                                              # decoder: extract, encode-images, train-generator, keep-decoder,
-                                              # train-prior, keep-prior. `random` never matches the last two. A stage
-                                              # that is not named accepts any weights. SplitNN's part is moved by the
-                                              # server's gradients: no digest pins it. Latents from pinned weights can
-                                              # still be inverted, exactly where a layer is wider than its input
+                                              # digest FILE` prints it. The stages: `PINNED`; of summarise all but the
+                                              # head. `random` never matches the last two. A stage that is not named
+                                              # accepts any weights. SplitNN's part is moved by the server's gradients:
+                                              # no digest pins it. Latents from pinned weights can still be inverted,
+                                              # exactly where a layer is wider than its input
     max-upload-mb: 64                         # the largest message that may leave, in 10^6 bytes
     max-epsilon: 8                            # all that depends on training examples must be differentially private,
                                               # with at most this epsilon in a run. The run then needs dp=end-to-end, or
                                               # dp=statistics or gradient of a classification, and a budget within
                                               # it; with noise=shared it is that of the sum. Metrics of tests are
-                                              # not covered: see `metrics`. Several runs add up; their sum has no
-                                              # limit
+                                              # not covered: see `metrics`. Several runs add up, without a limit
     max-delta: 1.0e-5                         # the largest delta; choose it far below one over the number of examples.
                                               # Default: 1e-5 where an epsilon has a limit, which says nothing without
     max-local-epsilon: 20                     # rows of single patients leave with dp=latents only, and all runs in this
@@ -38,8 +36,7 @@ The policy is a YAML file in the institution's hands:
                                               # the noise of many sums averages out: so max-evaluations is of tests in
                                               # all runs together, and of runs with such sums, by default 1. Weights
                                               # can tell counts, too; only max-epsilon bounds that
-    recording: false                          # no run whose server says that it keeps messages for attacks on them.
-                                              # This binds honest servers only: any other can keep what it gets
+    recording: false                          # no run whose server says that it keeps messages; any other can, too
     sealed: true                              # no run in which a server could read weights: sealed=true only. What
                                               # sealing does not hide is in docs/sealed.md
     masked: true                              # no run in which a server, or one institution that helps it, could read
@@ -50,8 +47,7 @@ The policy is a YAML file in the institution's hands:
     limits: {epochs: 50}                      # the most that a server may ask for; defaults: `LIMITS`
 
 A key that is left out forbids nothing, except that limits always hold. This package's ClientApp enforces the rules,
-before any data are read wherever the question can be decided then. They bind the code that the institution runs, and no
-other code.
+before any data are read wherever the question can be decided then. They bind no other code.
 """
 
 from __future__ import annotations
@@ -75,10 +71,10 @@ from flwr_replay.payloads.common import Evaluation
 from flwr_replay.wire.fields import Field, Kind
 from flwr_replay.wire.payload import Payload
 
-__all__ = ["ADVICE", "LIMITS", "RANDOM", "Policy", "read_policy"]
+__all__ = ["ADVICE", "ENCODING", "LIMITS", "RANDOM", "Policy", "read_policy"]
 
-# stages whose weights a policy may pin
-PINNED = ("extract", "encode-images", "train-generator", "keep-decoder", "train-prior", "keep-prior")
+ENCODING = ("extract", "summarise")  # stages whose weights, or a frozen encoder, a policy may pin
+PINNED = (*ENCODING, "encode-images", "train-generator", "keep-decoder", "train-prior", "keep-prior")
 DIGEST = re.compile("sha256:[0-9a-f]{64}")
 RANDOM = "random"  # of weights: those that the run's seed gives
 DELTA = 1e-5  # the largest, where a policy limits epsilon and names none: a server would choose it up to one over |D|
@@ -88,6 +84,8 @@ LIMITS: Mapping[str, float] = {  # what a server may ask for at most, by the las
     "epochs": PASSES,  # local, of encoders, generators, priors, private models
     "views": VIEWS,  # of each example
     "counts": 10_000_000,  # examples that are to be drawn from a prior
+    "clip": 1e9,  # norms of features, latents, gradients
+    "products": 10_000_000,  # of features, in sums
     "width": WIDTH,
     "parameters": PARAMETERS,  # of a model, all of it
     "dim": WIDTH,

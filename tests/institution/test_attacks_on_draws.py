@@ -10,16 +10,20 @@ from flwr_replay.config.compose import compose
 from flwr_replay.config.sections import ReplayConfig
 from flwr_replay.engines.simulate import Simulation, run_inline
 from flwr_replay.errors import FlwrReplayError
+from flwr_replay.files.tensors import digest
 from flwr_replay.forecast.forecast import expected
 from flwr_replay.learning.draws import Draws
-from flwr_replay.payloads.common import Train
+from flwr_replay.models.zoo import backbone, encoder_digest
+from flwr_replay.payloads.common import RollCall, Train
 from flwr_replay.payloads.fedreplay import Encode, Extract
 from flwr_replay.payloads.fedstats import PRODUCTS, SUMS, KeepDraws, Summarise, pairs_of
 from flwr_replay.privacy.sums import SHARE
 from flwr_replay.report.progress import Display
+from flwr_replay.rng import derived_seed
 from flwr_replay.server.sums import Moments
 from flwr_replay.wire.masked import blank_masked
 from flwr_replay.wire.records import opened
+from flwr_replay.wire.weights import to_arrays
 
 F = 9 * 7 * 7
 FROZEN = [*SHARDS, "classes=3", "model=gabor", "model.train=head", "device=cpu"]
@@ -108,6 +112,74 @@ def test_the_forecast_has_the_sums_and_no_weights_beside_them(options, masked):
     assert len(answers) == 3
     hidden = "masked=true" in masked
     assert all(set(arrays) == set(blank_masked(of) if hidden else of) for arrays in answers for of in [sums_of(F)])
+
+
+# --- which encoder makes what is summed -------------------------------------------------------------------------------
+
+DP = ["dp=statistics", "privacy.sigma=1", "delta=0.001"]
+
+
+def pinning(folder, allowed, *options, also=""):
+    """Return a server whose hospital sums what these weights make, and no other."""
+    write_shards(folder, {"a": 40})
+    return HostileServer(folder, *SHARDS, *options, "device=cpu", policy=f"weights: {{summarise: [{allowed}]}}{also}")
+
+
+def refused(server, request_):
+    """Send a request that must be refused in a line, and cost nothing; return the line."""
+    reply = server.send(request_)
+    assert refusal(reply)
+    assert "\n" not in refusal(reply)
+    assert not weights(reply)
+    assert not server.charges("r")
+    return refusal(reply)
+
+
+@pytest.mark.parametrize("options", [CWT, DRAWN, ["strategy=fedstats"]], ids=["cwt", "fedreplay", "fedstats"])
+def test_a_policy_pins_the_frozen_encoder_of_sums(tmp_path, options):
+    run = [*FROZEN[len(SHARDS) :], *options, *DP]
+    config = compose([*FROZEN, *options])
+    own = encoder_digest(config.model, config.task)
+    server = pinning(tmp_path, own, *run)
+    request_ = summarise(server.weights, sums=0) if options == ["strategy=fedstats"] else summarise()
+    assert f"lets stage summarise take weights sha256:{'0' * 64}; got {own}" in refused(
+        pinning(tmp_path, f"sha256:{'0' * 64}", *run), request_
+    )
+    called = RollCall(strategy=server.config.strategy.name, run="r", stages=["summarise", "evaluate"])
+    assert "lets stage summarise" in refused(pinning(tmp_path, "", *run), called)  # before anybody is asked for sums
+    assert "clip from 0 to 9" in refused(pinning(tmp_path, own, *run, also="\nlimits: {clip: 9}"), request_)
+    assert "products from 0 to 0" in refused(pinning(tmp_path, own, *run, also="\nlimits: {products: 0}"), request_)
+    assert "task.mean and task.std would change" in refused(
+        pinning(tmp_path, own, *run, "task.mean=[-9.0]", "task.std=[1.0]"), request_
+    )
+    assert not refusal(server.send(request_))
+    assert [charge["steps"] for charge in server.charges("r")] == [1]
+
+
+def test_a_policy_pins_an_encoder_that_travels_but_not_the_head(tmp_path):
+    stats = ["classes=3", "model=mlp", "model.width=64", "strategy=fedstats", "head=means", *DP]
+    server = pinning(tmp_path, "random", *stats, "seed=3")
+    arrays = to_arrays(backbone(server.config.model, server.config.task)(derived_seed(3, "model")))
+    matrix = next(name for name, array in arrays.items() if array.shape == (64, 64))
+    shown = {**arrays, matrix: np.eye(64, dtype=np.float32)}  # sums of images, as they are
+    about = {"clip": 10.0, "products": 0, "sums": 0}
+    for crafted in (shown, {}, {**arrays, "head.other": arrays[matrix]}, {matrix: arrays[matrix]}):
+        refused(server, summarise(crafted, **about))
+    bare = pinning(tmp_path, f"sha256:{'0' * 64}", "classes=3", "model=gabor", *stats[3:])  # nothing travels but a head
+    assert "got sha256" in refused(bare, summarise(bare.weights, **about))
+    other = {name: array + 1 if name.startswith("head") else array for name, array in arrays.items()}
+    assert not refusal(server.send(summarise(other, **about)))
+
+
+def test_a_policy_that_pins_a_frozen_encoder_pins_what_lies_above_it_too(tmp_path):
+    run = ["classes=3", "model=gabor", "model.hidden=8", "model.train=from:hidden", "strategy=fedstats", *DP]
+    config = compose([*SHARDS, *run])
+    server = pinning(tmp_path, encoder_digest(config.model, config.task), *run)
+    about = {"clip": 10.0, "products": pairs_of(8), "sums": 0}
+    assert "got sha256" in refused(server, summarise(server.weights, **about))
+    own = {name: array for name, array in server.weights.items() if not name.startswith("head")}
+    both = f"{encoder_digest(config.model, config.task)}, {digest(own)}"
+    assert not refusal(pinning(tmp_path, both, *run).send(summarise(server.weights, **about)))
 
 
 def gaussians(**changed):
