@@ -358,8 +358,7 @@ class FedER(Relay):
         self.buffers.numbers = {name: i for i, name in enumerate(members, 1)} if self.config.buffer else {}
         self.hops = self.new_hops([1.0] * len(members))  # if answers decide: as if all took equally long
         travelling = self.travelling(arrays)
-        own = TrainedOwn(num_examples=0, examples_seen=0, num_steps=0, train_loss=0.0)  # its model stays
-        answer = own if self.stays else Trained.empty(travelling)
+        answer = TrainedOwn.blank() if self.stays else Trained.blank(travelling)
         begun: set[str] = set()  # models that have been trained
         self.held = {name: list(self.buffers.numbers.values()) for name in members}
         alike: dict[tuple[str, bool, int], tuple[Request, int]] = {}  # requests of one size, and how many there are
@@ -383,7 +382,6 @@ class FedER(Relay):
                 alike[key] = first, times + 1
                 self.hops.pass_on(turn.institution, trained=True)
         deliveries = {name: len(pairs) for name, pairs in delivered.items()}
-        self.hops, self.held, self.turns = self.new_hops(), {}, {}
         draws = {name: len(rounds) for name, rounds in drawn.items()}
         exchanges = [(members[name], request, answer, times) for (name, *_), (request, times) in alike.items()]
         return [*self.buffers.forecast(deliveries, draws), *exchanges]

@@ -32,6 +32,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
@@ -287,15 +288,14 @@ class FedReplay(OneShot):
         encoder = {name: arrays[name] for name in self.encoder_shapes}
         exchanges: list[Exchange] = []
         if self.config.encoder == "institution" and encoder:
-            counts = dict.fromkeys(("num_examples", "examples_seen", "epochs"), 0)
-            blank = Encoder(arrays=encoder, train_loss=0.0, validation_loss=0.0, **counts)
-            exchanges.append((self.encoder_candidates()[0], self.encode_request(0, arrays), blank, 1))
-        config, fit = self.config, self.fitting_rows()
+            exchanges = [(self.encoder_candidates()[0], self.encode_request(0, arrays), Encoder.blank(encoder), 1)]
         for member in self.members:
-            total = member.num_examples * config.upload_views
-            for first in range(0, total, fit):
+            total = member.num_examples * self.config.upload_views
+            for first in range(0, total, fit := self.fitting_rows()):
                 labels = self.blank_labels(min(fit, total - first))
-                chunk = Latents.blank(self.latent_shape, config.latent_dtype, labels)
+                latents = np.broadcast_to(np.zeros((), self.config.latent_dtype), (len(labels), *self.latent_shape))
+                scales = np.zeros(len(labels), np.float32) if self.config.latent_dtype == "int8" else None
+                chunk = Latents.blank(latents=latents, labels=labels, scales=scales)
                 exchanges.append((member, self.extract_request(encoder, first, 0), chunk, 1))
         return exchanges
 

@@ -49,7 +49,7 @@ from flwr_replay.learning.latents import on_device
 from flwr_replay.learning.tasks import Regression
 from flwr_replay.learning.training import make_optimizer, step, torch_rng
 from flwr_replay.models import placed
-from flwr_replay.movements.base import Exchange, Movement, Settings
+from flwr_replay.movements.base import Movement, Settings
 from flwr_replay.movements.parallel import Parallel
 from flwr_replay.payloads.common import Trained
 from flwr_replay.payloads.fedstats import MOST_FEATURES, PRODUCTS, SUMS, ClassSums, Summarise, pairs_of
@@ -223,10 +223,6 @@ class FedStats(Parallel):
         run, clip, products = self.settings.run, self.config.clip, self.products
         sums, arrays = (self.numbers - products, {}) if self.drawn else (0, arrays)
         return Summarise(exchange=exchange, arrays=arrays, run=run, clip=clip, products=products, sums=sums)
-
-    def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
-        """As in every parallel method; no weights travel beside what a frozen encoder makes."""
-        return super().forecast({} if self.drawn else arrays, num_rounds)
 
     def lose(self, lost: Sequence[str]) -> None:
         """Stop: the others' sums are made for just these institutions, and nobody makes others."""

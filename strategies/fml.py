@@ -30,7 +30,6 @@ from typing import Any
 from flwr.app import ArrayRecord
 
 from flwr_replay.errors import refuse_each
-from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.mutual import MutualConfig, check_pair, first_state
 from flwr_replay.movements.parallel import Parallel, weighted_mean
 from flwr_replay.payloads.common import Trained
@@ -99,10 +98,6 @@ class FML(Parallel):
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
         """Restore it."""
         self.proxy_state = arrays
-
-    def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
-        """As for every parallel method; the state of the proxy's optimizer may travel with it."""
-        return super().forecast(opened(joined(arrays, self.proxy_state)), num_rounds)
 
     def evaluation(self, exchange: int, arrays: Weights) -> EvaluateWithProxy:
         """Each institution tests its private model and the averaged proxy."""

@@ -73,8 +73,7 @@ class Local(Relay):
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """One exchange with every institution in every round in which it trains; no weights."""
-        times = self.trainings(num_rounds)
-        answer = TrainedOwn(num_examples=0, examples_seen=0, num_steps=0, train_loss=0.0)
+        times, answer = self.trainings(num_rounds), TrainedOwn.blank()
         trainers = [member for member in self.members if times[member.name]]
         return [(member, self.train_request(0, member), answer, times[member.name]) for member in trainers]
 

@@ -39,7 +39,6 @@ from functools import partial
 from typing import Any
 
 from flwr_replay.errors import refuse_each
-from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.gossip import Gossip, GossipConfig
 from flwr_replay.movements.mutual import MutualConfig, check_pair, first_state
 from flwr_replay.payloads.mutual import EvaluatePair, PairEvaluation, ReleasedProxy, TrainProxy
@@ -99,9 +98,9 @@ class ProxyFL(Gossip):
         """Add to a proxy the state of its optimizer, where that travels, as zeros."""
         return opened(joined(theta, self.first_state))
 
-    def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
-        """As in gossip; the state of the proxy's optimizer may travel with it."""
-        return super().forecast(self.with_state(arrays), num_rounds)
+    def travelling(self, arrays: Weights) -> Weights:
+        """Return proxies as they travel: perhaps with the state of their optimizer."""
+        return super().travelling(self.with_state(opened(arrays)))
 
     def evaluation(self, exchange: int, arrays: Weights) -> EvaluatePair:
         """Each institution tests its private model and, after mixing, its proxy."""

@@ -32,7 +32,7 @@ from typing import Any
 from flwr_replay.config.sections import PASSES, require, within
 from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.errors import refuse_each
-from flwr_replay.movements.base import Exchange, Settings
+from flwr_replay.movements.base import Settings
 from flwr_replay.movements.parallel import Parallel, weighted_mean
 from flwr_replay.payloads.common import Trained
 from flwr_replay.payloads.scaffold import CONTROL, TrainControlled, zeros
@@ -109,10 +109,6 @@ class Scaffold(Parallel):
         before = self.total_control or zeros(theta)
         self.total_control = {name: before[name] + sum(sizes) * delta for name, delta in change.items()}
         return theta
-
-    def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
-        """As for every parallel method; the control is as large as the weights."""
-        return super().forecast(opened(joined(arrays, zeros(arrays), CONTROL)), num_rounds)
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
         """Return the sum of n_k c_k."""

@@ -267,7 +267,7 @@ class SplitNN(Serial):
                 gradients = [np.zeros((n, *shape), np.float32) for shape in self.shapes]
                 if not self.config.share_labels:
                     losses = [0.0] * math.ceil(n / b)
-                    answer = HeadGradients(gradients=gradients[1], losses=losses, num_examples=0)
+                    answer = HeadGradients.blank(gradients=gradients[1], losses=losses)
                     visit.append((self.head_loss(0, 0, gradients[1]), answer, times))
                 request = self.next_batch(0, 0, gradients[0], last=not following)
                 half = Half(arrays=enter.arrays, num_examples=0)

@@ -168,7 +168,10 @@ class Movement(Strategy):
 
     @abstractmethod
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
-        """Return the exchanges of training if every institution stays: member, request, answer, how often."""
+        """Return the exchanges of training if every institution stays: member, request, answer, how often.
+
+        The strategy is the forecast's own, and never runs: what this changes in it need not be set back.
+        """
 
     def exchange_round(
         self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord

@@ -274,11 +274,10 @@ class Gossip(Relay):
         for (exchange, *_), times in ((rounds, len(rounds)) for rounds in alike.values()):
             members = self.trainers(exchange)
             self.mailbox, self.exchanged = Mailbox(), self.has_edges(exchange, len(members))
-            answer = self.answer.empty(self.travelling(arrays) if self.exchanged else {})
+            answer = self.answer.blank(self.travelling(arrays) if self.exchanged else {}, weight=1.0)
             exchanges += [(member, self.train_request(exchange, member), answer, times) for member in members]
             self.deal(exchange, {member.name: answer for member in members})
             for member in members:
                 request = self.delivery(exchange, self.mailbox.waiting[member.name])
-                exchanges.append((member, request, Committed(num_examples=0, parcels=request.parcels), times))
-        self.mailbox = Mailbox()
+                exchanges.append((member, request, Committed.blank(parcels=request.parcels), times))
         return exchanges

@@ -85,11 +85,10 @@ class Parallel(AtOnce):
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """One exchange with every institution in every round in which it trains."""
         request = self.asking(0, arrays, self.members)
-        form = answer_form(arrays, request)
-        leaves = blank_masked(form) if self.settings.hiding.sums_only else form
-        answer, times = self.answer.empty(leaves), self.trainings(num_rounds)
-        if self.settings.hiding.sums_only:
-            answer = replace(answer, train_loss=None)  # it would give the gradient
+        masked, form = self.settings.hiding.sums_only, answer_form(request)
+        answer = self.answer.blank(blank_masked(form) if masked else form)
+        answer = replace(answer, train_loss=None) if masked else answer  # it would give the gradient
+        times = self.trainings(num_rounds)
         exchanges: list[tuple[Request, Payload]] = [(request, answer)]
         if self.spare:
             exchanges = [
@@ -119,7 +118,7 @@ class Parallel(AtOnce):
     @property
     def form(self) -> StateDict:
         """Arrays of the form that all answers have: of the request, and what it asks for beside them."""
-        return answer_form(opened(self.request.parts()[0] or {}), self.request)
+        return answer_form(self.request)
 
     def asking(self, exchange: int, arrays: Weights, members: Iterable[Member]) -> Request:
         """Return the request to train to all of these; where some may be missing, it names them."""
@@ -292,10 +291,10 @@ class Parallel(AtOnce):
         return replace(answers[0], arrays=mean, num_examples=n)
 
 
-def answer_form(sent: StateDict, request: Request) -> StateDict:
-    """Return arrays of the form of an answer's: those that were sent, and what the request asks for beside them."""
-    _, _, instructions = request.parts()
-    return {**sent, **request.added(instructions)}
+def answer_form(request: Request) -> StateDict:
+    """Return arrays of the form of an answer's: those of the request, and what it asks for beside them."""
+    sent, _, instructions = request.parts()
+    return {**opened(sent or {}), **request.added(instructions)}
 
 
 def weighted_mean(states: Sequence[StateDict], weights: Sequence[float]) -> StateDict:

@@ -96,7 +96,7 @@ class Serial(Movement):
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """One visit in every cycle that an institution belongs to; in a sealed run the first gets no weights."""
         travelling, times = self.travelling(arrays), self.trainings(num_rounds)
-        request, answer = self.train_request(0, travelling), Trained.empty(travelling)
+        request, answer = self.train_request(0, travelling), Trained.blank(travelling)
         visited = [member for member in self.cycle_members() if times[member.name]]
         exchanges: list[Exchange] = [(member, request, answer, times[member.name]) for member in visited]
         if not self.settings.hiding.readable:

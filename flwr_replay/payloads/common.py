@@ -176,11 +176,6 @@ class Trained(Spent):
     )
 
     @classmethod
-    def empty(cls, arrays: Weights) -> Trained:
-        """Return the answer of a training without examples."""
-        return cls(arrays=arrays, num_examples=0, examples_seen=0, num_steps=0, train_loss=0.0)
-
-    @classmethod
     def from_foreign(cls, content: RecordDict) -> Trained:
         """Read the reply of a user's own ClientApp: one array record, perhaps metrics.
 

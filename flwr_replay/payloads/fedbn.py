@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from flwr_replay.payloads.common import Train, Trained
 from flwr_replay.wire.fields import model
-from flwr_replay.wire.records import Weights, array_record, opened
+from flwr_replay.wire.records import Weights
 
 __all__ = ["TrainShared", "TrainedShared", "of_norms", "shared"]
 
@@ -33,11 +33,6 @@ class TrainedShared(Trained):
     """Trained weights without batch norm's."""
 
     arrays: Weights = model(part=shared)
-
-    @classmethod
-    def empty(cls, arrays: Weights) -> Trained:
-        """Return the answer of a training without examples."""
-        return super().empty(array_record(shared(opened(arrays))))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.payloads.common import LabelScale, Spending, Spent
@@ -56,14 +55,6 @@ class Latents(Spent):
     first: int = statistic("row of the upload at which this chunk begins", public=True)
     total: int = statistic("rows of the whole upload: examples times views", public=True)
     raw_bytes: int = statistic("bytes of the raw examples that this chunk stands for", public=True)
-
-    @classmethod
-    def blank(cls, shape: tuple[int, ...], dtype: str, labels: NDArray[Any]) -> Latents:
-        """Return a chunk of zeros, with a row of this shape for each label."""
-        latents = np.broadcast_to(np.zeros((), dtype), (len(labels), *shape))
-        scales = np.zeros(len(labels), np.float32) if dtype == "int8" else None
-        numbers = {"num_examples": 0, "first": 0, "total": 0, "raw_bytes": 0}
-        return cls(latents=latents, labels=labels, scales=scales, **numbers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -43,9 +43,9 @@ class ClassSums(Trained):
     arrays: Weights = model(means="class sums", dp="statistics")
 
     @classmethod
-    def empty(cls, arrays: Weights) -> ClassSums:
-        """Return the sums of nothing; there is no loss."""
-        return cls(arrays=arrays, num_examples=0, examples_seen=0, num_steps=0)
+    def blank(cls, sent: Weights | None = None, **known: Any) -> Self:
+        """Return blank sums; there is no loss."""
+        return super().blank(sent, **{"train_loss": None, **known})
 
 
 @dataclass(frozen=True, kw_only=True)

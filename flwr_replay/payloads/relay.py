@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from flwr_replay.errors import WireError
 from flwr_replay.payloads.common import LAST_TRAINING, STEPS, LabelScale, Spending, Spent
@@ -32,11 +31,6 @@ class Released(Spent):
     examples_seen: int = statistic("examples; with repetition", public=True)
     num_steps: int = statistic(STEPS, public=True)
     train_loss: float | None = statistic("the task's loss, mean over the training", default=None, withheld=True)
-
-    @classmethod
-    def empty(cls, arrays: Weights) -> Self:
-        """Return the answer of a training without examples."""
-        return cls(arrays=arrays, weight=1.0, num_examples=0, examples_seen=0, num_steps=0, train_loss=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

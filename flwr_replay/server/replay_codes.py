@@ -370,12 +370,9 @@ class GenerativeReplay(Replay):
         self.counts, self.held = [[total]], {member.name: 1 for member in members}  # as if replay were complete
         plan, coded, exchanges, kept = self.replay_plan, 0, list[Exchange](), Kept(num_examples=0)
         weights, prior = to_arrays(self.model), plan.fresh_prior(self.model)
-        counts: dict[str, Any] = {"num_examples": 0, "examples_seen": 0, "steps": 0, "steps_left": 0}
-        losses = [0.0] * plan.generator.epochs
-        generated = Generated(arrays=weights, losses=losses, perplexity=[0.0, 0.0], **counts)
-        prior_weights, labels = to_arrays(prior), [0] * prior.classes
-        losses = [0.0] * plan.prior.epochs
-        own = TrainedPrior(arrays=nested({"prior": prior_weights}), losses=losses, label_counts=labels, **counts)
+        generated = Generated.blank(weights, losses=[0.0] * plan.generator.epochs, perplexity=[0.0, 0.0])
+        prior_weights, labels, losses = to_arrays(prior), [0] * prior.classes, [0.0] * plan.prior.epochs
+        own = TrainedPrior.blank(nested({"prior": prior_weights}), losses=losses, label_counts=labels)
         models = nested({"decoder": self.decoder(weights), "prior": prior_weights})
         keep_prior = KeepPrior(run=self.run, arrays=models, source=0, label_counts=labels)
         decoder, encode = KeepDecoder(run=self.run, arrays=self.decoder(weights)), self.encode_request(weights, 0)
@@ -388,7 +385,7 @@ class GenerativeReplay(Replay):
                 exchanges.append((member, KeepCodes(run=self.run, **self.blank(coded)), kept, 1))
             passes = [member.num_examples + (0 if plan.replay.codes == "stale" else coded)]
             passes += [member.num_examples] if plan.replay.codes == "last-pass" else []
-            exchanges += [(member, encode, Codes(**self.blank(n), num_examples=0, raw_bytes=0), 1) for n in passes]
+            exchanges += [(member, encode, Codes.blank(**self.blank(n)), 1) for n in passes]
             exchanges += [(member, decoder, kept, 1), (member, KeepCodes(run=self.run, **self.blank(total)), kept, 1)]
             coded += member.num_examples
         return exchanges

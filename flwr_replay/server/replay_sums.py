@@ -141,5 +141,5 @@ class StatisticsReplay(Replay):
         blank["counts"] = np.zeros(C, np.int64)
         keep, kept = self.keep(blank), Kept(num_examples=0)
         self.held = {member.name: [1, sum(m.num_examples for m in members)] for member in members}
-        sums = [(member, self.request, ClassSums.empty(form), 1) for member in members]
+        sums = [(member, self.request, ClassSums.blank(form), 1) for member in members]
         return [*sums, *((member, keep, kept, 1) for member in members)]

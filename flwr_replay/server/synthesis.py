@@ -195,13 +195,12 @@ class Buffers:
         exchanges: list[Exchange] = []
         for member in self.exchanger.members:
             slices = self.plan.slices(member.num_examples)
-            answer = GeneratorSlice(num_examples=0, steps=0, steps_left=0, loss=0.0)
-            last = replace(
-                answer, diversity=0.0, precision=0.0, margin=0.0 if self.plan.generator.keeps_distance else None
-            )
+            margin = {} if self.plan.generator.keeps_distance else {"margin": None}
+            last = GeneratorSlice.blank(**margin)
+            answer = replace(last, diversity=None, precision=None, margin=None)
             exchanges += [(member, TrainSlice(run=run), reply, n) for reply, n in ((answer, slices - 1), (last, 1))]
             if self.size:
-                buffer = Buffer(images=images, labels=labels, num_examples=0)
+                buffer = Buffer.blank(images=images, labels=labels)
                 exchanges.append((member, self.draw(0), buffer, draws.get(member.name, 0)))
                 keep = KeepBuffer(run=run, number=0, buffer=self.size, images=images, labels=labels)
                 exchanges.append((member, keep, Kept(num_examples=0), deliveries.get(member.name, 0)))

@@ -98,6 +98,22 @@ class Payload:
         """Return the declarations by the fields' keys in records."""
         return {field.key: field for field in cls.declared().values()}
 
+    @classmethod
+    def blank(cls, sent: Weights | None = None, **known: Any) -> Self:
+        """Return a payload as large as a real one: numbers are 0, weights as they were sent, or the declared part.
+
+        `known` are other values, by field. Fields with a default keep it, but what may be withheld is there.
+        """
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            declared = cls.declared()[field.name]
+            if declared.shape == "state dict" and sent is not None:
+                values[field.name] = declared.part(opened(sent)) if callable(declared.part) else sent
+            elif field.name in cls.scalar_types() and (field.default is dataclasses.MISSING or declared.withheld):
+                kind = cls.scalar_types()[field.name][1]
+                values[field.name] = [] if kind.listed else kind.base()
+        return cls(**{**values, **known})
+
     def encode(self) -> RecordDict:
         """Translate to Flower's records; arrays are copied, and the payload is unchanged."""
         arrays, metrics, config = self.parts()
