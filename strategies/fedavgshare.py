@@ -181,11 +181,11 @@ class FedAvgShare(FedAvg):
                 images = np.broadcast_to(np.zeros((), dtype), (n, *shape))
                 return {"images": images, "labels": self.blank_labels(n)}
 
-            shared = Given(**blank(sizes[member.name]), num_examples=0, raw_bytes=0)
+            shared = Given.blank(**blank(sizes[member.name]))
             exchanges.append((member, self.give(0), shared, 1))
             if rest := sum(sizes.values()) - sizes[member.name]:
                 receive = Receive(run=self.settings.run, **blank(rest))
-                exchanges.append((member, receive, Received(num_examples=0), 1))
+                exchanges.append((member, receive, Received.blank(), 1))
         return exchanges + super().forecast(arrays, num_rounds)
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:

@@ -270,18 +270,16 @@ class SplitNN(Serial):
                     answer = HeadGradients.blank(gradients=gradients[1], losses=losses)
                     visit.append((self.head_loss(0, 0, gradients[1]), answer, times))
                 request = self.next_batch(0, 0, gradients[0], last=not following)
-                half = Half(arrays=enter.arrays, num_examples=0)
+                half = Half.blank(enter.arrays)
                 visit.append((request, self.empty(following) if following else half, times))
             exchanges += [(member, request, answer, times * num_rounds) for request, answer, times in visit]
         return exchanges
 
     def empty(self, n: int) -> Activations:
         """Return a blank upload of n examples, as large as a real one."""
-        activations = np.zeros((n, *self.shapes[0]), np.float32)
-        if not self.config.share_labels:
-            return Activations(activations=activations, num_examples=0)
-        labels = self.blank_labels(n)
-        return LabelledActivations(activations=activations, labels=labels, num_examples=0)
+        answer = LabelledActivations if self.config.share_labels else Activations
+        labels = {"labels": self.blank_labels(n)} if self.config.share_labels else {}
+        return answer.blank(activations=np.zeros((n, *self.shapes[0]), np.float32), **labels)
 
     # --- answers ------------------------------------------------------------------------------------------------------
 

@@ -368,7 +368,7 @@ class GenerativeReplay(Replay):
         """Every training takes one message; one that takes longer has more, which hold numbers and no weights."""
         self.rows = total = sum(member.num_examples for member in members)
         self.counts, self.held = [[total]], {member.name: 1 for member in members}  # as if replay were complete
-        plan, coded, exchanges, kept = self.replay_plan, 0, list[Exchange](), Kept(num_examples=0)
+        plan, coded, exchanges, kept = self.replay_plan, 0, list[Exchange](), Kept.blank()
         weights, prior = to_arrays(self.model), plan.fresh_prior(self.model)
         generated = Generated.blank(weights, losses=[0.0] * plan.generator.epochs, perplexity=[0.0, 0.0])
         prior_weights, labels, losses = to_arrays(prior), [0] * prior.classes, [0.0] * plan.prior.epochs

@@ -139,7 +139,7 @@ class StatisticsReplay(Replay):
         form = Summarise.added({"sums": C * (1 + F), "products": pairs_of(F)})
         blank: StateDict = {"means": np.zeros((C, F), np.float32), "factor": np.zeros((F, F), np.float32)}
         blank["counts"] = np.zeros(C, np.int64)
-        keep, kept = self.keep(blank), Kept(num_examples=0)
+        keep, kept = self.keep(blank), Kept.blank()
         self.held = {member.name: [1, sum(m.num_examples for m in members)] for member in members}
         sums = [(member, self.request, ClassSums.blank(form), 1) for member in members]
         return [*sums, *((member, keep, kept, 1) for member in members)]

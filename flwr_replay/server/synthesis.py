@@ -203,7 +203,7 @@ class Buffers:
                 buffer = Buffer.blank(images=images, labels=labels)
                 exchanges.append((member, self.draw(0), buffer, draws.get(member.name, 0)))
                 keep = KeepBuffer(run=run, number=0, buffer=self.size, images=images, labels=labels)
-                exchanges.append((member, keep, Kept(num_examples=0), deliveries.get(member.name, 0)))
+                exchanges.append((member, keep, Kept.blank(), deliveries.get(member.name, 0)))
         return exchanges
 
 
