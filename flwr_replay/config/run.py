@@ -152,7 +152,7 @@ class RunConfig:
         require(
             self.nodes not in (1, 2),
             f"masked=true needs at least three institutions; got nodes={self.nodes}: of two, each could compute the "
-            "other's weights from the mean",
+            "other's weights from the mean: add one, or set masked=false, and noise=secret where noise=shared",
         )
         unset = {
             "sealed": (self.sealed, False),

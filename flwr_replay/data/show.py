@@ -23,11 +23,11 @@ from flwr_replay.data.class_counts import extremes, warnings
 from flwr_replay.data.classes import Classes
 from flwr_replay.data.datasets import Dataset, Examples
 from flwr_replay.data.folder import MODES, folder_rows, readable
-from flwr_replay.data.manifest import ManifestRow
+from flwr_replay.data.manifest import ManifestRow, words_of
 from flwr_replay.data.partitions import Partition
 from flwr_replay.data.picture import picture
 from flwr_replay.data.skew import is_continuous, ks_matrix, label_histogram, tv_matrix
-from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.errors import ConfigError, DataError, RunError
 from flwr_replay.files.atomic import NAME, make_folder, write_atomic
 from flwr_replay.terminal import fitted
 
@@ -204,7 +204,8 @@ class Look(NamedTuple):
 def checked(folder: Path) -> tuple[list[str], bool]:
     """Read every image of a folder, laid out as in `flwr_replay.data.folder`; return lines, and whether it is sound.
 
-    It is not if a file cannot be read, equal files have different labels or splits, or a patient is in two splits.
+    It is not if a file cannot be read, labels differ by spelling only, equal files have different labels, splits or
+    patients, or a patient is in two splits.
 
     Raises
     ------
@@ -216,13 +217,17 @@ def checked(folder: Path) -> tuple[list[str], bool]:
     classes = Counter(row.label for row in rows)
     lines = [f"{len(rows):,} images: {', '.join(f'{label} {count:,}' for label, count in sorted(classes.items()))}"]
     wrong = [f"cannot be read: {fault}" for fault in faults]
+    try:
+        words_of(rows)
+    except DataError as error:
+        wrong.append(str(error))
     same: dict[str, list[ManifestRow]] = defaultdict(list)
     for row, image in seen:
         same[image.digest].append(row)
     equal = [group for group in same.values() if len(group) > 1]
     for group in equal:
-        if len({(row.label, row.split) for row in group}) > 1:
-            wrong.append(f"the same image with other labels or splits: {_named(group)}")
+        if len({(row.label, row.split, row.site, row.patient) for row in group}) > 1:
+            wrong.append(f"the same image with other labels, splits or patients: {_named(group)}")
     splits: dict[tuple[str | None, str], set[str | None]] = defaultdict(set)
     for row in rows:
         splits[row.site, row.patient].add(row.split)

@@ -26,7 +26,18 @@ def test_all_bad_files_are_named_at_once(tmp_path: Path, monkeypatch, capsys) ->
     assert LEAKS in said
     wrong = [line for line in said.splitlines() if line.startswith(("cannot be read", "the same image"))]
     assert [f"{name}.png" in line for name, line in zip(("a", "b"), wrong[:2], strict=True)] == [True, True]
-    assert wrong[2:] == ["the same image with other labels or splits: healthy/0.png = ill/same.png"]
+    assert wrong[2:] == ["the same image with other labels, splits or patients: healthy/0.png = ill/same.png"]
+
+
+def test_what_a_run_refuses_or_leaks_is_wrong(tmp_path: Path) -> None:
+    for n in range(2):
+        draw(tmp_path / f"{n}.png", 0)
+    manifest(tmp_path, "image,label,patient", ["0.png,Normal,p1", "1.png,normal,p2"])
+    lines, sound = checked(tmp_path)
+    assert not sound
+    assert "labels must differ by more than spelling; got 'normal'" in lines[-2]
+    manifest(tmp_path, "image,label,patient", ["0.png,Normal,p1", "1.png,Normal,p2"])
+    assert checked(tmp_path)[0][-1] == "the same image with other labels, splits or patients: 0.png = 1.png"
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
