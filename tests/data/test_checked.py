@@ -37,7 +37,7 @@ def test_what_a_run_refuses_or_leaks_is_wrong(tmp_path: Path) -> None:
     assert not sound
     assert "labels must differ by more than spelling; got 'normal'" in lines[-2]
     manifest(tmp_path, "image,label,patient", ["0.png,Normal,p1", "1.png,Normal,p2"])
-    assert checked(tmp_path)[0][-1] == "the same image with other labels, splits or patients: 0.png = 1.png"
+    assert checked(tmp_path)[0][-1].startswith("the same image with other labels, splits or patients: ")
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
