@@ -121,10 +121,10 @@ class InstitutionClient(NumPyClient):
             )
         if any(field.shape == "state dict" for field in request.declared().values()):
             check_weights(arrays)
-        if (brought := self.brought(stage, arrays)) or (stage in ENCODING and not self.institution.frozen()):
-            self.institution.policy.check_weights(
-                stage, lambda: digest(brought), lambda: digest(self.random_like(brought))
-            )
+        if stage in dict((policy := self.institution.policy).weights):
+            brought = self.brought(stage, arrays)
+            if brought or (stage in ENCODING and not self.institution.frozen()):
+                policy.check_weights(stage, lambda: digest(brought), lambda: digest(self.random_like(brought)))
         decoded = request.of(arrays, config)
         if isinstance(decoded, LabelScale) and decoded.label_mean is not None and decoded.label_scale is not None:
             self.task = self.task.scaled(decoded.label_mean, decoded.label_scale)
