@@ -285,16 +285,16 @@ class FedReplay(OneShot):
         """One encoder, if an institution trains it, and every institution's latents, chunk by chunk, once."""
         if self.statistics:
             return self.statistics.forecast({}, num_rounds)
-        encoder = {name: arrays[name] for name in self.encoder_shapes}
-        exchanges: list[Exchange] = []
+        encoder, fit = {name: arrays[name] for name in self.encoder_shapes}, self.fitting_rows()
+        dtype, exchanges = self.config.latent_dtype, list[Exchange]()
         if self.config.encoder == "institution" and encoder:
             exchanges = [(self.encoder_candidates()[0], self.encode_request(0, arrays), Encoder.blank(encoder), 1)]
         for member in self.members:
             total = member.num_examples * self.config.upload_views
-            for first in range(0, total, fit := self.fitting_rows()):
+            for first in range(0, total, fit):
                 labels = self.blank_labels(min(fit, total - first))
-                latents = np.broadcast_to(np.zeros((), self.config.latent_dtype), (len(labels), *self.latent_shape))
-                scales = np.zeros(len(labels), np.float32) if self.config.latent_dtype == "int8" else None
+                latents = np.broadcast_to(np.zeros((), dtype), (len(labels), *self.latent_shape))
+                scales = np.zeros(len(labels), np.float32) if dtype == "int8" else None
                 chunk = Latents.blank(latents=latents, labels=labels, scales=scales)
                 exchanges.append((member, self.extract_request(encoder, first, 0), chunk, 1))
         return exchanges

@@ -201,11 +201,14 @@ def test_the_margin_is_the_median_distance_of_a_real_image_to_its_nearest_other(
     assert loss.margin == pytest.approx(float(torch.tensor(slow).median()), rel=1e-4)
 
 
-def test_an_image_of_the_institution_costs_most_and_one_beyond_the_margin_nothing():
+@pytest.mark.parametrize("kind", ["nearest", "pairs"])
+def test_an_image_of_the_institution_costs_most_and_one_beyond_the_margin_nothing(kind):
     x, _ = images()
-    loss = PrivacyLoss("nearest", Pixels(), x, CPU)
-    assert float(loss(x[:4] / 255, rows_B=torch.arange(4))) == pytest.approx(1, abs=1e-4)
-    assert float(loss(torch.full((4, 1, 8, 8), 20.0), rows_B=torch.arange(4))) == 0
+    loss = PrivacyLoss(kind, Pixels(), x, CPU)
+    for row in range(4):
+        alone = torch.tensor([row])
+        assert float(loss(x[alone] / 255, rows_B=alone)) == pytest.approx(1, abs=1e-4)
+        assert float(loss(torch.full((1, 1, 8, 8), 20.0), rows_B=alone)) == 0
 
 
 def test_without_its_weight_the_training_is_the_plain_one():

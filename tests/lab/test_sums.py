@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+import torch
 
 from flwr_replay.attacks.catalogue import RATIO
+from flwr_replay.attacks.sums import log_ratio
 from flwr_replay.config.compose import compose
 from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import RunError
@@ -107,3 +109,10 @@ def test_under_masks_only_whole_sums_over_images_are_attacked(tmp_path):
     exhibits = Evidence.of(folder).exhibits
     with pytest.raises(RunError, match="needs the answers of all institutions to one exchange"):
         summed(exhibits[:2], compose([*masked[:-1], "strategy=fedsgd"]))
+
+
+def test_the_ratio_is_that_of_two_normal_densities():
+    rng = torch.Generator().manual_seed(0)
+    rest, added = torch.randn(2, 5, generator=rng, dtype=torch.float64)
+    with_it, without = (torch.distributions.Normal(at, 3.0).log_prob(rest).sum() for at in (added, 0 * added))
+    assert log_ratio(rest, added, 3.0) == pytest.approx(float(with_it - without))

@@ -47,22 +47,34 @@ def test_a_key_that_others_read_or_that_is_damaged_is_refused(tmp_path):
         secret_key(tmp_path)
 
 
-@pytest.mark.parametrize("spend", ["begin", "noisy_counts"])
-def test_a_key_that_cannot_be_read_costs_nothing(tmp_path, spend):
+REQUEST = TrainPrior(run="run", exchange=1, arrays={})
+
+
+@pytest.fixture
+def budget(tmp_path):
+    """Return the budget of an institution that trains a generator and a prior under DP, with secret noise."""
     plan = PrivacyPlan.of(
         compose(["strategy=cwt", "replay=pixelcnn", "privacy.dp=generator+prior", "generator.codebook=gradient"])
     )
     data = np.zeros((99, 1, 8, 8), np.uint8), np.zeros(99, np.int64)
     institution = replace(Institution.from_arrays("a", data), state_root=tmp_path)
-    budget, request = (
-        PrivacyBudget(plan, institution, StateStore(institution), 0),
-        TrainPrior(run="run", exchange=1, arrays={}),
-    )
-    (institution.state / KEY).mkdir()
+    return PrivacyBudget(plan, institution, StateStore(institution), 0)
+
+
+@pytest.mark.parametrize("spend", ["begin", "noisy_counts"])
+def test_a_key_that_cannot_be_read_costs_nothing(tmp_path, budget, spend):
+    (budget.institution.state / KEY).mkdir()
     with pytest.raises(PrivacyError, match="could not be read; Is a directory") as caught:
-        budget.begin("prior", 1, request) if spend == "begin" else budget.noisy_counts(torch.ones(3), request)
+        budget.begin("prior", 1, REQUEST) if spend == "begin" else budget.noisy_counts(torch.ones(3), REQUEST)
     assert str(tmp_path) not in str(caught.value)
     assert budget.account("run").spent == []
+
+
+def test_label_counts_have_the_noise_that_they_are_charged_for(budget):
+    noise = budget.noisy_counts(torch.full((20_000,), 1000.0), REQUEST) - 1000
+    [cost] = budget.account("run").spent
+    assert float(noise.double().std()) == pytest.approx(cost.sigma, rel=0.03)
+    assert abs(float(noise.double().mean())) < 0.05 * cost.sigma
 
 
 def test_a_secret_stream_never_comes_again(tmp_path):

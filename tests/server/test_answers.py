@@ -74,7 +74,7 @@ LIES = {
     "all the weight": (number("num-examples", 10**12), "num_examples must be 33, by the roll call; got"),
     "some of the weight": (number("num-examples", 34), "num_examples must be 33, by the roll call; got 34"),
     "more passes than there are": (number("examples-seen", 10**15), "examples_seen must be at most"),
-    "more steps than examples": (number("num-steps", 10**9), "num_steps must be at most examples_seen, here 32; got"),
+    "more steps than examples": (number("num-steps", 33), "num_steps must be at most examples_seen, here 32; got"),
     "steps below none": (number("num-steps", -1), "num_steps must be int"),
     "steps that are no number": (number("num-steps", float("nan")), "num_steps must be int"),
     "no steps said": (lambda content: content["metrics"].pop("num-steps"), "num_steps"),

@@ -14,7 +14,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.halves import load_strategy
-from flwr_replay.errors import WireError
+from flwr_replay.errors import DivergedError, WireError
 from flwr_replay.wire.fields import instruction, model, notice, per_sample, statistic
 from flwr_replay.wire.payload import REQUESTS, Payload, rows
 from flwr_replay.wire.records import Weights, array_record, arrays_in, opened
@@ -271,6 +271,12 @@ def test_numbers_that_cannot_be_are_refused(field, value):
 def test_a_variance_below_zero_says_what_a_server_makes_of_it():
     with pytest.raises(WireError, match=r"'norm\.running_var' is: send .* released it, or its mean, uncorrected"):
         check_weights({"norm.weight": np.float32([-1]), "norm.running_var": np.float32([-1])})
+
+
+@pytest.mark.parametrize("wrong", [1e20, -1e20, np.inf, -np.inf, np.nan])
+def test_weights_of_either_sign_are_bounded(wrong):
+    with pytest.raises(DivergedError, match="'weight' is not"):
+        check_weights({"weight": np.float32([0, wrong])})
 
 
 def test_bytes_that_are_no_array_or_more_than_one_are_refused():
