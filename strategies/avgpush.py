@@ -40,6 +40,10 @@ class AvgPushConfig(GossipConfig):
         relayed=True,
         takes_fraction=True,
         needs_roll_call=True,
+        one_form=True,
+        own_models=True,
+        begins_at_server=False,
+        global_model=False,
         own_batches=True,
         dp_mechanisms=("classifier",),
     )

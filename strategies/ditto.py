@@ -42,6 +42,8 @@ class DittoConfig(FedAvgConfig):
         FedAvgConfig.traits,
         dp_mechanisms=("generator", "prior"),
         needs_roll_call=True,
+        own_models=True,
+        private_key="model",
         metrics_note="ditto tests each institution's personal model on that institution's test examples only",
     )
     lam: float = 1.0  # λ, weight of the personal models' distance from the global one; paper: 0.05 to 2
@@ -58,8 +60,6 @@ class Ditto(FedAvg):
     config: DittoConfig
     stages = ("train-personal", "evaluate-personal")
     evaluated = PersonalEvaluation
-    private_key = "model"
-    own_models = True
 
     def train_request(self, exchange: int, arrays: Weights) -> TrainPersonal:
         """Send θ and λ to every institution."""

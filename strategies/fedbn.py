@@ -44,6 +44,9 @@ class FedBNConfig(FedAvgConfig):
         summed=False,
         dp_mechanisms=("generator", "prior"),
         needs_roll_call=True,
+        own_models=True,
+        global_model=False,
+        private_key="model",
         metrics_note="fedbn tests each institution's own model, with its own batch norm, on its own test examples",
     )
 
@@ -55,9 +58,6 @@ class FedBN(FedAvg):
     config: FedBNConfig
     stages = ("train-shared", "evaluate")
     answer = TrainedShared
-    private_key = "model"
-    own_models = True
-    global_model = False
 
     def begin_run(self) -> None:
         """Say once if there is no batch norm."""

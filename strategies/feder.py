@@ -80,6 +80,8 @@ class FedERConfig(StrategyConfig):
         relayed=True,
         takes_fraction=True,
         needs_roll_call=True,
+        own_models=True,
+        global_model=False,
         own_batches=True,
         draws_images=True,
         dp_mechanisms=("generator", "prior"),
@@ -137,7 +139,6 @@ class FedER(Relay):
 
     config_type = FedERConfig
     config: FedERConfig
-    begins_at_server = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -23,7 +23,7 @@ paper has all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -48,7 +48,7 @@ class FMLConfig(MutualConfig):
     """Options of FML."""
 
     name = "fml"
-    traits = replace(MutualConfig.traits, mixes=True, takes_fraction=True, needs_roll_call=True)
+    traits = MutualConfig.traits
 
 
 class FML(Parallel):
@@ -57,11 +57,8 @@ class FML(Parallel):
     config_type = FMLConfig
     config: FMLConfig
     stages = ("train-mutually", "evaluate-with-proxy")
-    private_key = "pair"
     evaluated = PairEvaluation
     answer = TrainedMutually
-    one_form = True
-    own_models = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -37,6 +37,10 @@ class LocalConfig(StrategyConfig):
     traits = Traits(
         takes_fraction=True,
         needs_roll_call=True,
+        own_models=True,
+        begins_at_server=False,
+        global_model=False,
+        private_key="model",
         own_batches=True,
         dp_mechanisms=("classifier",),
         metrics_note="local is each institution's own model, tested on that institution's test examples only",
@@ -57,8 +61,6 @@ class Local(Relay):
     config_type = LocalConfig
     config: LocalConfig
     stages = ("train-own", "evaluate-own")
-    private_key = "model"
-    moves = False
     answer = TrainedOwn
 
     def train_request(self, exchange: int, member: Member) -> TrainOwn:

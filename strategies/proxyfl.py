@@ -56,7 +56,7 @@ class ProxyFLConfig(MutualConfig, GossipConfig):
     """Options of ProxyFL."""
 
     name = "proxyfl"
-    traits = replace(MutualConfig.traits, mixes=True, relayed=True, takes_fraction=True, needs_roll_call=True)
+    traits = replace(MutualConfig.traits, relayed=True, begins_at_server=False, global_model=False)
 
     def __post_init__(self) -> None:
         MutualConfig.__post_init__(self)
@@ -69,7 +69,6 @@ class ProxyFL(Gossip):
     config_type = ProxyFLConfig
     config: ProxyFLConfig
     stages = ("train-proxy", "deliver", "evaluate-pair")
-    private_key = "pair"
     evaluated = PairEvaluation
     answer = ReleasedProxy
     seed_of = "proxy"  # not "model", the private models' seed: two equal models would teach each other nothing

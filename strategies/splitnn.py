@@ -194,7 +194,7 @@ class SplitNN(Serial):
         self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Make one visit, message by message; if it fails, the next institution gets the same weights."""
-        member, trained = self.members.get(self.turn), dict(self.exchanger.trained)
+        member, trained = self.visited(exchange), dict(self.exchanger.trained)
         if member is None:
             self.exchanger(grid, exchange, [])  # ends the run if no institution of a whole cycle is present
             return self.broken_off(trained)
@@ -219,8 +219,7 @@ class SplitNN(Serial):
                 return self.broken_off(trained)
 
     def broken_off(self, trained: dict[str, int]) -> tuple[None, None]:
-        """Count a failed visit; its institution has saved no optimizer to continue with."""
-        self.missed |= {self.turn}
+        """End a failed visit: its institution has saved no optimizer to continue with."""
         self.exchanger.trained = trained
         return None, None
 

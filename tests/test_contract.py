@@ -20,7 +20,7 @@ from flwr_replay.movements.parallel import Parallel, weighted_mean
 from flwr_replay.movements.relay import Relay
 from flwr_replay.movements.serial import Serial
 from flwr_replay.payloads.common import Trained
-from flwr_replay.strategies.fedavg import FedAvg
+from flwr_replay.strategies.fedavg import FedAvg, FedAvgConfig
 from flwr_replay.strategies.syncentral import SynCentral
 from flwr_replay.wire.records import opened
 from flwr_replay.wire.weights import to_arrays
@@ -94,7 +94,7 @@ def test_a_model_of_which_institutions_keep_a_part_is_refused(own_models, monkey
         return self.evaluated({**opened(request.arrays), **{name: array * 3 for name, array in own.items()}}, "test")
 
     monkeypatch.setattr(FedAvgClient, "evaluate_model", kept)
-    monkeypatch.setattr(FedAvg, "own_models", own_models)
+    monkeypatch.setattr(FedAvgConfig, "traits", replace(FedAvgConfig.traits, own_models=own_models))
     with nullcontext() if own_models else pytest.raises(AssertionError, match="must be the one that institution-1"):
         check_strategy("fedavg", [SMALL])
 

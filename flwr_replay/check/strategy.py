@@ -351,7 +351,7 @@ def _check_dtypes(job: list[str], final: StateDict) -> None:
 
 def _check_left(job: list[str], folder: Path, result: dict[str, Any]) -> None:
     """Test again the models that the run has left, as `predict` finds them."""
-    simulation, own = Simulation.of(compose(job)), load_strategy(result["strategy"])[0].own_models
+    simulation, own = Simulation.of(compose(job)), load_strategy(result["strategy"])[0].traits().own_models
     for k, name in enumerate(simulation.part.names):
         if (folder / "models" / f"{name}.safetensors").exists():
             continue  # models that travel: this one may have begun here, and been tested elsewhere
@@ -364,7 +364,7 @@ def _check_left(job: list[str], folder: Path, result: dict[str, Any]) -> None:
             assert not differing, (
                 f"the model that a run leaves must be the one that {name} has tested; {differing} in place of "
                 f"{ {key: reported[name][key] for key in differing} }: if institutions keep a part of it, say "
-                'own_models = True in the strategy, and self.save("model", …) all of it'
+                'own_models=True in its traits, and self.save("model", …) all of it'
             )
 
 

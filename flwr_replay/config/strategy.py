@@ -27,6 +27,11 @@ class Traits:
     needs_roll_call: bool = False  # every institution must run this package's client, for all stages
     own_batches: bool = False  # institutions train on batches of a `Learner`, which have the institution's size
     draws_images: bool = False  # each institution trains an image generator, from which it draws synthetic images
+    one_form: bool = False  # all institutions' models must have the same names, shapes and dtypes
+    own_models: bool = False  # institutions test models of their own, which only training makes
+    begins_at_server: bool = True  # the server draws the fresh weights
+    global_model: bool = True  # the server has a model that it could test
+    private_key: str = ""  # begins the names of the files with private models, where institutions keep such
     pooled: bool = False  # in a simulation, one institution trains on the examples of all
     dp_mechanisms: tuple[str, ...] = ()  # what both halves can train by DP-SGD, or send with noise
     dp_by_default: str = "none"  # the meaning of dp=auto if no preset sets dp

@@ -172,7 +172,7 @@ def _check_encoder(then: str, config: RunConfig) -> None:
 def _of_run(folder: Path, institution: str, config: RunConfig) -> nn.Module:
     """Return the global model; by an institution's name what the server has of it, or its private one if simulated."""
     file = folder / "models" / f"{institution or 'global'}.safetensors"
-    own = load_strategy(config.strategy.name)[0].own_models  # of which a global one is a part, or none
+    own = load_strategy(config.strategy.name)[0].traits().own_models  # of which a global one is a part, or none
     if file.exists() and (institution or not own):
         return _network(config, model_of(folder, file))
     if not institution:

@@ -68,11 +68,6 @@ class Movement(Strategy):
     stages: tuple[str, ...] = ("train", "evaluate")  # all stages that a run requests
     needs: ClassVar[tuple[str, ...]] = ()  # names of settings, which have no default
     evaluated: ClassVar[type[Evaluation]] = Evaluation  # the answer to an evaluation
-    one_form: ClassVar[bool] = False  # whether all institutions' models must have the same names, shapes and dtypes
-    own_models: ClassVar[bool] = False  # whether institutions test models of their own, which only training makes
-    begins_at_server: ClassVar[bool] = True  # whether the server draws the fresh weights
-    global_model: ClassVar[bool] = True  # whether the server has a model that it could test
-    private_key: ClassVar[str] = ""  # begins the names of the files with private models, where institutions keep such
 
     def __init_subclass__(cls) -> None:
         refuse_stray(cls)
@@ -330,8 +325,8 @@ class Movement(Strategy):
         say_what_differs(self, run)
         self.begin_run()
         self.recorder.begin(self.config.name, run.num_rounds, self.exchanges_per_round(), run.done)
-        if self.private_key:
-            self.recorder.kept_private(self.settings.run, self.private_key)
+        if key := self.traits().private_key:
+            self.recorder.kept_private(self.settings.run, key)
         return arrays
 
     def resumed(self, snapshot: Snapshot, initial_arrays: ArrayRecord) -> ArrayRecord:

@@ -94,7 +94,7 @@ class Evaluations:
     def refuse(self, evaluate_fn: EvaluateFn | None) -> None:
         """Refuse a test at the server where it has no model that it can read."""
         require(
-            evaluate_fn is None or self.method.global_model,
+            evaluate_fn is None or self.method.traits().global_model,
             f"evaluate_fn needs a global model; {type(self.method).__name__} has none, and institutions test theirs: "
             "omit it",
         )
@@ -115,7 +115,7 @@ class Evaluations:
 
     def testers(self) -> list[Member]:
         """Return the institutions that can test: with `fraction`, a model of its own is made when one first trains."""
-        waiting = self.method.own_models and self.exchanger.settings.fraction < 1
+        waiting = self.method.traits().own_models and self.exchanger.settings.fraction < 1
         return [member for member in self.members if not waiting or member.name in self.exchanger.trained]
 
     def requests(self, exchange: int, arrays: Weights) -> list[tuple[Member, Request]]:
@@ -232,7 +232,7 @@ class Evaluations:
 
         def tested(member: Member, unmixed: bool = False) -> Sequence[int]:
             trains = trains_in.get(member.name, [])
-            own = rounds[min(trains, default=num_rounds + 1) - 1 :] if self.method.own_models else rounds
+            own = rounds[min(trains, default=num_rounds + 1) - 1 :] if self.method.traits().own_models else rounds
             return trains if unmixed else own
 
         tests = [(self.judging(0, travelling), False, evaluated)]

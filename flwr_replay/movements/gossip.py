@@ -76,7 +76,6 @@ class Gossip(Relay):
 
     config: GossipConfig
     answer: ClassVar[type[Released]]
-    one_form = True
     seed_of: ClassVar[str] = "model"  # the purpose from which the seed of the fresh weights is derived
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -38,6 +38,12 @@ class MutualConfig(StrategyConfig):
     """Options of the methods with a private model and a proxy; the proxy's own are those of `training`."""
 
     traits = Traits(
+        mixes=True,
+        takes_fraction=True,
+        needs_roll_call=True,
+        one_form=True,
+        own_models=True,
+        private_key="pair",
         dp_mechanisms=("proxy",),
         dp_by_default="proxy",
         metrics_note="with a private model and a proxy, metrics are the private models', which no epsilon covers; an "

@@ -22,10 +22,6 @@ __all__ = ["Relay"]
 class Relay(AtOnce):
     """Base of the methods without a global model; in this base each institution keeps its own."""
 
-    own_models = True
-    begins_at_server = False
-    global_model = False
-    moves: ClassVar[bool] = True  # whether models, or what is drawn from them, go from one institution to another
     answer: ClassVar[type[Payload]]
 
     @abstractmethod
@@ -35,7 +31,7 @@ class Relay(AtOnce):
     def begin_run(self) -> None:
         """Say, and note for the result, that a fraction of one institution leaves nobody to exchange models with."""
         fraction, among = self.settings.fraction, len(self.members)
-        if self.moves and number_chosen(among, fraction) == 1 < among:
+        if self.traits().relayed and number_chosen(among, fraction) == 1 < among:
             note = f"fraction={fraction:g} draws one of {among} institutions for a round: no model goes to another"
             self.recorder.notes["draws-one"] = note
             self.recorder.log(note)

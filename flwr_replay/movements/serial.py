@@ -1,7 +1,7 @@
 """Serial: an exchange is a visit to one institution; a cycle, which is one pass, visits all, or a fraction of them.
 
 for each cycle:
-    for each institution k of this cycle, in its order:                         `rounds`, `cycle`
+    for each institution k of this cycle, in its order:                         `cycle`, `visited`
         θ ← train θ at k                                                        one visit, one exchange
 """
 
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import count
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_replay.movements.base import Exchange, Movement
-from flwr_replay.movements.evaluating import RunState, own_metrics, trained_metrics
+from flwr_replay.movements.evaluating import own_metrics, trained_metrics
 from flwr_replay.movements.participation import number_chosen, participants
 from flwr_replay.payloads.common import Trained
 from flwr_replay.server.members import Member
@@ -30,8 +29,7 @@ class Serial(Movement):
     """Base of the methods in which one model goes from institution to institution."""
 
     itinerary: Sequence[str] = ()  # names of the institutions that are visited, fixed when the run begins
-    missed: frozenset[str] = frozenset()  # whose visits have failed since the last that succeeded
-    turn: str = ""  # the institution whose turn it is
+    missed: frozenset[str] = frozenset()  # whose visits have not succeeded since the last that did
 
     @abstractmethod
     def train_request(self, exchange: int, arrays: Weights) -> Request:
@@ -49,18 +47,16 @@ class Serial(Movement):
         """One visit for each institution of a cycle."""
         return number_chosen(len(self.itinerary), self.settings.fraction)
 
-    def rounds(self, run: RunState, arrays: ArrayRecord) -> ArrayRecord:
-        """Visit all institutions of every cycle; return the weights after the last visit."""
-        visits = count(1)
-        for cycle in range(run.num_rounds):
-            for institution in self.cycle(cycle):
-                self.turn = institution  # for `configure_train`, whose arguments are Flower's
-                arrays = self.step(run, next(visits), arrays)
-        return arrays
-
     def cycle(self, cycle: int) -> list[str]:
         """Return the names of the institutions of a cycle, in the order of its visits."""
         return self.order(cycle, participants(self.itinerary, self.settings.fraction, self.settings.seed, cycle))
+
+    def visited(self, exchange: int) -> Member | None:
+        """Return the institution that an exchange visits, if it is present; its visit counts as missed till it ends."""
+        cycle, place = divmod(exchange - 1, self.exchanges_per_round())
+        institution = self.cycle(cycle)[place]
+        self.missed |= {institution}
+        return self.members.get(institution)
 
     def trains_in(self, num_rounds: int) -> Mapping[str, Sequence[int]]:
         """Return the cycles in which each institution is visited, from 1."""
@@ -76,10 +72,8 @@ class Serial(Movement):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Send the model to the institution whose turn it is, if it is present."""
-        member = self.members.get(self.turn)
-        if member is None:
-            return []
-        return [self.message(member, self.train_request(server_round, arrays), config)]
+        member = self.visited(server_round)
+        return [self.message(member, self.train_request(server_round, arrays), config)] if member else []
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -90,7 +84,6 @@ class Serial(Movement):
             answer = Trained.decode(reply.content) if member.ours else Trained.from_foreign(reply.content)
             self.recorder.saw(answer.examples_seen)
             return array_record(answer.arrays), trained_metrics([(answer, own_metrics(member, reply))])
-        self.missed |= {self.turn}
         return None, None
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
@@ -112,7 +105,7 @@ class Serial(Movement):
 
     def stops_without_answers(self) -> bool:
         """Stop once visits to all have failed in a row: in another order the same one may be visited twice."""
-        return self.missed | {self.turn} >= {*self.itinerary}
+        return self.missed >= {*self.itinerary}
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
         """Return the itinerary, so that a resumed run visits in the same order."""

@@ -126,7 +126,7 @@ def beginning(config: RunConfig) -> Callable[[int], nn.Module]:
     if config.model.everywhere:
         return fresh
     require(
-        not file or load_strategy(config.strategy.name)[0].begins_at_server,
+        not file or load_strategy(config.strategy.name)[0].traits().begins_at_server,
         f"model.weights is read by the server, but strategy={config.strategy.name} begins with models of the "
         "institutions: remove one of the two options, or freeze what they share, model.train=head",
     )
@@ -183,7 +183,7 @@ def without_best(strategy: Movement) -> str:
         return "institutions test their private models, which never leave them"
     if not strategy.settings.hiding.readable:
         return "the run was sealed, so the server cannot read any model"
-    return "" if strategy.global_model else "the method has no global model"
+    return "" if strategy.traits().global_model else "the method has no global model"
 
 
 def execute(

@@ -42,7 +42,7 @@ class Roll:
         self.exchanger, self.method, self.stages = exchanger, method, stages
         self.settings, self.recorder, self.members = exchanger.settings, exchanger.recorder, exchanger.members
         self.nodes = max(1, self.settings.nodes)
-        known = method.one_form and self.settings.model is not None
+        known = method.traits().one_form and self.settings.model is not None
         self.form = form_of(to_arrays(self.settings.model(0))) if known else ""  # type: ignore[misc]
         self.bereft: set[int] = set()  # nodes that had gone without a word when the roll was called, until they answer
         self.unfit = False  # whether an institution was refused for its answer

@@ -21,7 +21,7 @@ def names(strategy, exchanges, done=0):
     found = []
 
     def train(run, exchange, arrays):
-        found.append(strategy.turn)
+        found.append(strategy.visited(exchange).name)
         assert exchange == done + len(found)
         return arrays
 
