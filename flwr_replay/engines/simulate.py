@@ -218,12 +218,8 @@ def with_skew(
     result = {**result, "skew": {**part.skew, "labels": counts}, "privacy": _placed(result["privacy"], part.names)}
     result["final"] = {**result["final"], "institutions": _placed(result["final"]["institutions"], part.names)}
     dealing = simulation.job.config.partition
-    personal = (
-        load_strategy(result["strategy"])[0].traits().private_key
-        and dealing.test == "iid"
-        and dealing.name != "natural"
-    )
-    if personal and ALIKE not in result["metrics-note"]:
+    private = load_strategy(result["strategy"])[0].traits().private_key
+    if private and dealing.test == "iid" and dealing.name != "natural" and ALIKE not in result["metrics-note"]:
         result["metrics-note"] += f" {ALIKE}"
     write_result(folder, result)
     with spared(folder / PAGE):
