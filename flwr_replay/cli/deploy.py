@@ -76,30 +76,41 @@ def evidence(
     place: Annotated[str, typer.Argument(metavar="RUN", autocompletion=of_runs)],
     audit: Annotated[str, typer.Option("--audit", help="The audit.json of a run with the same options.")] = "",
     policy: Annotated[
-        str, typer.Option("--policy", help="In a state directory; default: policy.yaml of the clinic's folder.")
+        str,
+        typer.Option("--policy", help="Its min-count holds here, too. Default, of a state: policy.yaml of its folder."),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Write evidence.html and .json into a finished RUN: what a board and an egress reviewer can file.
 
     RUN is a run directory, `last`, or an institution's state directory: then it is of all its runs, from its own files.
-    Attacks are quoted if `privacy attack` has run.
+    Attacks are quoted if `privacy attack` has run; under a policy's min-count without small numbers.
     """
     from flwr_replay.deploy.own_evidence import write_own_evidence
     from flwr_replay.files.atomic import read_json
+    from flwr_replay.institution.policy import read_policy
     from flwr_replay.lab.sentences import sentence
     from flwr_replay.report.evidence_page import write_evidence
-    from flwr_replay.report.run_files import CONFIG
+    from flwr_replay.report.run_files import CONFIG, RESULT, read_result
     from flwr_replay.wire.ledger import LEDGER
 
     folder = finished_place(place)
     made, attacked = absolute(audit) if audit else folder / "audit.json", folder / "attacks" / "attacks.json"
-    sentences = list(map(sentence, read_json(attacked)["attacks"] if attacked.exists() else []))
-    if (folder / LEDGER).exists() and not (folder / CONFIG).exists():
-        rules = absolute(policy) if policy else folder.parents[1] / "policy.yaml"
-        page, data = write_own_evidence(folder, rules if policy or rules.exists() else None, sentences)
+    own, rules = (folder / LEDGER).exists() and not (folder / CONFIG).exists(), absolute(policy) if policy else None
+    if own and not rules and (beside := folder.parents[1] / "policy.yaml").exists():
+        rules = beside
+    least, results = read_policy(rules).min_count, read_json(attacked)["attacks"] if attacked.exists() else []
+    if results and not rules and (folder / RESULT).exists() and (names := read_result(folder).get("floored")):
+        raise ConfigError(
+            f"attacks are quoted under a policy's min-count; {', '.join(names)} had one: give it, --policy FILE"
+        )
+    sentences = [sentence(result, least) for result in results]
+    if own:
+        page, data = write_own_evidence(folder, rules, sentences)
     else:
         report = read_json(made) if audit or made.exists() else None
+        if report and least:  # what the page says, without numbers of guesses
+            report = {name: report[name] for name in ("institution", "kind", "canaries", "claim", "refuted")}
         page, data = write_evidence(folder, sentences, report)
     answer({"files": [page, data]}, f"the page: {page}\nthe same as JSON: {data}", as_json)
 

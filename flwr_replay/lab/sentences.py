@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from flwr_replay.attacks.catalogue import ALONE
 from flwr_replay.attacks.intervals import share
 from flwr_replay.config.parts import is_part
 from flwr_replay.lab.registry import NUMBER
@@ -34,20 +36,28 @@ DOES_NOT_SHOW = (
 TIMES = ((90, "second", 1), (5400, "minute", 60), (10**9, "hour", 3600))
 
 
-def sentence(result: dict[str, Any]) -> str:
-    """Say what an attack found."""
+def sentence(result: Mapping[str, Any], least: int = 0) -> str:
+    """Say what an attack found.
+
+    With `least`, a policy's `min-count`, it tells no number of fewer images, of all but so few, nor what these follow
+    from.
+    """
     whose, what = result["institution"], f"{result['field']} of stage {result['stage']}"
+    why = _unnumbered(result.get("not-judged", ""), "attacks.json says why, with numbers", least)
     if result["attack"] == "none":
-        return f"{whose}, {what}: {result['not-judged']}"
+        return f"{whose}, {what}: {why}"
     sent = f"{whose} sent {shown_bytes(result['bytes'])} ({what}, {_count(result['messages'], 'message')})."
     unsure = f" The originals were checked {NUMBER}." if result["originals"] == NUMBER else ""
+    if least and result["attack"] == ALONE.name:
+        return f"{sent} Whether images are alone in a class, and found, is not told here (min-count).{unsure}"
     if "membership" in result:
         rates = result["membership"]
+        found = round(rates["tpr_at_1_percent"]["value"] * rates["members"])
         return (
             f"{sent} Whether an image was in the training, {result['attack']} tells with an AUC of "
-            f"{between(rates['auc'])}, where 0.5 is guessing. Of {rates['members']:,} members it finds "
-            f"{rates['tpr_at_1_percent']['value']:.1%} if it may be wrong about 1 % of the others."
-            f"{_allowed(result) if 'allowed' in result else ''}{unsure}"
+            f"{between(rates['auc'])}, where 0.5 is guessing. It finds {_part(found, rates['members'], least)} members "
+            "if it may be wrong about 1 % of the others."
+            f"{_allowed(result, least) if 'allowed' in result else ''}{unsure}"
         )
     if "alone" in result:
         hits, number = round(result["alone"]["value"] * result["number"]), _count(result["number"], "image")
@@ -57,35 +67,38 @@ def sentence(result: dict[str, Any]) -> str:
         )
     if "labels" in result:
         tally = result["labels"]
-        even = f" Equal counts would be right for {tally['equal-counts']:,}." if "equal-counts" in tally else ""
-        return (
-            f"{sent} Labels, by {result['attack']}: {tally['right']:,} of {tally['number']:,} are right.{even}{unsure}"
-        )
+        told = "equal-counts" in tally and not least  # of two classes it tells how many are in the smaller one
+        even = f" Equal counts would be right for {tally['equal-counts']:,}." if told else ""
+        right = _part(tally["right"], tally["number"], least)
+        return f"{sent} Labels, by {result['attack']}: {right} are right.{even}{unsure}"
     if "picture" not in result:
         name = result["attack"]
         shown = name if is_part(name) else f"{name[0].upper()}{name[1:]}"
-        return f"{sent} {shown} was not tried: {result['not-judged']}"
-    tried, note = f"in {_time(result['seconds'])}, by {result['attack']}", result["note"] and f" {result['note']}"
+        return f"{sent} {shown} was not tried: {why}"
+    tried = f"in {_time(result['seconds'])}, by {result['attack']}"
     if not result.get("scores"):
-        return f"{sent} There are pictures, {tried}; nobody judged them: {result['not-judged']}"
-    scores, control = result["scores"], result.get("control")
+        return f"{sent} There are pictures, {tried}; nobody judged them: {why}"
+    note, scores, control = _unnumbered(result["note"], "", least), result["scores"], result.get("control")
+    note = note and f" {note}"
+    auxiliary = _unnumbered(result["auxiliary"], "images of its own", least)
+    owner = f"someone with {'no images of its own' if auxiliary == 'none' else auxiliary}"
     if "nearer" in scores:
         unknown = "only the institution knows" if result["secret"] else "the judge could not compute"
         return (
-            f"{sent} Which of its {result['images']:,} images are behind that, {unknown}. Of what someone with "
-            f"{_with(result['auxiliary'])} found {tried}, {_nearer(scores)}. PSNR to the nearest of its own "
+            f"{sent} Which of its {_few(result['images'], least)} images are behind that, {unknown}. Of what {owner} "
+            f"found {tried}, {_nearer(scores, result['images'], least)}. PSNR to the nearest of its own "
             f"{_number(scores['psnr'])}.{note}"
         )
-    tries, right = scores["number"], round(scores["identified"]["value"] * scores["number"])
-    share = f"{control['identified']['value']:.1%}" if control else ""
+    right = _part(_hits(scores), scores["number"], least)
+    share = _part(_hits(control), control["number"], least) if control else ""
     beside = f" As a control, the same pictures scored as if they were of other images: {share}." if control else ""
-    images = round(result["batch"] / scores["chance"])
     beside += (
         " Which reconstruction is of which image, the judge chose as well as possible." if result["batch"] > 1 else ""
     )
     return (
-        f"{sent} From that, someone with {_with(result['auxiliary'])} found the right one of its {images:,} images in "
-        f"{right} of {tries} tries, {tried}; PSNR {_number(scores['psnr'])}.{beside}{note}"
+        f"{sent} From that, {owner} found the right one of its "
+        f"{_few(round(result['batch'] / scores['chance']), least)} images in {right} tries, {tried}; PSNR "
+        f"{_number(scores['psnr'])}.{beside}{note}"
     )
 
 
@@ -148,26 +161,52 @@ def _beyond(result: Mapping[str, Any]) -> tuple[float, str] | None:
     return ((rate["low"] - chance) / (1 - chance), text) if rate["low"] > chance else None
 
 
-def _allowed(result: dict[str, Any]) -> str:
+def _allowed(result: Mapping[str, Any], least: int) -> str:
     """Say what the stated epsilon allows, and how much of it was seen."""
     most, stated = result["allowed"], result["stated"]
+    shown = "" if least else f"; the scores show that it is {result['shown']:.2f} or more"  # it follows from counts
     return (
-        f" Epsilon {stated['epsilon']:.2f} allows an AUC of {most['auc']:.2f} and {most['tpr_at_1_percent']:.1%}; the "
-        f"scores show that it is {result['shown']:.2f} or more. The noise is {result['noise']:.3f} of what is due."
+        f" Epsilon {stated['epsilon']:.2f} allows an AUC of {most['auc']:.2f} and {most['tpr_at_1_percent']:.1%}"
+        f"{shown}. The noise is {result['noise']:.3f} of what is due."
     )
 
 
-def _nearer(scores: dict[str, Any]) -> str:
+def _nearer(scores: Mapping[str, Any], images: int, least: int) -> str:
     """Say how many pictures are nearer to own images than to other people's, and how many chance gives."""
+    side = f"({scores['own']:,} images on each side, with the same labels)"
+    chance = (
+        f"; by chance {scores['by_chance']:.1f}, and in 95 % of cases at most {scores['by_chance_95']} "
+        f"(p = {scores['p']:.3f})"
+    )
+    few = min(scores["nearer"], scores["number"] - scores["nearer"]) < least  # p follows from it
+    if min(scores["own"], images - scores["own"] or least) < least:
+        side = "(as many with the same labels)"
     return (
-        f"{scores['nearer']} of {scores['number']} are nearer to an image of its own than to any of other people's "
-        f"({scores['own']:,} images on each side, with the same labels); by chance {scores['by_chance']:.1f}, and in "
-        f"95 % of cases at most {scores['by_chance_95']} (p = {scores['p']:.3f})"
+        f"{_part(scores['nearer'], scores['number'], least)} are nearer to an image of its own than to any of other "
+        f"people's {side}{'' if few else chance}"
     )
 
 
-def _with(auxiliary: str) -> str:
-    return "no images of its own" if auxiliary == "none" else auxiliary
+def _hits(scores: Mapping[str, Any]) -> int:
+    return round(scores["identified"]["value"] * scores["number"])  # type: ignore[no-any-return]
+
+
+def _few(number: int, least: int) -> str:
+    return f"{number:,}" if number >= least else f"fewer than {least}"
+
+
+def _part(number: int, of: int, least: int) -> str:
+    """Say how many of how many; neither few nor all but few, if there is a floor, nor between what they are."""
+    if of < 2 * least:
+        return f"an untold number of {_few(of, least)}"
+    if number < least:
+        return f"fewer than {least} of {of:,}"
+    return f"{number:,} of {of:,}" if of - number >= least else f"more than {of - least:,} of {of:,}"
+
+
+def _unnumbered(text: str, instead: str, least: int) -> str:
+    """Return a text; under a floor another one if it has numbers, of which nobody knows what they count."""
+    return instead if least and re.search(r"\d", text) else text
 
 
 def _count(number: int, what: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from flwr.app import RecordDict
-from harness import SHARDS, node_configs, run
+from harness import SHARDS, command, node_configs, run
 from hostile_server import HostileServer, metrics, refusal, weights
 from small_cells import COUNTS, FLOOR, HEAD, TASK, always, answered_by, ask, server_of, write
 
@@ -275,7 +275,7 @@ def test_a_model_that_is_always_right_has_an_accuracy(folder):
     assert ran.result["final"]["global"] == {"accuracy": 51 / 60}
 
 
-def test_a_run_of_hospitals_with_a_floor_has_an_accuracy_and_no_cells(folder):
+def test_a_run_of_hospitals_with_a_floor_has_an_accuracy_and_no_cells(folder, monkeypatch, capsys):
     for name in "bc":
         write(folder, name)
     write(folder, "c", counts=(1, 2, 4))
@@ -295,6 +295,20 @@ def test_a_run_of_hospitals_with_a_floor_has_an_accuracy_and_no_cells(folder):
     assert not (ran.folder / "confusion.csv").exists()
     left = {line["field"] for line in ran.own_ledger("a") if line["stage"] == "evaluate"}
     assert left == {"num-examples", "hits"}
+    one = {"institution": "a", "stage": "fit", "field": "arrays", "attack": "none", "not-judged": "it has 3 examples"}
+    for place, more, says in (
+        (ran.folder, (), "a, b had one: give it, --policy FILE"),
+        (ran.folder, ("--policy", str(folder / "policy.yaml")), ""),
+        (folder / "state" / "a", (), ""),  # the policy lies beside
+    ):
+        (place / "attacks").mkdir(exist_ok=True)
+        (place / "attacks" / "attacks.json").write_text(json.dumps({"attacks": [one]}))
+        assert command(monkeypatch, "deploy", "evidence", str(place), *more) == (2 if says else 0)
+        assert says in " ".join(capsys.readouterr().err.split())
+        if not says:
+            [line] = json.loads((place / "evidence.json").read_text())["attacks"]
+            assert line.endswith("attacks.json says why, with numbers")
+            assert "3 examples" not in (place / "evidence.html").read_text()
     of_c = [*options, f"data_dir={folder / 'c.npz'}", "partition=natural"]
     found = findings(*planned(of_c, ["c"]), folder / "policy.yaml")
     assert not found["takes-part"]

@@ -85,6 +85,13 @@ def test_attacks_and_audits_that_were_run_are_quoted(tmp_path, monkeypatch, caps
     assert len(json.loads((folder / "evidence.json").read_text())["attacks"]) == len(results) > 0
     assert "north, 100 canaries (images): the account claims ε 2; REFUTED" in html
     assert NOT_RUN["attacks"] not in html
+    (tmp_path / "policy.yaml").write_text("min-count: 1000\n")
+    floor = ("--audit", str(tmp_path / "audit.json"), "--policy", str(tmp_path / "policy.yaml"))
+    (tmp_path / "audit.json").write_text(json.dumps(report | {"in": 3}))
+    assert command(monkeypatch, "deploy", "evidence", str(folder), *floor) == 0
+    quoted = json.loads((folder / "evidence.json").read_text())
+    assert quoted["audit"] == report
+    assert any("found the right one of its fewer than 1000 images" in line for line in quoted["attacks"])
     capsys.readouterr()
     (folder / "result.json").unlink()
     assert command(monkeypatch, "deploy", "evidence", str(folder)) == 2
