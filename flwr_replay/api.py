@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Comparison", "Run", "Where", "compare", "plot", "run", "start"]
 
 ENGINES = ("inline", "ray")
+SEVERAL = re.compile(r"[^/]*\|[^/]*|[\w.+-]*\.\.[\w.+-]*|auto")  # values, a range, or the five rates of lr=auto
 
 
 @dataclass(frozen=True)
@@ -263,6 +265,7 @@ def compare(
     metric: str = "",
     jobs: int = 1,
     runs_dir: str | Path = "runs",
+    tune: int | None = None,
     **named: Any,
 ) -> Comparison:
     """Run several methods on the same seeds, and compare them; finished runs are not repeated.
@@ -281,19 +284,33 @@ def compare(
         Runs at the same time.
     runs_dir : str or Path
         The folder for the comparison's folder.
+    tune : int or None
+        Tries by Optuna for each method, where an option is `lr="0.001..0.1"`.
 
     Raises
     ------
     FlwrReplayError
         As the command line reports it.
     """
-    from flwr_replay.studies.compare import compare_strategies
-
     words = _words(options, named, sweeps=True)
     strategies = strategies.split(",") if isinstance(strategies, str) else strategies
     if not strategies:
         raise ConfigError("strategies must name at least one method; got none")
-    text, report = compare_strategies(list(strategies), words, against, jobs, Path(runs_dir), metric)
+    return compare_typed(list(strategies), words, against, jobs, Path(runs_dir), metric, tune)
+
+
+def compare_typed(
+    strategies: list[str], options: list[str], against: str, jobs: int, runs_dir: Path, metric: str, tune: int | None
+) -> Comparison:
+    """Compare methods with options as they are typed; the parameters are those of `compare`."""
+    if tune is None:
+        from flwr_replay.studies.compare import compare_strategies
+
+        text, report = compare_strategies(strategies, options, against, jobs, runs_dir, metric)
+    else:
+        from flwr_replay.studies.tuning import compare_tuned
+
+        text, report = compare_tuned(strategies, options, against, jobs, runs_dir, metric, tune)
     return Comparison(Path(report["folder"]), report, text)
 
 
@@ -335,9 +352,9 @@ def _label(run: Run, runs: Sequence[Run]) -> str:
 
 
 def _words(options: Mapping[str, Any] | None, named: Mapping[str, Any], sweeps: bool = False) -> list[str]:
-    """Write options as they are typed; with `sweeps`, a text such as `0.1|0.3` is several values."""
+    """Write options as they are typed; with `sweeps`, texts such as `0.1|0.3` are left as they are."""
     if options is not None and not isinstance(options, Mapping):
         raise ConfigError(f"options must be a mapping, such as {{'rounds': 3}}; got {options!r}")
     all_options = {**(options or {}), **named}
-    plain = {key for key, value in all_options.items() if sweeps and "|" in str(value) and "/" not in str(value)}
-    return [f"{key}={value if key in plain | {*GROUPS} else quoted(value)}" for key, value in all_options.items()]
+    bare = {key for key, value in all_options.items() if sweeps and isinstance(value, str) and SEVERAL.fullmatch(value)}
+    return [f"{key}={value if key in bare | {*GROUPS} else quoted(value)}" for key, value in all_options.items()]

@@ -36,7 +36,7 @@ def test_a_run_has_what_the_command_line_prints(capsys):
     assert (more.folder, more.result["rounds"]) == (ran.folder, 3)
 
 
-def test_a_comparison_has_a_table_and_its_runs(tmp_path):
+def test_a_comparison_has_a_table_and_its_runs(capsys):
     found = compare(["fedavg", "cwt"], TINY, seeds=2)
     both = compare("fedavg", TINY, seeds=1, lr="0.1|0.3")
     assert list(both.table.index) == ["fedavg:lr=0.1", "fedavg:lr=0.3"]
@@ -47,6 +47,13 @@ def test_a_comparison_has_a_table_and_its_runs(tmp_path):
     assert found.runs["cwt", 1].result["seed"] == 1
     assert "minus cwt" in str(found)
     assert (found.folder / "report.html").exists()
+    tuned = compare("cwt", TINY, seeds=1, lr="1e-3..1e-1", tune=1)
+    capsys.readouterr()
+    words = [*(f"{key}={value}" for key, value in TINY.items()), "seeds=1", "lr=1e-3..1e-1", "--tune", "1", "--json"]
+    app(["compare", "cwt", *words], standalone_mode=False)
+    printed, said = capsys.readouterr()
+    assert json.loads(printed) == json.loads(tuned.shown("json"))
+    assert said.count("1 finished, 0 to resume, 0 to start") == 3  # the try, the page of all tries, the comparison
 
 
 @pytest.mark.parametrize(
@@ -78,6 +85,10 @@ def test_mistaken_arguments_of_python_raise_our_errors_too(tmp_path):
         compare([])
     with pytest.raises(ConfigError, match="did you mean fedavg"):
         compare("fedav,cwt", task="digits", runs_dir=tmp_path)
+    with pytest.raises(ConfigError, match="lr=auto chooses by validation examples"):
+        compare("cwt", TINY, lr="auto", split="test")
+    with pytest.raises(ConfigError, match="--tune must be at least 1; got 0"):
+        compare("cwt", TINY, lr="1e-3..1e-1", tune=0)
 
 
 def test_only_what_is_offered_is_there():

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -159,7 +160,7 @@ def compare(
     ] = None,
     tune: Annotated[
         int | None,
-        typer.Option("--tune", min=1, help="Tries by Optuna for each method, where an option is lr=0.001..0.1."),
+        typer.Option("--tune", help="Tries by Optuna for each method, where an option is lr=0.001..0.1."),
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", help="Runs at the same time.")] = 1,
     runs_dir: RunsDir = "runs",
@@ -181,19 +182,13 @@ def compare(
     if form not in FORMATS:
         raise ConfigError(f"--format must be one of {', '.join(FORMATS)}; got {form!r}")
     say()
-    from flwr_replay.api import Comparison
-    from flwr_replay.studies.compare import compare_strategies
+    from flwr_replay.api import compare_typed
     from flwr_replay.terminal import wrapped
 
-    words = strategies.split(","), options or [], against or "", jobs, Path(runs_dir), metric or ""
-    if tune is None:
-        text, report = compare_strategies(*words)
-    else:
-        from flwr_replay.studies.tuning import compare_tuned
-
-        text, report = compare_tuned(*words, tune)
-    print(Comparison(Path(report["folder"]), report, wrapped(text)).shown("json" if as_json else form))
-    if any("error" in cell for cell in report["cells"]):
+    words = strategies.split(","), options or [], against or "", jobs, Path(runs_dir), metric or "", tune
+    found = compare_typed(*words)
+    print(replace(found, text=wrapped(found.text)).shown("json" if as_json else form))
+    if any("error" in cell for cell in found.report["cells"]):
         sys.exit(1)
 
 

@@ -59,6 +59,8 @@ def compare_tuned(
         import optuna
     except ImportError:
         raise ConfigError(f"--tune needs Optuna: {installing('optuna')}") from None
+    if tries < 1:
+        raise ConfigError(f"--tune must be at least 1; got {tries}")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     against = against or (named(strategies[0])[0] if len(strategies) == 1 else "")
     strategies, options = swept(strategies, options)
