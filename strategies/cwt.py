@@ -11,6 +11,8 @@ Travels: the weights, to the visited institution (`Train`) and back (`Trained`, 
 
 Deviations: The model goes from one institution to the next through the server, as Flower's messages require. The
 optimizer's state does not travel with it (see optimizer-state); the running statistics of batch norm do.
+
+Failures: as in `flwr_replay/movements/serial.py`.
 """
 
 from __future__ import annotations

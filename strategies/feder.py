@@ -17,6 +17,8 @@ stay.
     with order=queue, in every further round, until as many models are trained as there are institutions:
         who is free trains the first model of its queue, and passes it on to another at random       `Queues`
 
+`Buffers` is in `flwr_replay/server/synthesis.py`, `Cycles` and `Queues` in `flwr_replay/movements/hops.py`.
+
 What is protected: Nothing by a guarantee. A generator depends on all images of its institution; that synthetic images
 lie far from real ones is evidence, and no (ε, δ).
 

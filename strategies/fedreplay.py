@@ -4,7 +4,8 @@ Source: Qu et al. 2022 (doi:10.1016/j.media.2022.102424), section 3.2, Algorithm
 Idea: A shared encoder turns every institution's images into latent variables. These are uploaded once, with their
 labels, and the server trains the rest of the network on their union. No averaging, no forgetting.
 Travels: the encoder, from one institution to all (`Encode`, `Encoder`, `Extract`); latents and labels, once, from all
-(`Latents`): functions of single patients, with noise by dp=latents only; for evaluation the whole model.
+(`Latents`): functions of single patients, with noise by dp=latents only; for evaluation E and θ_C as one model, which
+all test on their own test examples, as in every method.
 With latents=drawn only sums of latents by class and of their products, once (`Summarise`, `ClassSums`).
 
     stage 1  E ← the part before the cut of a backbone trained at one institution until it stops improving
@@ -12,7 +13,8 @@ With latents=drawn only sums of latents by class and of their products, once (`S
     stage 3  e ← {e_1, …, e_K}                                                               # line 7
              θ_C ← fresh weights                                                             # line 8
              for each round: for each batch of e: θ_C ← θ_C − η ∇L(θ_C; e)                   # lines 9-10
-    latents=drawn: e ~ N(μ_c, W), anew in every round; E is frozen, named by its SHA-256    `strategies/fedstats.py`
+
+Not in the paper: latents=drawn, where e ~ N(μ_c, W), anew in every round, by FedStats' sums (`strategies/fedstats.py`).
 
 What is protected: With dp=encoder the encoder's weights, with dp=latents latents and labels, with dp=statistics sums.
 

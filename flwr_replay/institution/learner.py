@@ -1,6 +1,8 @@
 """A classifier's batches and steps at an institution.
 
-The loop over the batches is in each method's file. Here is what all methods share: replay and DP.
+The loop over the batches is in each method's file. Here is what all methods share: replay
+(`flwr_replay/generators/sampler.py`) and DP. A pass has max(1, ⌊n/b⌋) full batches of one shuffle, and a step takes the
+task's mean loss of a batch: of classes the cross-entropy (`flwr_replay/learning/tasks.py`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Trainings that may take several messages: an institution trains a piece of them at each.
 
+No method's idea is here, only how its trainings are cut and charged.
+
 A piece ends by the clock. What the next one needs lies in the institution's state directory. So the training goes on
 where it was after a crash, which loses the steps of one message, and ends with the same bits however it was cut.
 

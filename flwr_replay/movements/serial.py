@@ -3,6 +3,9 @@
 for each cycle:
     for each institution k of this cycle, in its order:                         `cycle`, `visited`
         θ ← train θ at k                                                        one visit, one exchange
+
+Failures: Who is absent, or gives no valid answer, is passed over, and the next institution gets the old weights. The
+run stops, and can be resumed, once visits to all have failed since the last that succeeded.
 """
 
 from __future__ import annotations

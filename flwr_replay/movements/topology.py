@@ -7,10 +7,9 @@ institution has a weight w_k, 1 at first, that is distributed in the same way. D
 uneven P.
 
     at institution k, in round t:
-        of each k' ≠ k with P[k, k'] > 0 take  (P[k, k'] w_k' θ_k', P[k, k'] w_k')      `parcel`
-        z ← Σ_k' P[k, k'] w_k' θ_k'                                                     `mixed`
-        w_k ← Σ_k' P[k, k'] w_k'
-        θ_k ← z / w_k
+        of each k' ≠ k with P[k, k'] > 0 take  (P[k, k'] w_k' θ_k', P[k, k'] w_k')
+        z ← Σ_k' P[k, k'] w_k' θ_k',  w_k ← Σ_k' P[k, k'] w_k',  θ_k ← z / w_k
+    which is computed in `flwr_replay/learning/pushsum.py`
 
 Deviations: Line 7 sends the de-biased θ without its weight. That is right while w = 1, as under every topology with a
 name here, and wrong otherwise. Multiplied by w as above, Σ_k w_k θ_k and Σ_k w_k are conserved under any P. The paper's

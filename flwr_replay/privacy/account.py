@@ -2,7 +2,8 @@
 
 A charge is on the disk before a step is taken, so nothing can leave that was not charged. After a crash the steps are
 taken again with fresh noise and are charged again: both may have been released. Resuming from a server's checkpoint
-does not reset the account.
+does not reset the account. The server has a file of the same name in its run: what institutions have stated
+(`flwr_replay/runs/directory.py`). It sends the newest back, and an institution whose account says less refuses.
 """
 
 from __future__ import annotations

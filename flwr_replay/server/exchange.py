@@ -130,7 +130,7 @@ class Exchanger:
         Raises
         ------
         RunError
-            If messages were sent and no institution answered any of them.
+            If replies are needed and nobody gives one, and `stops_without_answers` of the method says so.
         DivergedError
             If all of them failed by weights or losses that are not finite.
         """

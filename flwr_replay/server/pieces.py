@@ -1,5 +1,7 @@
 """Trainings that may take several messages: the server's half; the institution's is `institution/pieces.py`.
 
+No method's idea is here, only how its messages are cut.
+
     request, for replay with the weights    →  steps made, steps left
     request without, as often as it takes   →  steps made, steps left
                                             →  at the end, for replay: the weights
