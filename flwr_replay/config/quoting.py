@@ -13,7 +13,7 @@ from typing import Any
 
 from flwr_replay.errors import ConfigError
 
-__all__ = ["digits", "key_of", "node_config", "quoted", "short", "toml_text", "value_of", "vanishes"]
+__all__ = ["NUMBER", "digits", "key_of", "node_config", "quoted", "short", "toml_text", "value_of", "vanishes"]
 
 SHOWN = 80  # characters of a wrong value in an error line
 WORDS = ("training.augment",)  # options that take words with commas between

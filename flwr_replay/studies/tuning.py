@@ -24,6 +24,7 @@ from typing import Any
 from scipy.stats.qmc import Sobol
 
 from flwr_replay.config.compose import compose
+from flwr_replay.config.quoting import NUMBER
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError
 from flwr_replay.files.atomic import alone, make_folder
@@ -38,10 +39,11 @@ from flwr_replay.terminal import installing
 
 __all__ = ["compare_tuned"]
 
-RANGE = re.compile(r"([\w.-]+)={0}\.\.{0}".format(r"(\d+(?:\.\d+)?(?:e-?\d+)?)"))
+RANGE = re.compile(r"([\w.-]+)=(?=.*[^.])([^/'\"]*?)\.\.([^/'\"]*)")  # a path or a quoted text is none
 SUCH = "write one such as lr=0.001..0.1"
 EVEN = 8  # tries, the first ones
 LOGARITHMIC = 10  # times the lower end that the upper one is, from which a range is searched by powers of ten
+Ends = tuple[str, str]  # of a range, as typed
 Space = dict[str, Any]  # by option, Optuna's distribution
 
 
@@ -65,19 +67,29 @@ def compare_tuned(
     against = against or (named(strategies[0])[0] if len(strategies) == 1 else "")
     strategies, options = swept(strategies, options)
     methods = dict(map(named, strategies))
-    spaces, fixed = _spaces(methods, options)
+    ranges, fixed = _ranges(methods, options)
     whole = planned(strategies, fixed, against, runs_dir, metric)  # refused before any try
     if compose(list(whole.cells[0].overrides)).split != "validation":
         raise ConfigError("--tune chooses by validation examples; got split=test: write split=validation")
     metric, seed, more = whole.about["metric"], max(whole.about["seeds"]) + 1, whole.about["higher-is-better"]
     judge = VALIDATION + metric.removeprefix(VALIDATION)
     words = [*(option for option in fixed if not option.startswith("seeds=")), f"seeds={seed},"]
+    ends = [
+        _with(label, methods[label], dict(zip(own, end, strict=True)), tried=True)
+        for label, own in ranges.items()
+        for end in zip(*own.values(), strict=True)
+    ]
+    planned(ends, words, "", runs_dir, metric)  # an end that the option does not allow is refused, too
     way = optuna.study.StudyDirection.MAXIMIZE if more else optuna.study.StudyDirection.MINIMIZE
     sampler, new = optuna.samplers.TPESampler, optuna.create_study
-    studies = {label: new(direction=way, sampler=sampler(seed=0, n_startup_trials=EVEN)) for label in spaces}
-    for cell in (cell for cell in whole.cells[: len(methods)] if cell.method.label in spaces):
-        for values in _even(spaces[cell.method.label], compose(list(cell.overrides))):
-            studies[cell.method.label].enqueue_trial(values)
+    studies = {label: new(direction=way, sampler=sampler(seed=0, n_startup_trials=EVEN)) for label in ranges}
+    spaces: dict[str, Space] = {}
+    for label, config in ((cell.method.label, compose(list(cell.overrides))) for cell in whole.cells[: len(methods)]):
+        if label in ranges:
+            usual = {option: _default(config, option) for option in ranges[label]}
+            spaces[label] = {option: _space(usual[option], *ends) for option, ends in ranges[label].items()}
+            for values in _even(spaces[label], usual):
+                studies[label].enqueue_trial(values)
     found: dict[str, dict[str, dict[str, Any]]] = {label: {} for label in spaces}  # what came out, by the try's name
     lost: list[str] = []  # tries that have failed under DP
     for _ in range(tries):
@@ -109,47 +121,55 @@ def compare_tuned(
     return run_comparisons([replace(whole, about=whole.about | {"rates": line})], jobs)[0]
 
 
-def _spaces(methods: Mapping[str, str], options: Sequence[str]) -> tuple[dict[str, Space], list[str]]:
+def _ranges(methods: Mapping[str, str], options: Sequence[str]) -> tuple[dict[str, dict[str, Ends]], list[str]]:
     """Return what is searched for each method, by label and option, and the options without a range.
 
     A method's own value wins: `fedavg,cwt:lr=1 lr=0.01..0.1` searches for FedAvg's rate only.
     """
-    spaces: dict[str, Space] = {label: {} for label in methods}
+    searched: dict[str, dict[str, Ends]] = {label: {} for label in methods}
     options = [f"lr={RATES[0]}..{RATES[-1]}" if option in AUTO else option for option in options]
-    ranges = {option: ends for option in options if (ends := RANGE.fullmatch(option))}
+    ranges = {option: ends.groups() for option in options if (ends := RANGE.fullmatch(option))}
+    for option, (_, low, high) in ranges.items():
+        if not (NUMBER.fullmatch(low) and NUMBER.fullmatch(high) and float(low) < float(high)):
+            raise ConfigError(f"a range is low..high, two numbers; got {option}: {SUCH}")
     fixed = [option for option in options if option not in ranges]
     for label, spec in methods.items():
         strategy, *own = re.split(r":(?=[\w.-]+=)", spec)
         own += [option.removeprefix(f"{strategy}.") for option in fixed if option.startswith(f"{strategy}.")]
         others = {each.partition(":")[0] for each in methods.values()} - {strategy}
-        for option, ends in ranges.items():
-            key, *numbers = ends.groups()
+        for option, (key, low, high) in ranges.items():
             if key.partition(".")[0] in others:
                 continue
             full, _ = own_option(strategy, f"{key.removeprefix(f'{strategy}.')}=")
             if of_data(full):
                 raise ConfigError(f"what is tuned is no option of the data; got {option}: write one value")
             if full not in {own_option(strategy, each)[0] for each in own}:
-                spaces[label][full] = _space(option, *numbers)
-    if not any(spaces.values()):
+                searched[label][full] = (low, high)
+    if not any(searched.values()):
         raise ConfigError(f"--tune is for options with a range that no method sets itself; got {options}: {SUCH}")
-    return {label: space for label, space in spaces.items() if space}, fixed
+    return {label: ranges for label, ranges in searched.items() if ranges}, fixed
 
 
-def _space(option: str, *ends: str) -> Any:
+def _default(config: RunConfig, option: str) -> float | None:
+    """Return an option's value without tuning; None: what is chosen has no such option, or no number by default."""
+    with suppress(AttributeError):
+        value = attrgetter(option)(config)
+        return value if type(value) in (int, float) else None
+    return None
+
+
+def _space(usual: float | None, *ends: str) -> Any:
     from optuna.distributions import FloatDistribution, IntDistribution
 
     low, high = map(float, ends)
-    if not low < high:
-        raise ConfigError(f"a range is low..high; got {option}: {SUCH}")
-    log, whole = high >= LOGARITHMIC * low > 0, all(end.isdecimal() for end in ends)
+    log, whole = high >= LOGARITHMIC * low > 0, all(end.isdecimal() for end in ends) and not isinstance(usual, float)
     return IntDistribution(int(low), int(high), log) if whole else FloatDistribution(low, high, log)
 
 
-def _even(space: Space, config: RunConfig) -> Iterator[dict[str, float]]:
+def _even(space: Space, usual: Mapping[str, float | None]) -> Iterator[dict[str, float]]:
     """Yield the first tries: the default, or the end of the range next to it, then those that fill the ranges."""
-    with suppress(AttributeError, TypeError):  # what is chosen has no such option, or no number by default
-        yield {o: sorted((one.low, attrgetter(o)(config), one.high))[1] for o, one in space.items()}
+    if None not in usual.values():
+        yield {o: sorted((one.low, usual[o], one.high))[1] for o, one in space.items()}
     for point in Sobol(len(space), scramble=False).random(EVEN)[1:]:
         yield {
             o: type(one.low)(one.low * (one.high / one.low) ** at if one.log else one.low + (one.high - one.low) * at)
@@ -157,7 +177,7 @@ def _even(space: Space, config: RunConfig) -> Iterator[dict[str, float]]:
         }
 
 
-def _with(label: str, spec: str, values: Mapping[str, float], tried: bool = False) -> str:
+def _with(label: str, spec: str, values: Mapping[str, float | str], tried: bool = False) -> str:
     """Return a method with values of its own, as a comparison takes it; a try's name says them."""
     own = [f"{key}={value:.3g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items()]
     return f"{', '.join([label, *own]) if tried else label} := {':'.join([spec, *own])}"

@@ -131,8 +131,15 @@ def test_optuna_tries_on_a_seed_that_is_not_reported_and_repeats_none(tmp_path, 
         (["lr=auto", "fedavg.lr=1"], "a range that no method sets itself"),
         (["lr=0.1|0.2"], "a range that no method sets itself"),
         (["ks=0.1..0.9"], "no option of the data"),
-        (["lr=1.0..0.1"], "a range is low..high; got lr=1.0..0.1"),
-        (["lr=1.."], "lr"),
+        (["lr=1.0..0.1"], "a range is low..high, two numbers; got lr=1.0..0.1: write one such as lr=0.001..0.1"),
+        (["lr=0.1..0.1"], "a range is low..high"),
+        (["lr=1.."], "a range is low..high"),
+        (["lr=1e-3..abc"], "a range is low..high"),
+        (["lr=low..high", "batch-size=16..32"], "a range is low..high"),
+        (["lr=1..2..3"], "a range is low..high"),
+        (["lr=0..0.1"], r"fedavg, training.lr=0: training.lr must be positive"),
+        (["lr=0.1..1e400"], "the value of training.lr must be a number"),
+        (["batch-size=16..64.5"], r"training.batch_size=64.5: training.batch-size must be a whole number"),
         (["mu=0.1..1"], "unknown option 'mu' of the method fedavg"),
         (["lr=auto", "rounds=0"], "rounds"),
     ],
@@ -141,3 +148,10 @@ def test_what_optuna_cannot_tune_is_refused_before_any_run(options, said, tmp_pa
     with pytest.raises(ConfigError, match=said):
         compare_tuned(["fedavg"], [*TINY, *options], "", 1, tmp_path, "", 3)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("usual", "ends", "kind"), [(0.01, ("0", "1"), "Float"), (32, ("16", "64"), "Int"), (None, ("1", "2"), "Int")]
+)
+def test_a_range_of_an_option_with_fractions_is_searched_between_whole_numbers_too(usual, ends, kind):
+    assert type(tuning._space(usual, *ends)).__name__ == f"{kind}Distribution"
