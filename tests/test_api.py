@@ -62,6 +62,7 @@ def test_a_comparison_has_a_table_and_its_runs(capsys):
         ({"strategy": "fedav"}, ConfigError, "did you mean fedavg"),
         ({"nonsense": 1}, ConfigError, "unknown option 'nonsense'"),
         ({"rounds": 0}, ConfigError, "rounds must be at least 1"),
+        ({"workers": 0}, ConfigError, "workers must be at least 1"),
         ({"engine": "dask"}, ConfigError, "must be inline or ray"),
         ({"resume": "nowhere"}, RunError, "config.yaml"),
     ],

@@ -1,8 +1,8 @@
-"""Hints name the command as its user typed it."""
+"""Hints name the command as its user typed it; tables fit the terminal."""
 
 import pytest
 
-from flwr_replay.terminal import command, installing
+from flwr_replay.terminal import command, fitted, installing
 
 
 @pytest.mark.parametrize(
@@ -15,3 +15,9 @@ from flwr_replay.terminal import command, installing
 def test_under_uv_hints_are_uvs(depth, typed, extra, monkeypatch):
     monkeypatch.setenv("UV_RUN_RECURSION_DEPTH", depth)
     assert (command(), installing("dirichlet")) == (typed, extra)
+
+
+def test_a_table_that_is_too_wide_is_several_which_repeat_the_first_column(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    table = fitted("Runs", ["run", "accuracy", "examples"], [["a", "0.5", "100"]])
+    assert [table.count(heading) for heading in ("Runs", "run", "accuracy", "examples")] == [1, 2, 1, 1]

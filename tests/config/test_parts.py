@@ -241,7 +241,7 @@ def institution(tmp_path, part, **node):
     return _institution(tuple(run.items()), tuple(sorted({**owned, **node}.items())))
 
 
-@pytest.mark.parametrize("allowed", ["", "ownnets:other", "ownnets", "build"])
+@pytest.mark.parametrize("allowed", ["", "ownnets:other", "ownnets", "build", "ownnets:builds"])
 def test_an_institution_imports_nothing_that_it_has_not_allowed(own, tmp_path, allowed, monkeypatch):
     monkeypatch.setenv(VARIABLE, "ownnets:build")  # a deployed node does not heed it
     with pytest.raises(RefusedError, match=r"ownnets:build, which has not been allowed here.*own-parts"):

@@ -137,9 +137,9 @@ def test_a_folder_that_was_there_keeps_its_permissions(tmp_path):
 
 
 def test_what_is_written_over_an_older_version_s_file_is_shut(tmp_path):
-    for name in ("old", "lines"):
+    for name, readable in (("old", 0o604), ("lines", 0o640)):  # by all others, or by its group only
         (tmp_path / name).write_text("")
-        (tmp_path / name).chmod(0o644)
+        (tmp_path / name).chmod(readable)
     write_atomic(tmp_path / "new", "x", over=tmp_path / "old")
     Lines(tmp_path / "lines").close()
     assert open_to_others(tmp_path) == []

@@ -5,6 +5,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+from flwr_replay.errors import DamagedError
 from flwr_replay.files.tensors import CODES, read_tensors, write_tensors
 
 
@@ -49,3 +50,11 @@ def test_what_is_read_keeps_the_files_order_so_that_it_is_written_with_the_same_
     assert list(read) == list(arrays)
     write_tensors(tmp_path / "two", read)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+def test_one_changed_bit_is_damage(tmp_path):
+    write_tensors(tmp_path / "x", {"w": np.ones(3)})
+    data = (tmp_path / "x").read_bytes()
+    (tmp_path / "x").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(DamagedError, match="its checksum differs"):
+        read_tensors(tmp_path / "x")

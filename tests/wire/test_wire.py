@@ -289,6 +289,9 @@ def test_bytes_that_are_no_array_or_more_than_one_are_refused():
     for dtype in ("torch.float32", "no dtype"):
         with pytest.raises(WireError, match="NumPy's file format"):
             opened(ArrayRecord({"w": Array(dtype, whole.shape, whole.stype, whole.data)}))
+    for dtype, shape in (("float64", (1, 3)), ("int64", (3,))):  # as many bytes, and another header
+        with pytest.raises(WireError, match="must be as declared"):
+            opened(ArrayRecord({"w": Array(dtype, shape, whole.stype, whole.data)}))
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": "|O", "fortran_order": False, "shape": (1,)})
     with pytest.raises(WireError, match="NumPy's file format"):  # pointers of somebody else's memory
