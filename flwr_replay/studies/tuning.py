@@ -90,7 +90,7 @@ def compare_tuned(
             spaces[label] = {option: _space(usual[option], *ends) for option, ends in ranges[label].items()}
             for values in _even(spaces[label], usual):
                 studies[label].enqueue_trial(values)
-    found: dict[str, dict[str, dict[str, Any]]] = {label: {} for label in spaces}  # what came out, by the try's name
+    outcomes_by_label: dict[str, dict[str, dict[str, Any]]] = {label: {} for label in spaces}  # then by the try's name
     lost: list[str] = []  # tries that have failed under DP
     for _ in range(tries):
         asked = {label: studies[label].ask(space) for label, space in spaces.items()}
@@ -99,7 +99,7 @@ def compare_tuned(
         with alone(make_folder(plan.runs, "--runs-dir")):
             outcomes = dict(run_all([replace(cell, metric=judge) for cell in plan.cells], jobs))
         for (label, trial), cell in zip(asked.items(), plan.cells, strict=True):
-            found[label][names[label]] = outcome = outcomes[cell.folder]
+            outcomes_by_label[label][names[label]] = outcome = outcomes[cell.folder]
             if "error" in outcome and compose(list(cell.overrides)).privacy.dp != "none":
                 lost.append(names[label])
             judged = outcome["result"]["final"]["global"] if "result" in outcome else {}
@@ -109,12 +109,12 @@ def compare_tuned(
         if len({trial.value for trial in study.trials} - {None}) > 1:  # else the default is as good
             best[label] = _with(label, methods[label], study.best_params)
             told.append(_with(label, "", study.best_params, tried=True).partition(" := ")[0])
-    shown = [name for outcomes in found.values() for name in outcomes if name not in lost]
+    shown = [name for outcomes in outcomes_by_label.values() for name in outcomes if name not in lost]
     every = [planned(shown, words, "", runs_dir, metric, "tuning")] if shown else []
     folder = "".join(f": {report['folder']}" for _, report in run_comparisons(every, jobs))  # a page of all tries
     line = (
         f"--tune: {'; '.join(told) or 'all tries are alike, or failed'}; of {tries} tries each the best by {judge} "
-        f"with seed {seed}, which is not reported; {_costs(found, len(lost))}{folder}"
+        f"with seed {seed}, which is not reported; {_costs(outcomes_by_label, len(lost))}{folder}"
     )
     tuned = sorted({option.rpartition(".")[2] for space in spaces.values() for option in space})
     whole = planned([*best.values()], fixed, against, runs_dir, metric, tuned=tuned)
@@ -169,11 +169,13 @@ def _space(usual: float | None, *ends: str) -> Any:
 def _even(space: Space, usual: Mapping[str, float | None]) -> Iterator[dict[str, float]]:
     """Yield the first tries: the default, or the end of the range next to it, then those that fill the ranges."""
     if None not in usual.values():
-        yield {o: sorted((one.low, usual[o], one.high))[1] for o, one in space.items()}
+        yield {o: sorted((span.low, usual[o], span.high))[1] for o, span in space.items()}
     for point in Sobol(len(space), scramble=False).random(EVEN)[1:]:
         yield {
-            o: type(one.low)(one.low * (one.high / one.low) ** at if one.log else one.low + (one.high - one.low) * at)
-            for (o, one), at in zip(space.items(), point.tolist(), strict=True)
+            o: type(span.low)(
+                span.low * (span.high / span.low) ** at if span.log else span.low + (span.high - span.low) * at
+            )
+            for (o, span), at in zip(space.items(), point.tolist(), strict=True)
         }
 
 
@@ -183,10 +185,10 @@ def _with(label: str, spec: str, values: Mapping[str, float | str], tried: bool 
     return f"{', '.join([label, *own]) if tried else label} := {':'.join([spec, *own])}"
 
 
-def _costs(found: Mapping[str, Mapping[str, Mapping[str, Any]]], lost: int) -> str:
+def _costs(outcomes_by_label: Mapping[str, Mapping[str, Mapping[str, Any]]], lost: int) -> str:
     """Say what the tries of each method cost: examples, and epsilon where there is noise."""
     examples, spent = 0, []
-    for label, outcomes in found.items():
+    for label, outcomes in outcomes_by_label.items():
         results = [outcome["result"] for outcome in outcomes.values() if "result" in outcome]
         examples += sum(result["examples-seen"] for result in results)
         if stated := [account for result in results if (account := largest(result["privacy"].values()))]:
