@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 __all__ = [
     "BudgetError",
     "ConfigError",
-    "ConfigErrors",
     "DamagedError",
     "DataError",
     "DivergedError",
@@ -30,18 +29,14 @@ FEW, MORE = 12, 24  # names that are listed beside a suggestion, and without one
 
 
 class FlwrReplayError(Exception):
-    """Base class; the command line prints its message as one line and exits with code 2."""
+    """Base class; the command line prints each of its faults, `args`, as a line, and exits with code 2."""
+
+    def __str__(self) -> str:
+        return "; also: ".join(map(str, self.args))
 
 
 class ConfigError(FlwrReplayError):
     """An unknown option or name, a wrong value, or options that do not go together."""
-
-
-class ConfigErrors(ConfigError):
-    """Several at once, each a line of its own on the command line; `args` has them."""
-
-    def __str__(self) -> str:
-        return "; also: ".join(map(str, self.args))
 
 
 class DataError(FlwrReplayError):
@@ -84,22 +79,21 @@ class DamagedError(RunError):
 
 
 def refuse_each(*checks: Callable[[], object]) -> None:
-    """Make checks that do not depend on each other, and raise what they refuse: one error as it is, several at once."""
+    """Make checks that do not depend on each other, and raise what they refuse: as the first is, all at once."""
     faults: list[FlwrReplayError] = []
     for check in checks:
         try:
             check()
         except FlwrReplayError as error:
             faults.append(error)
-    if len(faults) == 1:
-        raise faults[0]
-    refuse_all(list(dict.fromkeys(str(text) for fault in faults for text in fault.args)))
-
-
-def refuse_all(faults: Sequence[str]) -> None:
-    """Raise a `ConfigError` for one fault, and `ConfigErrors` for several."""
     if faults:
-        raise (ConfigError if len(faults) == 1 else ConfigErrors)(*faults)
+        refuse_all(list(dict.fromkeys(str(text) for fault in faults for text in fault.args)), type(faults[0]))
+
+
+def refuse_all(faults: Sequence[str], kind: type[FlwrReplayError] | None = None) -> None:
+    """Raise one error of a kind, by default `ConfigError`, for all faults, if there are some."""
+    if faults:
+        raise (kind or ConfigError)(*faults)
 
 
 def nearest(value: str, known: Iterable[str]) -> str:

@@ -24,7 +24,7 @@ from flwr_replay.config.halves import load_client, load_strategy
 from flwr_replay.config.privacy import PrivacyConfig
 from flwr_replay.config.sections import ReplayConfig, TrainingConfig
 from flwr_replay.engines.inline import InlineGrid
-from flwr_replay.errors import ConfigError, ConfigErrors, RunError, WireError
+from flwr_replay.errors import ConfigError, RunError, WireError
 from flwr_replay.files.atomic import home
 from flwr_replay.generators.autoencoder import VQVAE2Config
 from flwr_replay.generators.base import ImageForm
@@ -307,13 +307,13 @@ def test_where_private_models_are_is_said_once_and_they_load_as_the_page_shows(n
 def test_all_that_an_app_lacks_is_said_at_once():
     """A deployment of unsaid size, settings, and this package's client; and all arguments of a wrong type."""
     grid = HttpGrid("127.0.0.1:1", insecure=True, token="none")
-    with pytest.raises(ConfigErrors) as said:
+    with pytest.raises(ConfigError) as said:
         load_strategy("splitnn")[0]().start(grid, ArrayRecord())
     size, settings, client = said.value.args
     assert size.startswith("a deployment must say how many")
     assert settings == "SplitNN lacks settings: give Settings(model=…, task=…, input_shape=…)"
     assert client.startswith("SplitNN needs SplitNNClient at every institution")
-    with pytest.raises(ConfigErrors, match=r"nodes=…\) must be of type int.*; also: Settings\(task=…\) must be"):
+    with pytest.raises(ConfigError, match=r"nodes=…\) must be of type int.*; also: Settings\(task=…\) must be"):
         Settings(nodes="2", task="digits")
 
 

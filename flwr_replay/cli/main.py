@@ -34,7 +34,7 @@ from flwr_replay.cli.runs import export, predict, watch
 from flwr_replay.cli.weights import app as weights
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.parts import users_code
-from flwr_replay.errors import ConfigError, ConfigErrors, FlwrReplayError, one_line
+from flwr_replay.errors import ConfigError, FlwrReplayError, one_line
 
 __all__ = ["app", "main"]
 
@@ -351,7 +351,7 @@ def main() -> None:
         text = error.format_message() if isinstance(error, ClickException) else str(error)
         if isinstance(error, NoSuchOption) and error.ctx and any(p.name == "options" for p in error.ctx.command.params):
             text = f"{text.rstrip('.')}; {_instead(error.option_name)}"
-        for fault in error.args if isinstance(error, ConfigErrors) else (text,):
+        for fault in error.args if isinstance(error, FlwrReplayError) else (text,):
             print(f"error: {TWICE.sub('', one_line(fault))}", file=sys.stderr)
         sys.exit(2)
     except (MemoryError, RuntimeError) as error:

@@ -40,7 +40,7 @@ from flwr_replay.config.quoting import key_of, quoted, short, value_of
 from flwr_replay.config.renamed import today
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.strict_yaml import DUMPER, LOADER, read_yaml
-from flwr_replay.errors import ConfigError, ConfigErrors, nearest, refuse_all
+from flwr_replay.errors import ConfigError, nearest, refuse_all
 
 __all__ = [
     "SECTIONS",
@@ -132,10 +132,9 @@ def compose_own(overrides: Sequence[str], typed: Sequence[str] = ()) -> RunConfi
     allow(named_parts(overrides))
     try:
         config = compose(overrides)
-    except ConfigErrors:
-        raise
     except ConfigError as error:
-        refuse_all([str(error), *_further(overrides, str(error))])
+        if len(error.args) == 1:
+            refuse_all([str(error), *_further(overrides, str(error))])
         raise
     _refuse_repeated(typed, overrides)
     allow(config.own_parts)

@@ -61,8 +61,8 @@ def read_folder(task: TaskConfig, kept: DecodedImages | None = None) -> dict[str
     return raws_of(rows, task, source, read_image, kept=kept, divide=divide)
 
 
-def folder_rows(root: Path, site_column: str = "site") -> list[ManifestRow]:
-    """List the images of a folder, by its manifest if it has one.
+def folder_rows(root: Path, site_column: str = "site", faults: list[str] | None = None) -> list[ManifestRow]:
+    """List the images of a folder, by its manifest if it has one; `faults` as of `manifest_rows`.
 
     Raises
     ------
@@ -74,7 +74,7 @@ def folder_rows(root: Path, site_column: str = "site") -> list[ManifestRow]:
     manifest = root / "manifest.csv"
     if not manifest.is_file():
         return _folder_rows(root)
-    if not (rows := manifest_rows(manifest, site_column, "image")):
+    if not (rows := manifest_rows(manifest, site_column, "image", faults=faults)) and not faults:
         raise DataError(f"{manifest} must have a row for each image; got none")
     return rows
 

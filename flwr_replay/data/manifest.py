@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from flwr_replay.data.classes import Classes
 from flwr_replay.data.decoded import DecodedImages, ImageSource, decoded, each
 from flwr_replay.data.picture import fitted, picture
 from flwr_replay.data.readers import SPLIT_SEED, Raw, csv_rows, shortened
-from flwr_replay.errors import DataError
+from flwr_replay.errors import DataError, refuse_all, refuse_each
 from flwr_replay.rng import derived_seed
 
 __all__ = ["MISSING", "SPLITS", "VALIDATED", "ManifestRow", "manifest_rows", "parted", "raws_of", "some", "words_of"]
@@ -34,6 +35,7 @@ TESTED = 0.2  # share of the patients to test on, if no split is given
 MISSING = {"", "nan", "-nan", "na", "n/a", "n.a.", "<na>", "#n/a", "#na", "#n/a n/a", "null", "nat", "?"}
 MISSING |= {"#ref!", "#value!", "#div/0!", "#name?", "#null!", "#num!"}  # a spreadsheet's errors
 COPY = re.compile(r"([\s_-]+\(?copy\)?(\s*\d+)?)?(\s*\(\d+\))?$", re.I)  # at the end of a copied folder's name
+MOST = 20  # faults that are named
 VALIDATED = 0.1  # with split=validation, share of the patients to train on that are held out, if no split is given
 
 
@@ -49,48 +51,69 @@ class ManifestRow:
     patient: str = ""  # empty: not known
 
 
-def manifest_rows(path: Path, site_column: str, column: str, known: Sequence[str] = SPLITS) -> list[ManifestRow]:
+def manifest_rows(
+    path: Path, site_column: str, column: str, known: Sequence[str] = SPLITS, faults: list[str] | None = None
+) -> list[ManifestRow]:
     """Read a manifest.
 
     File names, in `column`, are relative to its folder. `site_column` names the institution, and may be missing if it
-    is `site`. `known` are the allowed values of the column `split`.
+    is `site`. `known` are the allowed values of the column `split`. Given a list, faults are added to it instead, and
+    rows without a needed cell are left out.
 
     Raises
     ------
     DataError
-        For an empty cell, an unknown split, a file that is listed twice, even under two spellings, a column that is
-        named nearly as one that is read, such as `PatientID`, or two sites or patients that are; the error names it.
+        With all faults: a missing column, an empty cell, an unknown split, a file that is listed twice, even under two
+        spellings, a column that is named nearly as one that is read, such as `PatientID`, or two sites or patients
+        that are.
     """
     wanted = [column, "label", *([site_column] if site_column != "site" else [])]
-    lines = csv_rows(path, wanted)
+    wrong = [] if faults is None else faults
+    lines = csv_rows(path, wanted, wrong)
     present = list(lines[0][1]) if lines else []
     for name in (site_column, "split", "patient"):
-        if name not in present and (other := next((it for it in present if _plain(it) == _plain(name)), "")):
-            raise DataError(f"column {other!r} of {path} would not be read: call it {name!r}, or something else")
-    used = {*wanted, *(name for name in (site_column, "split") if name in present)}
-    for name in sorted(used):
+        if name not in {*present, *wanted} and (
+            other := next((it for it in present if _plain(it) == _plain(name)), "")
+        ):
+            wrong.append(f"column {other!r} of {path} would not be read: call it {name!r}, or something else")
+    used = [name for name in sorted({*wanted, site_column, "split"}) if name in present]
+    empty: set[str] = set()
+    for name in used:
         none = {""} if name == "label" else MISSING  # a class may be called NA
-        if lacking := [f"{cells[name]} ({where})".strip() for where, cells in lines if cells[name].casefold() in none]:
-            raise DataError(
+        if lacking := {where: cells[name] for where, cells in lines if cells[name].casefold() in none}:
+            first, value = next(iter(lacking.items()))
+            wrong.append(
                 f"every row must have a value for {name!r}; {len(lacking):,} of {len(lines):,} have none, the first is "
-                f"{lacking[0]}: fill it in, or remove the row"
+                f"{f'{value} ({first})'.strip()}: fill it in, or remove the row"
             )
+            empty |= lacking.keys()
     rows, listed, written = [], {}, {}  # type: list[ManifestRow], dict[Path, str], dict[tuple[str, str], str]
-    for where, cells in lines:
+    splits = [*known]
+    for where, cells in lines if {*wanted} <= {*present} else ():
+        if where in empty:
+            continue
         values = {name: cells[name] for name in used}
-        if "split" in values and values["split"] not in known:
-            raise DataError(f"split must be one of {', '.join(known)}; got {values['split']!r} in {where}")
+        if "split" in values and values["split"] not in splits:
+            splits.append(values["split"])
+            wrong.append(f"split must be one of {', '.join(known)}; got {values['split']!r} in {where}")
         file, patient = path.parent / values[column], cells.get("patient", "")
         if (earlier := listed.setdefault(file.resolve(), where)) != where:
-            raise DataError(f"a file must be listed once; {file} is in {earlier} and in {where}")
+            wrong.append(f"a file must be listed once; {file} is in {earlier} and in {where}")
         patient = "" if patient.casefold() in MISSING else patient
         if (other := written.setdefault((values.get(site_column, ""), spelled(patient)), patient)) != patient:
-            raise DataError(
+            wrong.append(
                 f"patients must differ by more than spelling; got {shortened(other)} and {shortened(patient)} "
                 f"({where}): write them alike, or rename one"
             )
         rows.append(ManifestRow(file, values["label"], where, values.get(site_column), values.get("split"), patient))
-    _refuse_alike({row.site: row.where for row in reversed(rows) if row.site is not None}, "sites")
+    try:
+        _refuse_alike({row.site: row.where for row in reversed(rows) if row.site is not None}, "sites")
+    except DataError as error:
+        wrong += error.args
+    if len(wrong) > MOST:
+        wrong[MOST:] = [f"{len(wrong) - MOST:,} faults more in {path}: mend these first"]
+    if faults is None:
+        refuse_all(wrong, DataError)
     return rows
 
 
@@ -195,21 +218,31 @@ def words_of(rows: Sequence[ManifestRow]) -> list[str]:
     DataError
         If some are missing, some are names and some numbers, or two differ by case or spaces only.
     """
-    _refuse_missing(rows)
-    _refuse_alike({spelled(row.label): row.where for row in reversed(rows)}, "labels")
-    words = sorted({label for row in rows if not WHOLE.fullmatch(label := spelled(row.label))})
-    if words and (numbered := next((row for row in rows if WHOLE.fullmatch(spelled(row.label))), None)):
-        raise DataError(
-            f"labels must be all numbers or all names; got {shortened(words[0])} and {shortened(numbered.label)} "
-            f"({numbered.where}): use one form only, or set task.class-names"
-        )
+    none = _missing(rows)
+    labelled = [row for row in rows if row.label not in none]
+    words = sorted({label for row in labelled if not WHOLE.fullmatch(label := spelled(row.label))})
+
+    def of_one_form() -> None:
+        if words and (numbered := next((row for row in labelled if WHOLE.fullmatch(spelled(row.label))), None)):
+            raise DataError(
+                f"labels must be all numbers or all names; got {shortened(words[0])} and {shortened(numbered.label)} "
+                f"({numbered.where}): use one form only, or set task.class-names"
+            )
+
+    alike = partial(_refuse_alike, {spelled(row.label): row.where for row in reversed(labelled)}, "labels")
+    refuse_each(partial(_refuse_missing, rows), alike, of_one_form)
     return words
 
 
-def _refuse_missing(rows: Sequence[ManifestRow], names: Sequence[str] = ()) -> None:
-    """Refuse labels that say that there is none, unless a class is called so."""
+def _missing(rows: Sequence[ManifestRow], names: Sequence[str] = ()) -> set[str]:
+    """Return the labels that say that there is none, unless a class is called so."""
     none = {label for label in {row.label for row in rows} if spelled(label).casefold() in MISSING}
-    none = {label for label in none if spelled(label) not in map(spelled, names)}
+    return {label for label in none if spelled(label) not in map(spelled, names)}
+
+
+def _refuse_missing(rows: Sequence[ManifestRow], names: Sequence[str] = ()) -> None:
+    """Refuse rows without a label."""
+    none = _missing(rows, names)
     if missing := [row for row in rows if row.label in none]:
         raise DataError(
             f"every example must have a label; {len(missing):,} of {len(rows):,} have none, the first is "

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.config.sections import TaskConfig
-from flwr_replay.errors import ConfigError, DataError, nearest
+from flwr_replay.errors import ConfigError, DataError, nearest, refuse_all
 from flwr_replay.files.atomic import home, make_folder
 from flwr_replay.files.table import plain
 from flwr_replay.rng import derived_rng
@@ -319,46 +319,46 @@ def data_root(task: TaskConfig) -> Path:
     return Path(task.data_dir).expanduser().absolute() if task.data_dir else home() / "data"
 
 
-def csv_rows(path: Path, columns: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
+def csv_rows(path: Path, columns: Sequence[str], faults: list[str] | None = None) -> list[tuple[str, dict[str, str]]]:
     """Read a CSV file whose first line names the columns, between commas or, as some spreadsheets write, semicolons.
 
     Returns
     -------
     list of (str, dict)
-        For every row, its place, for error lines, and its cells by column, stripped of spaces. Missing cells at the
-        end of a row are empty.
+        For every row, its place and its stripped cells by column. Missing cells at the end of a row are empty.
 
     Raises
     ------
     DataError
-        If the file is missing or unreadable, if it lacks one of `columns` or names one twice, or if a row has too
-        many cells.
+        If the file is missing or unreadable; if it lacks `columns` or names one twice, or a row has too many cells.
+        Given a list, these faults are added to it instead.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             first = file.readline()
             file.seek(0)
             reader = csv.DictReader(file, skipinitialspace=True, delimiter=max(",;", key=first.count))
-            reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+            reader.fieldnames = header = [name.strip() for name in reader.fieldnames or ()]
             rows = [(f"{path} line {reader.line_num}", row) for row in reader]
             file.seek(0)
             if "\0" in file.read():
                 raise csv.Error("it holds zero bytes")
-            header = list(reader.fieldnames or [])
     except FileNotFoundError:
         raise DataError(f"{path} does not exist: add it") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} must be a CSV file in UTF-8; it cannot be read ({error})") from None
-    for column in columns:
-        if column not in header:
-            raise DataError(
-                f"{path} must have a column {column!r}, between commas or semicolons: {nearest(column, header)}"
-            )
+    wrong = [] if faults is None else faults
+    wrong += [
+        f"{path} must have a column {column!r}, between commas or semicolons: {nearest(column, header)}"
+        for column in columns
+        if column not in header
+    ]
     if repeated := [column for column in header if header.count(column) > 1]:
-        raise DataError(f"every column of {path} must have its own name; two are named {repeated[0]!r}: rename one")
-    for where, row in rows:
-        if None in row:
-            raise DataError(f"every row must have {len(header)} cells, as the first line says; {where} has more")
+        wrong.append(f"every column of {path} must have its own name; two are named {repeated[0]!r}: rename one")
+    if longer := [where for where, row in rows if None in row]:
+        wrong.append(f"every row must have {len(header)} cells, as the first line says; {longer[0]} has more")
+    if faults is None:
+        refuse_all(wrong, DataError)
     return [(where, {column: plain((row[column] or "").strip()) for column in header}) for where, row in rows]
 
 

@@ -27,7 +27,7 @@ from flwr_replay.data.manifest import ManifestRow, words_of
 from flwr_replay.data.partitions import Partition
 from flwr_replay.data.picture import picture
 from flwr_replay.data.skew import is_continuous, ks_matrix, label_histogram, tv_matrix
-from flwr_replay.errors import ConfigError, DataError, RunError
+from flwr_replay.errors import ConfigError, DataError, RunError, refuse_all
 from flwr_replay.files.atomic import NAME, make_folder, write_atomic
 from flwr_replay.terminal import fitted
 
@@ -204,23 +204,26 @@ class Look(NamedTuple):
 def checked(folder: Path) -> tuple[list[str], bool]:
     """Read every image of a folder, laid out as in `flwr_replay.data.folder`; return lines, and whether it is sound.
 
-    It is not if a file cannot be read, labels differ by spelling only, equal files have different labels, splits or
-    patients, or a patient is in two splits.
+    It is not if the manifest or a file cannot be read, labels differ by spelling only, equal files have different
+    labels, splits or patients, or a patient is in two splits.
 
     Raises
     ------
     DataError
-        If the layout or the manifest is wrong, so that it is not clear which images there are.
+        If the layout or the manifest's columns are wrong, so that it is not clear which images there are.
     """
-    rows = folder_rows(folder)
+    wrong: list[str] = []
+    rows = folder_rows(folder, faults=wrong)
+    if not rows:
+        refuse_all(wrong, DataError)
     seen, faults = readable(_look, rows)
     classes = Counter(row.label for row in rows)
     lines = [f"{len(rows):,} images: {', '.join(f'{label} {count:,}' for label, count in sorted(classes.items()))}"]
-    wrong = [f"cannot be read: {fault}" for fault in faults]
+    wrong += [f"cannot be read: {fault}" for fault in faults]
     try:
         words_of(rows)
     except DataError as error:
-        wrong.append(str(error))
+        wrong += error.args
     same: dict[str, list[ManifestRow]] = defaultdict(list)
     for row, image in seen:
         same[image.digest].append(row)

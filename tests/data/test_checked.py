@@ -60,3 +60,33 @@ def test_a_folder_whose_images_mostly_have_no_patient_warns(tmp_path: Path) -> N
     lines, sound = checked(tmp_path)
     assert sound
     assert lines[-3:] == ["1 patients; 2 images without one", LEAKS, "nothing is wrong"]
+
+
+def test_all_that_a_manifest_lacks_is_said_at_once(tmp_path: Path, monkeypatch, capsys) -> None:
+    for n in range(6):
+        draw(tmp_path / f"{n}.png", n)
+    (tmp_path / "5.png").write_bytes(b"no image")
+    rows = ["0.png,ill,p,x", "0.png,Ill,p,train", "2.png,,p,train", ",ill,p,test", "4.png,nan,p,y", "5.png,0,p,x"]
+    manifest(tmp_path, "image,label,Site_ID,split", rows)
+    assert command(monkeypatch, "data", "check", str(tmp_path)) == 1
+    said = capsys.readouterr().out
+    for fault in (
+        "column 'Site_ID' of",
+        "every row must have a value for 'image'; 1 of 6",
+        "every row must have a value for 'label'; 1 of 6",
+        "a file must be listed once",
+        "got 'x' in",
+        "got 'y' in",
+        "\ncannot be read: ",
+        "every example must have a label; 1 of 4",
+        "labels must differ by more than spelling",
+        "labels must be all numbers or all names",
+    ):
+        assert said.count(fault) == 1, fault
+    manifest(tmp_path, "file,class,PatientID", ["0.png,a,p"])
+    assert command(monkeypatch, "data", "check", str(tmp_path)) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert ["'image'" in said[0], "'label'" in said[1], "'PatientID'" in said[2], len(said)] == [True] * 3 + [3]
+    manifest(tmp_path, "image,label,split", [f"{n}.png,0,{n}" for n in range(30)])
+    assert command(monkeypatch, "data", "check", str(tmp_path)) == 1
+    assert "10 faults more in" in capsys.readouterr().out
