@@ -44,8 +44,6 @@ from flwr_replay.data.dealt import loaded
 from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.engines.simulate import Simulation
 from flwr_replay.errors import FlwrReplayError, RunError
-from flwr_replay.files.atomic import home
-from flwr_replay.files.lines import read_lines
 from flwr_replay.files.tensors import digest, nested, unnested
 from flwr_replay.finished.trained import load_model
 from flwr_replay.forecast.forecast import expected, forecast, shares_of
@@ -53,14 +51,11 @@ from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import backbone
 from flwr_replay.payloads.common import Evaluation, Present
-from flwr_replay.privacy.account import CHARGES
 from flwr_replay.report.progress import Display
-from flwr_replay.report.run_files import read_run_id
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.execute import Job, execute
 from flwr_replay.runs.opening import new_run_id
 from flwr_replay.server.recorder import Recorder
-from flwr_replay.state.store import RUNS
 from flwr_replay.wire.bounds import NEVER_NEGATIVE
 from flwr_replay.wire.ledger import ledger_lines
 from flwr_replay.wire.payload import CLIENT_APP_RAISED, REQUESTS
@@ -317,12 +312,11 @@ def _check_charges(job: list[str], folder: Path) -> None:
         return
     shares = shares_of(expected(simulation)[0], simulation.job.config.rounds)
     charged: Counter[str] = Counter()
-    for name, indices in zip(part.names, part.train, strict=True):
+    for (name, account), indices in zip(simulation.accounts(folder).items(), part.train, strict=True):
         examples = sum(map(len, part.train)) if plan.pooled else len(indices)
-        account = home() / "state" / "simulation" / name / RUNS / read_run_id(folder) / CHARGES
         steps: Counter[str] = Counter()
-        for charge in read_lines(account):
-            steps[charge["mechanism"]] += charge["steps"]
+        for mechanism, cost in zip(account.mechanisms, account.spent, strict=True):
+            steps[mechanism] += cost.steps
         for planned in plan.passes:
             mechanism = planned.mechanism
             due = planned.in_share(shares[name]).cost(examples, plan.config.sigma).steps

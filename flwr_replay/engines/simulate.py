@@ -30,6 +30,7 @@ from flwr_replay.engines.workers import LocalGrid
 from flwr_replay.errors import ConfigError, PrivacyError, RunError
 from flwr_replay.files.atomic import home, read_text, write_atomic
 from flwr_replay.institution.pictures import gather
+from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.progress import Display, shown_bytes
 from flwr_replay.report.run_files import read_result, read_run_id, write_result
@@ -73,6 +74,18 @@ class Simulation:
             labels = loaded(config.task).train.y
             synthesis.check_labels([labels[indices] for indices in part.train])
         return cls(job, part)
+
+    def accounts(self, folder: Path) -> dict[str, Account]:
+        """Return the accounts of a run of these institutions on this machine, by name; none without DP."""
+        plan, states, run = self.job.settings.privacy, home() / "state" / "simulation", read_run_id(folder)
+        own = dict(zip(self.part.names, map(len, self.part.train), strict=True)) if plan else {}
+        return {
+            name: Account(
+                states / name / RUNS / run, delta=plan.config.delta_for(sum(own.values()) if plan.pooled else n)
+            )
+            for name, n in own.items()
+            if plan
+        }
 
 
 def _refuse_poor(plan: PrivacyPlan, sizes: Sequence[int]) -> None:

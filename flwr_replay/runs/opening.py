@@ -54,9 +54,9 @@ def resumable(folder: Path, rounds: int, *, deployed: bool = False, engine: str 
         (folder / ENDED).unlink(missing_ok=True)
     try:
         yield
-    except FlwrReplayError as error:
+    except Exception as error:
         with suppress(RunError):
-            write_atomic(folder / ENDED, f"failed: {error}\n")
+            write_atomic(folder / ENDED, f"failed: {error if isinstance(error, FlwrReplayError) else repr(error)}\n")
         raise
     except (KeyboardInterrupt, SystemExit):  # the command line turns SIGTERM into SystemExit
         with suppress(RunError):

@@ -6,17 +6,18 @@ judged by its validation examples. All methods have as many tries: the default, 
 repeated command asks for the same ones, and tries that have finished are not repeated.
 
 Under differential privacy a try spends epsilon like any run. The report says what all tries spend together: at most the
-sums of their epsilons and deltas (Dwork and Roth 2014, doi 10.1561/0400000042, Theorem 3.16). One that fails has spent
-some, too, which no result states: the report says how many did, and none of these is repeated for the page of all.
+sums of their epsilons and deltas (Dwork and Roth 2014, doi 10.1561/0400000042, Theorem 3.16). One that fails counts by
+its institutions' accounts, and is not tried again; one that is interrupted goes on from its checkpoint.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from math import inf
+from math import inf, isnan, nan
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,16 @@ from scipy.stats.qmc import Sobol
 from flwr_replay.config.compose import compose
 from flwr_replay.config.quoting import NUMBER
 from flwr_replay.config.run import RunConfig
+from flwr_replay.engines.simulate import Simulation
 from flwr_replay.errors import ConfigError
-from flwr_replay.files.atomic import alone, make_folder
+from flwr_replay.files.atomic import alone, make_folder, read_text
+from flwr_replay.files.disk import there
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.report.comparison import of_data
-from flwr_replay.report.metrics import VALIDATION, largest
-from flwr_replay.studies.cells import run_all
+from flwr_replay.report.metrics import VALIDATION, Stated, largest
+from flwr_replay.report.run_files import RUN_ID
+from flwr_replay.runs.opening import ENDED
+from flwr_replay.studies.cells import Cell, run_all
 from flwr_replay.studies.compare import planned, run_comparisons
 from flwr_replay.studies.methods import named, own_option, swept
 from flwr_replay.studies.rates import AUTO, RATES
@@ -81,7 +86,7 @@ def compare_tuned(
     ]
     planned(ends, words, "", runs_dir, metric)  # an end that the option does not allow is refused, too
     way = optuna.study.StudyDirection.MAXIMIZE if more else optuna.study.StudyDirection.MINIMIZE
-    sampler, new = optuna.samplers.TPESampler, optuna.create_study
+    sampler, new, failed = optuna.samplers.TPESampler, optuna.create_study, optuna.trial.TrialState.FAIL
     studies = {label: new(direction=way, sampler=sampler(seed=0, n_startup_trials=EVEN)) for label in ranges}
     spaces: dict[str, Space] = {}
     for label, config in ((cell.method.label, compose(list(cell.overrides))) for cell in whole.cells[: len(methods)]):
@@ -91,19 +96,23 @@ def compare_tuned(
             for values in _even(spaces[label], usual):
                 studies[label].enqueue_trial(values)
     outcomes_by_label: dict[str, dict[str, dict[str, Any]]] = {label: {} for label in spaces}  # then by the try's name
-    lost: list[str] = []  # tries that have failed under DP
+    lost: dict[str, Stated] = {}  # what tries have spent that failed under DP, by their names
     for _ in range(tries):
         asked = {label: studies[label].ask(space) for label, space in spaces.items()}
         names = {label: _with(label, methods[label], trial.params, tried=True) for label, trial in asked.items()}
         plan = planned([*names.values()], words, "", runs_dir, metric, "tuning")
         with alone(make_folder(plan.runs, "--runs-dir")):
-            outcomes = dict(run_all([replace(cell, metric=judge) for cell in plan.cells], jobs))
+            outcomes: dict[Path, dict[str, Any]] = {
+                cell.folder: {"error": why} for cell in plan.cells if (why := _failed_before(cell))
+            }
+            if others := [replace(cell, metric=judge) for cell in plan.cells if cell.folder not in outcomes]:
+                outcomes |= run_all(others, jobs)
         for (label, trial), cell in zip(asked.items(), plan.cells, strict=True):
             outcomes_by_label[label][names[label]] = outcome = outcomes[cell.folder]
-            if "error" in outcome and compose(list(cell.overrides)).privacy.dp != "none":
-                lost.append(names[label])
-            judged = outcome["result"]["final"]["global"] if "result" in outcome else {}
-            studies[label].tell(trial, judged.get(judge, float("nan")))  # which is a failure
+            if "error" in outcome and (spent := _charged(cell)):
+                lost[names[label]] = spent
+            value = outcome["result"]["final"]["global"].get(judge, nan) if "result" in outcome else nan
+            studies[label].tell(trial, None if isnan(value) else value, failed if isnan(value) else None)
     told, best = [], dict(zip(methods, strategies, strict=True))
     for label, study in studies.items():
         if len({trial.value for trial in study.trials} - {None}) > 1:  # else the default is as good
@@ -114,7 +123,7 @@ def compare_tuned(
     folder = "".join(f": {report['folder']}" for _, report in run_comparisons(every, jobs))  # a page of all tries
     line = (
         f"--tune: {'; '.join(told) or 'all tries are alike, or failed'}; of {tries} tries each the best by {judge} "
-        f"with seed {seed}, which is not reported; {_costs(outcomes_by_label, len(lost))}{folder}"
+        f"with seed {seed}, which is not reported; {_costs(outcomes_by_label, lost)}{folder}"
     )
     tuned = sorted({option.rpartition(".")[2] for space in spaces.values() for option in space})
     whole = planned([*best.values()], fixed, against, runs_dir, metric, tuned=tuned)
@@ -185,15 +194,34 @@ def _with(label: str, spec: str, values: Mapping[str, float | str], tried: bool 
     return f"{', '.join([label, *own]) if tried else label} := {':'.join([spec, *own])}"
 
 
-def _costs(outcomes_by_label: Mapping[str, Mapping[str, Mapping[str, Any]]], lost: int) -> str:
+def _charged(cell: Cell) -> Stated | None:
+    """Return what the institutions' accounts state of a try without a result; None: nothing was charged."""
+    if not there(cell.folder / RUN_ID):
+        return None
+    accounts = Simulation.of(compose(list(cell.overrides))).accounts(cell.folder).values()
+    return largest({"epsilon": own.stated_epsilon, "delta": own.delta} for own in accounts if own.mechanisms)
+
+
+def _failed_before(cell: Cell) -> str:
+    """Say, to the user too, why a try is not repeated: it has failed, or left no checkpoint, and has spent epsilon."""
+    ended = cell.folder / ENDED
+    why = read_text(ended).strip() if there(ended) else "killed"
+    if cell.done or (cell.begun and not why.startswith("failed")) or not _charged(cell):
+        return ""
+    print(f"tuning, {cell.method.label} is not tried again, as it has spent epsilon: {why}", file=sys.stderr)
+    return why
+
+
+def _costs(outcomes_by_label: Mapping[str, Mapping[str, Mapping[str, Any]]], lost: Mapping[str, Stated]) -> str:
     """Say what the tries of each method cost: examples, and epsilon where there is noise."""
     examples, spent = 0, []
     for label, outcomes in outcomes_by_label.items():
         results = [outcome["result"] for outcome in outcomes.values() if "result" in outcome]
         examples += sum(result["examples-seen"] for result in results)
-        if stated := [account for result in results if (account := largest(result["privacy"].values()))]:
+        stated = [account for result in results if (account := largest(result["privacy"].values()))]
+        if stated := [*stated, *(lost[name] for name in outcomes if name in lost)]:
             epsilon = rounded_up(sum(inf if account.epsilon is None else account.epsilon for account in stated))
             spent.append(f"{label} {epsilon} at delta {rounded_up(sum(account.delta for account in stated), 2)}")
     price = f" and spent epsilon beside that of a run: {', '.join(spent)} (basic composition)" if spent else ""
-    more = f"; {lost} that failed spent epsilon, too, which no result states" if lost else ""
+    more = f"; {len(lost)} of them failed, which counts, and are not tried again" if lost else ""
     return f"these tries saw {examples:,} examples{price}{more}"

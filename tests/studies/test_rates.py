@@ -7,7 +7,6 @@ import pytest
 from flwr_replay.errors import ConfigError
 from flwr_replay.report.run_files import options_of, read_result
 from flwr_replay.studies import tuning
-from flwr_replay.studies.cells import run_all
 from flwr_replay.studies.compare import compare_strategies
 from flwr_replay.studies.rates import RATES, with_rates
 from flwr_replay.studies.tuning import compare_tuned
@@ -82,20 +81,13 @@ def test_what_cannot_be_tuned_fairly_is_refused_before_any_run(options, said, tm
 def test_optuna_tries_on_a_seed_that_is_not_reported_and_repeats_none(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     methods = ["cwt", "fixed := cwt:lr=1e-9", "noisy := fedavg:dp=classifier:sigma=2:delta=1e-3"]
-    methods += ["lost := fedavg:dp=classifier:sigma=3:delta=1e-3"]
-
-    def killed(cells, jobs):
-        lost = [cell for cell in cells if cell.method.label.startswith("lost")]
-        yield from ((cell.folder, {"error": "killed"}) for cell in lost)
-        yield from run_all([cell for cell in cells if cell not in lost], jobs)
-
-    monkeypatch.setattr(tuning, "run_all", killed)
+    methods += ["lost := fedavg:dp=classifier:sigma=3:delta=1e-3:lr=1e30"]  # diverges
     options = [*TINY[:-2], "model.width=32", "device=cpu", "seeds=6,", "lr=0.001..1", "fedavg.batch-size=16..64"]
-    runs = []
+    runs, said = [], []
     for tries in (2, 3):  # the second command goes on with the first one's tries
         text, report = compare_tuned(methods, options, "", 1, tmp_path, "", tries)
         runs.append({file.parent.name: file.stat().st_mtime_ns for file in tmp_path.glob("compare-*/*/result.json")})
-        capsys.readouterr()
+        said.append(capsys.readouterr().err)
     own = {name for name in runs[1] if name.endswith("seed7")}
     assert len(own) == 2 * 3  # none of lost's, for the page of all tries
     assert {name for name in runs[0] if name in own} < own
@@ -116,10 +108,15 @@ def test_optuna_tries_on_a_seed_that_is_not_reported_and_repeats_none(tmp_path, 
         max(account["epsilon"] for account in read_result(folder.parent)["privacy"].values())
         for folder in tmp_path.glob("compare-*/fedavg-*seed7/result.json")
     ]
-    spent, delta = re.search(r"spent epsilon beside that of a run: noisy ([\d.]+) at delta ([\d.]+)", text).groups()
+    spent, delta, of_lost, its_delta = re.search(
+        r"spent epsilon beside that of a run: noisy ([\d.]+) at delta ([\d.]+), lost ([\d.]+) at delta ([\d.]+)", text
+    ).groups()
     assert sum(epsilons) <= float(spent) <= sum(epsilons) * 1.01
     assert float(delta) == pytest.approx(3e-3)
-    assert "; 3 that failed spent epsilon, too, which no result states" in report["rates"]
+    assert "; 3 of them failed, which counts, and are not tried again" in report["rates"]
+    assert 0 < float(of_lost) < float(spent)  # its sigma is larger
+    assert float(its_delta) == pytest.approx(3e-3)
+    assert [one.count("is not tried again, as it has spent epsilon: failed: ") for one in said] == [0, 2]
     assert "of 3 tries each the best by validation-accuracy with seed 7, which is not reported" in report["rates"]
     assert not re.search(r"\blr\b", report["untuned"])
 
