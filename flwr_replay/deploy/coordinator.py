@@ -44,6 +44,7 @@ LOSES = 60  # by which a ServerApp has ended that lost its SuperLink
 LARGEST = 3  # places on the disk that are named
 Ask = Callable[..., dict[str, Any]]
 ADDRESS = re.compile(r'^address = "(.+)"$', re.MULTILINE)
+NODE = re.compile(r"\b\d+\b")  # its number, in what Flower says of one that is registered
 NAMES = re.compile(r"^for name in (.+); do$", re.MULTILINE)
 
 
@@ -63,7 +64,7 @@ def examine_coordinator(folder: Path) -> tuple[bool, str]:
             "certificates": partial(_certificates, folder),
             "keys": partial(_keys, folder, names),
             "connection": partial(_connection, folder, address),
-            "SuperNodes": partial(_supernodes, ask, names),
+            "SuperNodes": partial(_supernodes, folder, ask, names),
             "runs": partial(_runs, ask),
             "ServerApps": partial(_serverapps, folder, ask),
             "run directories": partial(_directories, folder),
@@ -117,13 +118,18 @@ def _connection(folder: Path, address: str) -> Iterator[str]:
     yield connection(address, folder / "certificates" / CA, silent, STRANGER)
 
 
-def _supernodes(ask: Ask, names: Sequence[str]) -> Iterator[str]:
+def _supernodes(folder: Path, ask: Ask, names: Sequence[str]) -> Iterator[str]:
     nodes = ask("supernode", "list", "superlink")["nodes"]
     online = [node for node in nodes if node["status"] == "online"]
     if len(online) < len(names):
+        files = {name: in_state(folder, f"{name}.registered") for name in names}
+        told = {name: NODE.search(read_text(file)) for name, file in files.items() if file.exists()}
+        known = {node[0]: name for name, node in told.items() if node}
         away = "; ".join(
-            f"{node['node-id']} {node['status']} since {node['offline-at']}" for node in nodes if node not in online
-        )
+            f"{known.get(node['node-id'], node['node-id'])} {node['status']} since {node['offline-at']}"
+            for node in nodes
+            if node not in online
+        ).replace(" since N/A", "")
         raise RunError(
             f"{len(online)} of {len(names)} SuperNodes are online ({away or NEW}): ask the clinics to run ./start.sh; "
             "a killed one is admitted again after about a minute"

@@ -76,7 +76,7 @@ def test_a_folder_of_an_older_version_goes_on_with_its_files(written, tmp_path):
     shutil.copytree(written / "coordinator", home)
     programs.mkdir()
     (programs / "flower-superlink").write_text('#!/bin/sh\necho "$@"\n')
-    (programs / "flwr").write_text("#!/bin/sh\n")
+    (programs / "flwr").write_text('#!/bin/sh\n[ "$2" != register ] || echo "SuperNode 77 registered successfully."\n')
     for program in programs.iterdir():
         program.chmod(0o700)
     environment = {**os.environ, "PATH": os.pathsep.join([str(programs), os.environ["PATH"]])}
@@ -92,4 +92,5 @@ def test_a_folder_of_an_older_version_goes_on_with_its_files(written, tmp_path):
     (home / "keys" / "north.registered").touch()
     assert says("register.sh") == "north: registered before\nsouth: registered\n"
     assert [file.name for file in (home / "state").glob("*.registered")] == ["south.registered"]
+    assert (home / "state" / "south.registered").read_text() == "SuperNode 77 registered successfully.\n"
     assert "ok  keys: north, south are registered" in examine_coordinator(home)[1]

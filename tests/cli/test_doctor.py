@@ -93,9 +93,9 @@ def test_the_doctor_names_a_serverapp_that_hangs_and_a_full_disk(written, tmp_pa
     def said(check):
         return dict(line.split(": ", 1) for line in examine_coordinator(home)[1].splitlines())[check]
 
-    def lists(*live):
+    def lists(*live, nodes=()):
         runs = [{"status": status, "run-id": "1"} for status in live]
-        answer = {"success": True, "runs": runs, "nodes": []}
+        answer = {"success": True, "runs": runs, "nodes": nodes}
         done = subprocess.CompletedProcess([], 0, json.dumps(answer))
         monkeypatch.setattr(coordinator, "answers", lambda address: bool(live))
         monkeypatch.setattr(coordinator.subprocess, "run", lambda *words, **options: done)
@@ -111,6 +111,14 @@ def test_the_doctor_names_a_serverapp_that_hangs_and_a_full_disk(written, tmp_pa
         for file in (run / "ledger.jsonl", run / "config.yaml"):
             os.utime(file, (0, 0))
         assert "answers are waited for timeout=60 s (it waits for south): see `flwr log`" in said("NO  ServerApps")
+    for name, told in (
+        ("north", "SuperNode 77 registered successfully.\n"),
+        ("south", ""),
+    ):  # the latter as it was once
+        (home / "state" / f"{name}.registered").write_text(told)
+    away = [{"node-id": "77", "status": "offline", "offline-at": "noon"}]
+    lists("running", nodes=[*away, {"node-id": "78", "status": "registered", "offline-at": "N/A"}])
+    assert said("NO  SuperNodes").startswith("0 of 2 SuperNodes are online (north offline since noon; 78 registered):")
     assert said("NO  run directories") == f"not finished: first: {resume} where it was"
     monkeypatch.setattr(examining.shutil, "disk_usage", lambda folder: SimpleNamespace(free=5e8))
     assert "is nearly full, 500 MB are free: `flwr-replay runs clean` says what can go; the largest: first" in said(
