@@ -116,9 +116,9 @@ class RunDirectory(Recorder):
         self._best = BestModel(self.path)
         self._tracking = Tracking(config, self.path)
         write_atomic(self.path / "environment.json", json.dumps(environment(config), indent=2) + "\n")
-        lost = unanswered(ledger_lines(self.path, FORMS[LEDGER]))  # before the roll is called again
+        self.after_others = any(self.path.parent.glob(f"*/{LEDGER}"))  # this run's own, too, if it goes on
         self._ledger = Ledger(self.path)
-        self._ledger.append(lost)
+        self._ledger.append(unanswered(ledger_lines(self.path, FORMS[LEDGER])))  # before the roll is called again
         self._members = TakingPart(self.path)
         self._recording = Recording(self.path / FOLDER, DIRECTIONS[config.record], config.record_mb)
         self._metrics, self._timings = Lines(self.path / "metrics.jsonl"), Lines(self.path / "timings.jsonl")

@@ -49,6 +49,7 @@ class Recorder:
         self.characters = Counter[str]()  # by institution: characters of its reasons in these
         self.per_round = 1  # exchanges in a round
         self.earlier = 0  # how many of these are from before the run was resumed
+        self.after_others = True  # whether there was a run, so far as is known, that nodes may still answer
         self.begun = 0  # the last exchange that was begun before the run was resumed
         self.released: dict[str, dict[str, Any]] = {}  # by institution: the epsilon and delta that it stated last
         self.tested: dict[str, Evaluation] = {}  # by institution: its sums over the shard that was tested last

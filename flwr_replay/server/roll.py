@@ -137,7 +137,7 @@ class Roll:
         newcomers = self.members.newcomers(grid.get_node_ids())
         messages = [self.exchanger.message(Member(str(node_id), node_id), request) for node_id in newcomers]
         calls = {message.metadata.dst_node_id: message for message in messages}
-        silent = partial(self.exchanger.silent, hint=AGAIN if deployed(grid) else "")
+        silent = partial(self.exchanger.silent, hint=AGAIN if deployed(grid) and self.recorder.after_others else "")
         pairs = ask(grid, messages, self.exchanger.timeout, silent=silent)
         replies = {message.metadata.dst_node_id: reply for message, reply in pairs}
         arrived: list[Member] = []

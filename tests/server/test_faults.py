@@ -126,10 +126,13 @@ def test_a_deployments_log_says_what_to_do_about_nodes_that_do_not_answer_the_ro
     monkeypatch.setattr(asking, "SILENCE", 0.1)
     monkeypatch.setattr(asking, "DEPLOYED", (Grid.__name__,))
     caplog.set_level(logging.INFO, "flwr")
-    with pytest.raises(RefusedError, match="no institution takes part"):
-        ran(tmp_path, "timeout=0.3", "wait=1", "nodes=3", before=mute)
-    [line] = {line for line in caplog.messages if line.startswith("waiting for node")}
-    assert line.endswith("0 min; they may still answer an earlier run: if none is live, start their SuperNodes again")
+    again = "; they may still answer an earlier run: if none is live, start their SuperNodes again"
+    for more, told in (((), ""), ((f"resume={tmp_path / 'runs' / 'x'}",), again)):
+        caplog.clear()
+        with pytest.raises(RefusedError, match="no institution takes part"):
+            ran(tmp_path, "timeout=0.3", "wait=1", "nodes=3", *more, before=mute)
+        [line] = {line for line in caplog.messages if line.startswith("waiting for node")}
+        assert line.endswith(f"0 min{told}")
 
 
 def test_a_simulation_stops_once_messages_to_a_dead_worker_have_failed_alike(tmp_path, monkeypatch):
