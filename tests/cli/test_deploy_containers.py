@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 
+import pytest
 import timm
 import torch
 import yaml
@@ -71,18 +72,28 @@ def test_the_coordinators_container_knows_its_own_name_and_the_files_of_the_stud
         assert str(weights) not in (out / "on" / "compose.yaml").read_text()
 
 
+FLWR = """#!/bin/sh
+case "$1 $2" in
+  "supernode register") echo "SuperNode 77 registered successfully." ;;
+  "run study") echo '"run-id": "7"'; printf '%s\\n' "$@" > words ;;
+  list*) echo '"status": "finished:completed"' ;;
+esac
+"""  # as Flower's program answers
+
+
 def test_a_folder_of_an_older_version_goes_on_with_its_files(written, tmp_path):
     home, programs = tmp_path / "coordinator", tmp_path / "programs"
     shutil.copytree(written / "coordinator", home)
     programs.mkdir()
     (programs / "flower-superlink").write_text('#!/bin/sh\necho "$@"\n')
-    (programs / "flwr").write_text('#!/bin/sh\n[ "$2" != register ] || echo "SuperNode 77 registered successfully."\n')
+    (programs / "flwr").write_text(FLWR)
     for program in programs.iterdir():
         program.chmod(0o700)
     environment = {**os.environ, "PATH": os.pathsep.join([str(programs), os.environ["PATH"]])}
 
-    def says(script):
-        return subprocess.run([home / script], env=environment, capture_output=True, text=True, check=True).stdout
+    def says(script, *words):
+        words = [home / script, *words]
+        return subprocess.run(words, env=environment, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
 
     assert "--database state/superlink.db " in says("superlink.sh")
     (home / "superlink.db").touch()
@@ -94,3 +105,14 @@ def test_a_folder_of_an_older_version_goes_on_with_its_files(written, tmp_path):
     assert [file.name for file in (home / "state").glob("*.registered")] == ["south.registered"]
     assert (home / "state" / "south.registered").read_text() == "SuperNode 77 registered successfully.\n"
     assert "ok  keys: north, south are registered" in examine_coordinator(home)[1]
+    resume = home / "runs" / "first" / "resume.toml"
+    resume.parent.mkdir(parents=True)
+    own = "runs/first/resume.toml"
+    for given in (f"coordinator/{own}", own, str(resume)):  # as seen from here, or from there
+        with pytest.raises(subprocess.CalledProcessError) as failed:
+            says("run.sh", given)
+        assert failed.value.stderr == f"a run goes on by its resume.toml; there is no {given}\n"
+        resume.touch()
+        says("run.sh", given)
+        assert (home / (home / "words").read_text().splitlines()[-1]).samefile(resume)
+        resume.unlink()
