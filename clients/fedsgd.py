@@ -39,15 +39,15 @@ from flwr_replay.wire.weights import load_arrays
 __all__ = ["FedSGDClient"]
 
 KEPT, ASKED = "gradient", "asked"  # key of the state, and of the request's digest in it
-BLOCK = 256  # most examples in memory at once; batch norm normalises over a block
-ROWS = 4096  # the same under DP, where blocks are smaller
+BLOCK = 256  # most examples in memory at once; batch norm normalises over these rows
+ROWS = 4096  # the same under DP, where groups are smaller
 
 
 class FedSGDClient(InstitutionClient):
     """Computes one gradient over all of the institution's examples."""
 
     def differentiate(self, request: Differentiate) -> Gradient:
-        """Sum the gradients of blocks, each weighted by its share of all examples, replayed ones included."""
+        """Sum the gradients of groups of rows, each weighted by its share of all examples, replayed ones included."""
         data, losses = self.training_data(), []
         model = self.scratch_model(request.arrays)
         if self.budget and self.budget.plan.covers(GRADIENT):
@@ -92,8 +92,8 @@ class FedSGDClient(InstitutionClient):
     def summed(self, request: Differentiate, model: nn.Module, budget: PrivacyBudget) -> StateDict:
         """Charge for the clipped gradients' sums; return them with noise.
 
-        Sums are in float64: rounding must not tell of an example. Nor must places in blocks, which are drawn
-        (`flwr_replay.privacy.places`). The examples of a patient who has several are in blocks of their own.
+        Sums are in float64: rounding must not tell of an example. Nor must places in groups, which are drawn
+        (`flwr_replay.privacy.places`). The examples of a patient who has several are in groups of their own.
         """
         data, model, clip = self.training_data(), in_doubles(model), budget.plan.config.clip_of(GRADIENT)
         load_arrays(model, request.arrays)

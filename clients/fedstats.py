@@ -200,7 +200,7 @@ class DrawsClient(FedStatsClient):
 
 
 def blocks(of_N: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:
-    """Return row numbers in blocks of about this size, larger where the examples of one patient need it."""
+    """Return row numbers in groups of about this size, larger where the examples of one patient need it."""
     order_N = np.argsort(of_N, kind="stable")
     first_P = np.flatnonzero(np.diff(of_N[order_N], prepend=-1))
     return np.split(order_N, first_P[np.flatnonzero(np.diff(first_P // size)) + 1])

@@ -67,7 +67,7 @@ class ImageGenerator(ABC):
     """Makes images for labels; one institution trains it alone, on its own images, from fresh weights.
 
     Its steps are numbered from 0. All randomness of a step comes from the seed and the step's number. So training may
-    be cut into slices anywhere, with `state` and `load_state` between them, and ends with the same bits. Under DP masks
+    be cut into pieces anywhere, with `state` and `load_state` between them, and ends with the same bits. Under DP masks
     and noise are others every time.
     """
 

@@ -1,6 +1,6 @@
 """Synthetic images: the institution's half; the server's half is `flwr_replay/server/synthesis.py`.
 
-The institution trains a generator on its own images, alone, in slices. The generator never leaves. It lies in the state
+The institution trains a generator on its own images, alone, in pieces. The generator never leaves. It lies in the state
 directory under a digest of its images and options, so runs with the same images and options share it.
 
 Under DP it belongs to one run, and lies in its folder beside the account that was charged for it. Steps are charged
