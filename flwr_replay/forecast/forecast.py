@@ -36,6 +36,7 @@ __all__ = [
     "expected",
     "forecast",
     "forecast_page",
+    "planned_privacy",
 ]
 
 
@@ -173,19 +174,8 @@ def forecast_page(simulation: Simulation) -> str:
         its_lines = [line for line in lines if line.institution == name]
         up, down = (sum(line.bytes for line in its_lines if line.direction == way) for way in ("up", "down"))
         text.append(f"  {name}: up {shown_bytes(up)}, down {shown_bytes(down)}")
-    if (plan := strategy.settings.privacy) and plan.config.secret:
-        counts = {member.name: member.num_examples for member in strategy.members}
-        whole, shares = sum(counts.values()), shares_of(strategy, config.rounds)
-        text += ["", "Privacy by institution, at the end of the run"]
-        for name, count in counts.items():
-            examples = whole if plan.pooled else count
-            epsilon, delta = plan.planned(examples, shares[name])
-            if not epsilon:
-                text.append(f"  {name}: trains in no round, so it has no epsilon")
-                continue
-            shown = f"epsilon {rounded_up(epsilon)} at delta {rounded_up(delta, 2)}"
-            how = shown_noise(noise_of(plan, examples, shares[name]))
-            text.append(f"  {name}: {shown}{', no proof' if plan.unproven else ''}; {how}")
+    if lines_of := planned_privacy(strategy, config.rounds, names):
+        text += ["", *lines_of]
     if recorded := sum(line.bytes for line in lines if line.direction in DIRECTIONS[config.record]):
         text += [
             "",
@@ -219,6 +209,27 @@ def forecast_page(simulation: Simulation) -> str:
         "a key of its own that it is the same one as before.",
     ]
     return "\n".join(text)
+
+
+def planned_privacy(strategy: Movement, rounds: int, names: Sequence[str]) -> list[str]:
+    """Say which epsilon and delta these institutions will have, and against whom; nothing without secret noise."""
+    plan = strategy.settings.privacy
+    if not plan or not plan.config.secret:
+        return []
+    counts = {member.name: member.num_examples for member in strategy.members}
+    whole, shares = sum(counts.values()), shares_of(strategy, rounds)
+    read = "the sums" if plan.institutions else "what it sends"
+    text = [f"Privacy by institution, at the end of the run, against whoever reads {read}, the server too"]
+    for name in names:
+        examples = whole if plan.pooled else counts[name]
+        epsilon, delta = plan.planned(examples, shares[name])
+        if not epsilon:
+            text.append(f"  {name}: trains in no round, so it has no epsilon")
+            continue
+        shown = f"epsilon {rounded_up(epsilon)} at delta {rounded_up(delta, 2)}"
+        how = shown_noise(noise_of(plan, examples, shares[name]))
+        text.append(f"  {name}: {shown}{', no proof' if plan.unproven else ''}; {how}")
+    return text
 
 
 def _row(field: str, kind: str, messages: str, size: int, protection: str) -> list[str]:

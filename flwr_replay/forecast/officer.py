@@ -26,8 +26,8 @@ from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.engines.inline import identify_process
 from flwr_replay.engines.simulate import Simulation
 from flwr_replay.errors import ConfigError, FlwrReplayError
-from flwr_replay.files.atomic import NAME, read_text
-from flwr_replay.forecast.forecast import Expected, expected
+from flwr_replay.files.atomic import NAME, home, read_text
+from flwr_replay.forecast.forecast import Expected, expected, planned_privacy
 from flwr_replay.institution.floor import check_examples, check_room
 from flwr_replay.institution.guard import check_answer, check_pinned, check_release, check_request, run_rules
 from flwr_replay.institution.policy import ENCODING, Policy, read_policy
@@ -131,7 +131,8 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
     delta = config.privacy.delta_for(min(map(len, train.values())))  # the largest; 0 in the options is 1/|D|
     agreed = replace(config, privacy=replace(config.privacy, delta=delta))
     stages = [*strategy.all_stages(), *(sent.request.stage_name for sent in own)]
-    rules = refusals(policy, agreed, stages, list(policy_file.parent.glob("state/*")) if policy_file else [])
+    beside = policy_file.parent.glob("state/*") if policy_file else ()
+    rules = refusals(policy, agreed, stages, [*beside, *(home() / "state" / name for name in names)])
     if policy.min_count:
         rules += [_verdict("min-count", partial(check_examples, policy, own)) for own in train.values()]
     takes_part = not any(rule["verdict"] == REFUSED for rule in rules)
@@ -184,6 +185,7 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
         "min-count": policy.min_count,
         "tests": policy.max_evaluations,
         "claim": claim(strategy),
+        "planned": planned_privacy(strategy, config.rounds, names),
         "private": plan is not None and plan.config.secret,
         "options": to_yaml(config),
         "versions": versions(),

@@ -64,6 +64,9 @@ def test_allowed_fields_are_those_that_left_with_their_bytes(hospitals):
     assert (meaning["arrays"], meaning["epochs"][:6]) == ("weights", "epochs")
 
 
+USED_UP = "of all runs together 4 may leave (max-evaluations); they are used up"
+
+
 def test_a_refusal_has_the_words_that_the_institution_then_sends(hospitals, tmp_path):
     found, deployed = one_of(hospitals, "kinds: [statistic]\n")
     assert "that would come down only the roll call does." in sums(found)[0]
@@ -89,14 +92,20 @@ def test_a_refusal_has_the_words_that_the_institution_then_sends(hospitals, tmp_
 
 
 @pytest.mark.parametrize(
-    ("written", "reason"),
+    ("written", "place", "reason"),
     [
-        ("max-evaluations: 2\n", "policy allows 2 tests in a run (max-evaluations); this run asks for 4: "),
-        ("min-count: 2\nmax-evaluations: 4\n", "of all runs together 4 may leave (max-evaluations); they are used up"),
+        (
+            "max-evaluations: 2\n",
+            "state/clinic",
+            "policy allows 2 tests in a run (max-evaluations); this run asks for 4: ",
+        ),
+        ("min-count: 2\nmax-evaluations: 4\n", "state/clinic", USED_UP),
+        ("min-count: 2\nmax-evaluations: 4\n", "home/state/a", USED_UP),
     ],
 )
-def test_a_run_with_more_tests_than_are_left_is_refused_whole(hospitals, tmp_path, written, reason):
-    policy, state = tmp_path / "policy.yaml", tmp_path / "state" / "clinic"
+def test_a_run_with_more_tests_than_are_left_is_refused_whole(hospitals, tmp_path, monkeypatch, written, place, reason):
+    monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
+    policy, state = tmp_path / "policy.yaml", tmp_path / place
     policy.write_text(written)
     state.mkdir(parents=True)
     add_line(state / FILE, {"test": "1", "run": "an earlier one"})
@@ -182,9 +191,14 @@ def test_the_page_says_what_can_be_made_of_latents_and_whose_sizes_these_are(hos
     assert "Latents and labels are functions of single patients. Anyone who holds them" in page
     assert "proof that it is the same one as before" in page
     assert "uploads will be" not in said.out + said.err
+    assert found["claim"] in said.out  # no epsilon
     noise = ["dp=latents", "latent-clip=10", "latent-epsilon=50", "label-epsilon=5", "delta=1e-5"]
     assert command(monkeypatch, "run", "--dry-run", *words, *noise) == 0
     assert "latents and labels of stage extract, together: (55, " in (tmp_path / "officer.html").read_text()
+    whom, *own = json.loads((tmp_path / "officer.json").read_text())["planned"]
+    assert whom.endswith("against whoever reads what it sends, the server too")
+    assert [line.partition(";")[0] for line in own] == ["  b.npz: epsilon 55 at delta 1e-05"]
+    assert "\n".join([whom, *own]) in capsys.readouterr().out
 
 
 def test_the_page_of_a_sealed_run_says_what_the_seal_hides_and_what_not(hospitals, tmp_path, monkeypatch):
