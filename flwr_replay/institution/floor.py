@@ -172,7 +172,7 @@ def check_counts(institution: Institution, run: str, answer: type[Payload] | Non
 def floored(policy: Policy, reply: Message) -> dict[str, Any]:
     """Return what may leave of a test: all cells, if none is small; else right answers, or a lower bound of them.
 
-    The bound says only that few are right, or few wrong: a model that is good must not end without its test.
+    The bound says only that few are right, or few wrong (of few, it is 0): a good model must not end without its test.
 
     Raises
     ------
@@ -188,7 +188,7 @@ def floored(policy: Policy, reply: Message) -> dict[str, Any]:
         raise _refused(policy, f"fewer than {least} examples were tested: test on more examples, or leave tests out")
     if cells.min() >= least:
         return {"num-examples": n, "confusion": cells.tolist()}
-    return {"num-examples": n, "hits": 0 if right < least else min(right, n - least + 1)}
+    return {"num-examples": n, "hits": 0 if right < least or n < 2 * least - 1 else min(right, n - least + 1)}
 
 
 def _refused(policy: Policy, why: str) -> RefusedError:
