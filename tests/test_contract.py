@@ -11,10 +11,11 @@ import pytest
 from PIL import Image
 
 from flwr_replay.check import check_strategy
-from flwr_replay.check.strategy import JOB, _check_failure, _check_masked, _run
+from flwr_replay.check.strategy import JOB, LONG, _check_failure, _check_masked, _run
 from flwr_replay.clients.fedavg import FedAvgClient
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.halves import load_strategy
+from flwr_replay.memory import forget
 from flwr_replay.movements.one_shot import OneShot
 from flwr_replay.movements.parallel import Parallel, weighted_mean
 from flwr_replay.movements.relay import Relay
@@ -58,21 +59,40 @@ def test_a_server_that_needs_more_than_the_mean_does_not_pass_as_summed(monkeypa
     _check_masked.cache_clear()
 
 
-def test_a_server_that_extrapolates_variances_is_refused(monkeypatch):
-    """FedDyn with all arrays corrected: two batches leave variances positive, and a real run's first round does not."""
+def feddyn(state, sent, mean):  # h / α
+    state["h"] = state.get("h", 0) + sent - mean
+    return mean - state["h"]
+
+
+def adam(state, sent, mean):
+    state["m"] = 0.9 * state.get("m", 0) + 0.1 * (mean - sent)
+    state["v"] = 0.99 * state.get("v", 0) + 0.01 * (mean - sent) ** 2
+    return sent + 0.01 * state["m"] / (state["v"] ** 0.5 + 1e-9)
+
+
+def momentum(state, sent, mean):
+    state["v"] = 0.9 * state.get("v", 0) + (mean - sent)
+    return sent + 0.03 * state["v"]
+
+
+@pytest.mark.parametrize("server_step", [feddyn, adam, momentum])
+def test_a_server_that_extrapolates_variances_is_refused(server_step, monkeypatch):
+    """All arrays are corrected: two batches leave variances positive, and a real run's rounds do not."""
 
     def combine(self, answers):
         mean = weighted_mean([opened(answer.arrays) for answer in answers], [1] * len(answers))
         floating = {name: array for name, array in mean.items() if np.issubdtype(array.dtype, np.floating)}
-        self.h = {name: self.h.get(name, 0) + self.sent[name] - array for name, array in floating.items()}  # h / α
-        return {**mean, **{name: array - self.h[name] for name, array in floating.items()}}
+        step = {name: server_step(self.of.setdefault(name, {}), self.sent[name], a) for name, a in floating.items()}
+        return {**mean, **{name: array.astype(np.float32) for name, array in step.items()}}
 
+    forget()
     monkeypatch.setattr(FedAvg, "combine", combine)
-    monkeypatch.setattr(FedAvg, "h", {}, raising=False)
+    monkeypatch.setattr(FedAvg, "of", {}, raising=False)
     job = ["strategy=fedavg", *JOB, SMALL]
     _run(job)
-    with pytest.raises(AssertionError, match=r"variances must stay .*; conv1.norm.running_var is -0.98: average"):
-        _check_failure(job)
+    FedAvg.of.clear()
+    with pytest.raises(AssertionError, match=r"variances must stay .* after the server's step; conv1.norm.running_var"):
+        _check_failure([*job, *LONG])
 
 
 def test_under_masks_no_number_of_a_training_leaves_in_clear(monkeypatch):
