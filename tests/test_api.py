@@ -47,13 +47,21 @@ def test_a_comparison_has_a_table_and_its_runs(capsys):
     assert found.runs["cwt", 1].result["seed"] == 1
     assert "minus cwt" in str(found)
     assert (found.folder / "report.html").exists()
-    tuned = compare("cwt", TINY, seeds=1, lr="1e-3..1e-1", tune=1)
+    tuned = compare("cwt", TINY, seeds=1, batch_size="32..33", tune=2)
     capsys.readouterr()
-    words = [*(f"{key}={value}" for key, value in TINY.items()), "seeds=1", "lr=1e-3..1e-1", "--tune", "1", "--json"]
+    words = [
+        *(f"{key}={value}" for key, value in TINY.items()),
+        "seeds=1",
+        "batch-size=32..33",
+        "--tune",
+        "2",
+        "--json",
+    ]
     app(["compare", "cwt", *words], standalone_mode=False)
     printed, said = capsys.readouterr()
     assert json.loads(printed) == json.loads(tuned.shown("json"))
-    assert said.count("1 finished, 0 to resume, 0 to start") == 3  # the try, the page of all tries, the comparison
+    assert said.count("1 finished, 0 to resume, 0 to start") == 4  # the tries, the page of them, the comparison
+    assert "of 2 tries each (different ones: cwt 1) the best" in tuned.report["rates"]
 
 
 @pytest.mark.parametrize(
@@ -90,6 +98,8 @@ def test_mistaken_arguments_of_python_raise_our_errors_too(tmp_path):
         compare("cwt", TINY, lr="auto", split="test")
     with pytest.raises(ConfigError, match="--tune must be at least 1; got 0"):
         compare("cwt", TINY, lr="1e-3..1e-1", tune=0)
+    with pytest.raises(ConfigError, match=r"a range is low..high, two numbers; got lr=1e-3..abc: write"):
+        compare("cwt", TINY, lr="1e-3..abc", tune=1)
 
 
 def test_only_what_is_offered_is_there():

@@ -9,7 +9,6 @@ wrong join is worse than none: patients of two splits would be taken for others.
 
 from __future__ import annotations
 
-import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from flwr_replay.convert.brats import brats_rows
 from flwr_replay.convert.listings import boneage_rows, isic_rows, tuberculosis_rows
 from flwr_replay.convert.retina import retina_rows
 from flwr_replay.data.folder import folder_rows
-from flwr_replay.data.manifest import MISSING, ManifestRow, some
+from flwr_replay.data.manifest import MISSING, SHORTENED, ManifestRow, some
 from flwr_replay.data.picture import SUFFIXES
 from flwr_replay.data.readers import csv_rows
 from flwr_replay.errors import DataError, one_line
@@ -96,7 +95,6 @@ def _write(manifest: Path, rows: list[ManifestRow]) -> None:
     write_atomic(manifest, csv_text([columns, *zip(*columns.values(), strict=True)]))
 
 
-SHORTENED = re.compile(r"\d([.,]\d+)?E\+\d+", re.I)  # what a spreadsheet makes of a long number
 Tail = tuple[str, ...]  # the last parts of a path
 
 
@@ -135,7 +133,7 @@ def patient_rows(folder: Path, table: Path, id_column: str, file_column: str) ->
                 wrong[f"every row of {table} must have a whole value for {id_column!r}"].append(f"{line}: {patient}")
                 continue
             mine.add(patient)
-            if (other := spellings.setdefault(spelled(patient), patient)) != patient:
+            if (other := spellings.setdefault(spelled(patient).casefold(), patient)) != patient:
                 wrong["patients must differ by more than spelling"].append(f"{line}: {patient} and {other}")
     names = {row: row.file.relative_to(folder).as_posix() for row in images}
     wrong[f"every image must have a row in {table}"] = [name for row, name in names.items() if row not in patients]

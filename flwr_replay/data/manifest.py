@@ -27,13 +27,25 @@ from flwr_replay.data.readers import SPLIT_SEED, Raw, csv_rows, shortened
 from flwr_replay.errors import DataError, refuse_all, refuse_each
 from flwr_replay.rng import derived_seed
 
-__all__ = ["MISSING", "SPLITS", "VALIDATED", "ManifestRow", "manifest_rows", "parted", "raws_of", "some", "words_of"]
+__all__ = [
+    "MISSING",
+    "SHORTENED",
+    "SPLITS",
+    "VALIDATED",
+    "ManifestRow",
+    "manifest_rows",
+    "parted",
+    "raws_of",
+    "some",
+    "words_of",
+]
 
 SPLITS = ("train", "test", "val")
 TESTED = 0.2  # share of the patients to test on, if no split is given
 # What tables write for no value, as pandas reads them; None is a class, such as no tumour.
 MISSING = {"", "nan", "-nan", "na", "n/a", "n.a.", "<na>", "#n/a", "#na", "#n/a n/a", "null", "nat", "?"}
 MISSING |= {"#ref!", "#value!", "#div/0!", "#name?", "#null!", "#num!"}  # a spreadsheet's errors
+SHORTENED = re.compile(r"\d([.,]\d+)?E\+\d+", re.I)  # what a spreadsheet makes of a long number
 COPY = re.compile(r"([\s_-]+\(?copy\)?(\s*\d+)?)?(\s*\(\d+\))?$", re.I)  # at the end of a copied folder's name
 MOST = 20  # faults that are named
 VALIDATED = 0.1  # with split=validation, share of the patients to train on that are held out, if no split is given
@@ -100,7 +112,11 @@ def manifest_rows(
         if (earlier := listed.setdefault(file.resolve(), where)) != where:
             wrong.append(f"a file must be listed once; {file} is in {earlier} and in {where}")
         patient = "" if patient.casefold() in MISSING else patient
-        if (other := written.setdefault((values.get(site_column, ""), spelled(patient)), patient)) != patient:
+        if SHORTENED.fullmatch(patient):
+            wrong.append(f"a patient must have a whole value; got {patient} ({where}): format the column as text")
+        if (
+            other := written.setdefault((values.get(site_column, ""), spelled(patient).casefold()), patient)
+        ) != patient:
             wrong.append(
                 f"patients must differ by more than spelling; got {shortened(other)} and {shortened(patient)} "
                 f"({where}): write them alike, or rename one"

@@ -10,6 +10,7 @@ import contextlib
 import csv
 import gzip
 import importlib
+import io
 import math
 import pickletools
 import re
@@ -335,18 +336,17 @@ def csv_rows(path: Path, columns: Sequence[str], faults: list[str] | None = None
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            first = file.readline()
-            file.seek(0)
-            reader = csv.DictReader(file, skipinitialspace=True, delimiter=max(",;", key=first.count))
-            reader.fieldnames = header = [name.strip() for name in reader.fieldnames or ()]
-            rows = [(f"{path} line {reader.line_num}", row) for row in reader]
-            file.seek(0)
-            if "\0" in file.read():
-                raise csv.Error("it holds zero bytes")
+            text = re.sub(r'"[ \t]+(?=[,;\r\n]|$)', '"', file.read())  # blanks behind a quoted cell
+        if "\0" in text:
+            raise csv.Error("it holds zero bytes")
+        first, lines = re.split(r"[\r\n]", text, maxsplit=1)[0], io.StringIO(text, newline="")
+        reader = csv.DictReader(lines, skipinitialspace=True, strict=True, delimiter=max(",;", key=first.count))
+        reader.fieldnames = header = [name.strip() for name in reader.fieldnames or ()]
+        rows = [(f"{path} line {reader.line_num}", row) for row in reader]
     except FileNotFoundError:
         raise DataError(f"{path} does not exist: add it") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} must be a CSV file in UTF-8; it cannot be read ({error})") from None
+        raise DataError(f"{path} must be a CSV file in UTF-8, all quotes closed; it cannot be read ({error})") from None
     wrong = [] if faults is None else faults
     wrong += [
         f"{path} must have a column {column!r}, between commas or semicolons: {nearest(column, header)}"

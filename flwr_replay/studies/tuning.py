@@ -48,7 +48,7 @@ RANGE = re.compile(r"([\w.-]+)=(?=.*[^.])([^/'\"]*?)\.\.([^/'\"]*)")  # a path o
 SUCH = "write one such as lr=0.001..0.1"
 EVEN = 8  # tries, the first ones
 LOGARITHMIC = 10  # times the lower end that the upper one is, from which a range is searched by powers of ten
-Ends = tuple[str, str]  # of a range, as typed
+Ends = Sequence[str]  # low and high of a range, as short as the values between them
 Space = dict[str, Any]  # by option, Optuna's distribution
 
 
@@ -121,9 +121,11 @@ def compare_tuned(
     shown = [name for outcomes in outcomes_by_label.values() for name in outcomes if name not in lost]
     every = [planned(shown, words, "", runs_dir, metric, "tuning")] if shown else []
     folder = "".join(f": {report['folder']}" for _, report in run_comparisons(every, jobs))  # a page of all tries
+    fewer = [f"{label} {len(own)}" for label, own in outcomes_by_label.items() if len(own) < tries]
+    different = f" (different ones: {', '.join(fewer)})" * bool(fewer)
     line = (
-        f"--tune: {'; '.join(told) or 'all tries are alike, or failed'}; of {tries} tries each the best by {judge} "
-        f"with seed {seed}, which is not reported; {_costs(outcomes_by_label, lost)}{folder}"
+        f"--tune: {'; '.join(told) or 'all tries are alike, or failed'}; of {tries} tries each{different} the "
+        f"best by {judge} with seed {seed}, which is not reported; {_costs(outcomes_by_label, lost)}{folder}"
     )
     tuned = sorted({option.rpartition(".")[2] for space in spaces.values() for option in space})
     whole = planned([*best.values()], fixed, against, runs_dir, metric, tuned=tuned)
@@ -137,7 +139,7 @@ def _ranges(methods: Mapping[str, str], options: Sequence[str]) -> tuple[dict[st
     """
     searched: dict[str, dict[str, Ends]] = {label: {} for label in methods}
     options = [f"lr={RATES[0]}..{RATES[-1]}" if option in AUTO else option for option in options]
-    ranges = {option: ends.groups() for option in options if (ends := RANGE.fullmatch(option))}
+    ranges = {option: match.groups() for option in options if (match := RANGE.fullmatch(option))}
     for option, (_, low, high) in ranges.items():
         if not (NUMBER.fullmatch(low) and NUMBER.fullmatch(high) and float(low) < float(high)):
             raise ConfigError(f"a range is low..high, two numbers; got {option}: {SUCH}")
@@ -146,14 +148,14 @@ def _ranges(methods: Mapping[str, str], options: Sequence[str]) -> tuple[dict[st
         strategy, *own = re.split(r":(?=[\w.-]+=)", spec)
         own += [option.removeprefix(f"{strategy}.") for option in fixed if option.startswith(f"{strategy}.")]
         others = {each.partition(":")[0] for each in methods.values()} - {strategy}
-        for option, (key, low, high) in ranges.items():
+        for option, (key, *ends) in ranges.items():
             if key.partition(".")[0] in others:
                 continue
             full, _ = own_option(strategy, f"{key.removeprefix(f'{strategy}.')}=")
             if of_data(full):
                 raise ConfigError(f"what is tuned is no option of the data; got {option}: write one value")
             if full not in {own_option(strategy, each)[0] for each in own}:
-                searched[label][full] = (low, high)
+                searched[label][full] = [end if end.isdecimal() else _short(float(end)) for end in ends]
     if not any(searched.values()):
         raise ConfigError(f"--tune is for options with a range that no method sets itself; got {options}: {SUCH}")
     return {label: ranges for label, ranges in searched.items() if ranges}, fixed
@@ -188,9 +190,13 @@ def _even(space: Space, usual: Mapping[str, float | None]) -> Iterator[dict[str,
         }
 
 
+def _short(value: float) -> str:
+    return f"{value:.3g}"
+
+
 def _with(label: str, spec: str, values: Mapping[str, float | str], tried: bool = False) -> str:
     """Return a method with values of its own, as a comparison takes it; a try's name says them."""
-    own = [f"{key}={value:.3g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items()]
+    own = [f"{key}={_short(value) if isinstance(value, float) else value}" for key, value in values.items()]
     return f"{', '.join([label, *own]) if tried else label} := {':'.join([spec, *own])}"
 
 

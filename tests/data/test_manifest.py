@@ -68,6 +68,22 @@ def test_sites_and_patients_that_are_one_number_are_asked_about(
     assert len(load(make()).train)  # of two sites, they are two
 
 
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [
+        ("p0", "patients must differ by more than spelling"),  # beside P0
+        ("1.2E+11", "a patient must have a whole value; got 1.2E+11"),
+        ('"7', "all quotes closed; it cannot be read"),  # the rest of the file would be one cell
+        ('"7\nb.png,1,"8', "all quotes closed; it cannot be read"),
+    ],
+)
+def test_a_table_that_a_spreadsheet_or_a_hand_has_spoilt_is_refused(
+    tmp_path: Path, make: Task, cell: str, said: str
+) -> None:
+    manifest(tmp_path, "image,label,patient", ["a.png,0,P0", f"b.png,1,{cell}", "c.png,0,9"])
+    refused(make(), said)
+
+
 @pytest.mark.parametrize("missing", ["nan", "NA", "#N/A"])
 def test_a_site_that_is_missing_is_none_and_neither_is_a_patient(tmp_path: Path, make: Task, missing: str) -> None:
     for n in range(9):
