@@ -1,7 +1,7 @@
 """Faults put into the package by hand, each of which a test must notice.
 
-    python benchmarks/mutations.py                  # all; minutes to an hour
-    python benchmarks/mutations.py --only privacy/  # those whose file's name holds this text
+    python benchmarks/mutations.py                      # all; hours on a busy machine
+    python benchmarks/mutations.py --only wire/ rng.py  # those whose file's name holds one of these texts
 
 Works in a git worktree of HEAD with an environment of its own, both thrown away. Ends with 1 if a fault survives, or if
 a text of the list does not occur exactly once in its file. The tests must pass without any fault first.
@@ -19,10 +19,10 @@ LIST = Path(__file__).with_suffix(".txt")  # file | text | its replacement | tes
 FIELDS = 4
 
 
-def listed(only: str) -> list[list[str]]:
-    """Return the faults whose file's name holds a text; raise ValueError unless each can be put in one place."""
+def listed(only: list[str]) -> list[list[str]]:
+    """Return the faults whose file's name holds one of the texts; raise ValueError unless each has one place."""
     lines = [line for line in LIST.read_text(encoding="utf-8").splitlines() if line]
-    faults = [fault for fault in (line.split(" | ") for line in lines) if only in fault[0]]
+    faults = [fault for fault in (line.split(" | ") for line in lines) if any(text in fault[0] for text in only)]
     for fault in faults:
         if len(fault) != FIELDS or (ROOT / fault[0]).read_text(encoding="utf-8").count(fault[1]) != 1:
             raise ValueError(f"a text occurs once in its file; {' | '.join(fault)}: correct {LIST.name}")
@@ -40,7 +40,7 @@ def tested(tree: Path, files: list[str]) -> int:
 def main() -> int:
     """Print a line for each fault; return 1 if one survived."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="faults whose file's name holds this text")
+    parser.add_argument("--only", nargs="+", default=[""], help="faults whose file's name holds one of these texts")
     faults = listed(parser.parse_args().only)
     survived = 0
     with tempfile.TemporaryDirectory() as folder:
