@@ -4,9 +4,7 @@ Source: Qu et al. 2022 (doi:10.1016/j.media.2022.102424), section 3.2, Algorithm
 Idea: A shared encoder turns every institution's images into latent variables. These are uploaded once, with their
 labels, and the server trains the rest of the network on their union. No averaging, no forgetting.
 Travels: the encoder, from one institution to all (`Encode`, `Encoder`, `Extract`); latents and labels, once, from all
-(`Latents`): functions of single patients, with noise by dp=latents only; for evaluation E and θ_C as one model, which
-all test on their own test examples, as in every method.
-With latents=drawn only sums of latents by class and of their products, once (`Summarise`, `ClassSums`).
+(`Latents`): functions of single patients, with noise by dp=latents only; E and θ_C, as one model, to be tested by all.
 
     stage 1  E ← the part before the cut of a backbone trained at one institution until it stops improving
     stage 2  for each institution k: e_k ← E(x_k), uploaded with its labels                  # lines 1-6
@@ -14,7 +12,7 @@ With latents=drawn only sums of latents by class and of their products, once (`S
              θ_C ← fresh weights                                                             # line 8
              for each round: for each batch of e: θ_C ← θ_C − η ∇L(θ_C; e)                   # lines 9-10
 
-Not in the paper: latents=drawn, where e ~ N(μ_c, W), anew in every round, by FedStats' sums (`strategies/fedstats.py`).
+Not in the paper: latents=drawn, where only FedStats' sums travel, and e ~ N(μ_c, W) (`strategies/fedstats.py`).
 
 What is protected: With dp=encoder the encoder's weights, with dp=latents latents and labels, with dp=statistics sums.
 

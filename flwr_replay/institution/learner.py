@@ -1,8 +1,7 @@
-"""A classifier's batches and steps at an institution.
+"""A classifier's batches and steps, with what all methods share: replay (`generators/sampler.py`) and DP.
 
-The loop over the batches is in each method's file. Here is what all methods share: replay
-(`flwr_replay/generators/sampler.py`) and DP. A pass has max(1, ⌊n/b⌋) full batches of one shuffle, and a step takes the
-task's mean loss of a batch: of classes the cross-entropy (`flwr_replay/learning/tasks.py`).
+A pass has max(1, ⌊n/b⌋) full batches of one shuffle; each method's file has the loop over them. A step takes the task's
+mean loss (`learning/tasks.py`): of classes the cross-entropy.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Trainings that may take several messages: an institution trains a piece of them at each.
 
-No method's idea is here, only how its trainings are cut and charged.
-
-A piece ends by the clock. What the next one needs lies in the institution's state directory. So the training goes on
-where it was after a crash, which loses the steps of one message, and ends with the same bits however it was cut.
+No method's idea is here. A piece ends by the clock, and leaves what the next one needs in the state directory. So the
+training goes on after a crash, which loses the steps of one message, and ends with the same bits however it was cut.
 
 Under DP steps are charged block by block, before they are taken. A block that a crash has repeated is charged again,
 with fresh noise. Where the budget allows no further block, the training ends.
