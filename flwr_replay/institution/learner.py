@@ -1,7 +1,6 @@
 """A classifier's batches and steps, with what all methods share: replay (`generators/sampler.py`) and DP.
 
-A pass has max(1, ⌊n/b⌋) full batches of one shuffle; each method's file has the loop over them. A step takes the task's
-mean loss (`learning/tasks.py`): of classes the cross-entropy.
+A pass has max(1, ⌊n/b⌋) full batches of one shuffle. A step takes the task's mean loss: of classes the cross-entropy.
 """
 
 from __future__ import annotations
