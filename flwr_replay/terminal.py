@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 from shutil import get_terminal_size
 from textwrap import fill
 from typing import TYPE_CHECKING
@@ -27,6 +28,8 @@ def installing(extra: str) -> str:
     """Return how this user installs an extra."""
     if os.environ.get(UV):
         return f"uv run --extra {extra} flwr-replay … in place of uv run flwr-replay …"
+    if not find_spec("pip"):  # an environment that uv made
+        return f"uv sync --inexact --extra {extra}, in the checkout"
     return f"pip install 'flwr-replay[{extra}]'"
 
 

@@ -6,14 +6,16 @@ from flwr_replay.terminal import command, fitted, installing
 
 
 @pytest.mark.parametrize(
-    ("depth", "typed", "extra"),
+    ("depth", "pip", "typed", "extra"),
     [
-        ("", "flwr-replay", "pip install 'flwr-replay[dirichlet]'"),
-        ("1", "uv run flwr-replay", "uv run --extra dirichlet flwr-replay … in place of uv run flwr-replay …"),
+        ("", True, "flwr-replay", "pip install 'flwr-replay[dirichlet]'"),
+        ("", None, "flwr-replay", "uv sync --inexact --extra dirichlet, in the checkout"),
+        ("1", None, "uv run flwr-replay", "uv run --extra dirichlet flwr-replay … in place of uv run flwr-replay …"),
     ],
 )
-def test_under_uv_hints_are_uvs(depth, typed, extra, monkeypatch):
+def test_under_uv_hints_are_uvs(depth, pip, typed, extra, monkeypatch):
     monkeypatch.setenv("UV_RUN_RECURSION_DEPTH", depth)
+    monkeypatch.setattr("flwr_replay.terminal.find_spec", lambda name: pip)
     assert (command(), installing("dirichlet")) == (typed, extra)
 
 

@@ -146,6 +146,7 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
             "days": DAYS,
             "leaves": next((LEAVES[kind] for kind in LEAVES if kind in policy["kinds"].split(", ")), STAYS),
             "private": _private(config),
+            "validates": ", and one in ten of the others validates" if config.split == "validation" else "",
             "weights": WEIGHTS.format(config.model.copy) if config.model.copy else "",
             "here": "'.[timm]'" if config.model.library else ".",
             "extra": " --extra timm" if config.model.library else "",

@@ -86,7 +86,8 @@ def write_own_evidence(state: Path, policy_file: Path | None, attacks: Sequence[
         for key, row in left.items()
     ]
     heads = ["run", "stage", "field", "kind", "messages", "size", "last left", "protection"]
-    of_runs = [[name, *own.values()] for name, own in runs.items()]
+    counted = {"tests": "–"} if policy.min_count else {}  # of all runs together: the floor says how many
+    of_runs = [[name, *(own | counted).values()] for name, own in runs.items()]
     text = render(
         PAGE,
         title=f"Evidence of {state.name}, from its own files",

@@ -92,7 +92,7 @@ def originals_of(config: RunConfig, institution: str, data: str = "") -> Origina
     """
     if data:
         owned = [load_for("--data", own_task(config.task, data))]
-    elif config.nodes:
+    elif config.nodes and not config.clinics:  # which a deployment's study has
         part = dealt(config.task, config.partition, config.nodes, config.seed)
         if institution not in (*part.names, ALL):
             raise DataError(
@@ -102,7 +102,11 @@ def originals_of(config: RunConfig, institution: str, data: str = "") -> Origina
         names = part.names if institution == ALL else [institution]
         owned = [part.examples(loaded(config.task), part.names.index(name)) for name in names]
     else:
-        raise DataError("the run was deployed; only an institution can judge: give its own data with --data")
+        raise DataError(
+            "the run was deployed; only who has the data of all can judge: attack the same options, run in this process"
+            if institution == ALL
+            else "the run was deployed; only an institution can judge: give its own data with --data"
+        )
     x, other_x, y, other_y = (
         torch.from_numpy(np.concatenate([getattr(getattr(own, split), key) for own in owned]))
         for key in "xy"

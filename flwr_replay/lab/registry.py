@@ -115,7 +115,7 @@ def nothing_tried(meaning: Meaning, drawn: bool) -> str:
     if meaning == "labels" and drawn:
         return "a generator drew images for these labels; they are labels of nobody"
     names = ", ".join(attack.name for attack in KNOWN[meaning].attacks)
-    known = f"attacks are known ({names}), none could be tried here: they need originals, or auxiliary images"
+    known = f"attacks are known ({names}), none was tried: they need originals (--data) or auxiliary images (--aux)"
     return KNOWN[meaning].untried or known
 
 

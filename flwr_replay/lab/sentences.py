@@ -33,6 +33,7 @@ DOES_NOT_SHOW = (
     "Images of other patients may look alike. The control says how often reconstructions of other patients point to "
     "the right one.",
 )
+JUDGED = {"membership", "alone", "labels", "scores"}  # keys of a result that has figures
 TIMES = ((90, "second", 1), (5400, "minute", 60), (10**9, "hour", 3600))
 
 
@@ -108,6 +109,8 @@ def headline(results: Sequence[Mapping[str, Any]]) -> tuple[str, Mapping[str, An
     The worst surely exceeds guessing by most, by the lower end of its interval, as a share of what guessing leaves.
     Returned with it is its result, empty if nothing exceeds guessing.
     """
+    if not any(JUDGED & result.keys() for result in results):
+        return "Nothing was judged here: no attack fits, or none was tried. The lines say why; that proves nothing.", {}
     told = [(*alarm, result) for result in results if (alarm := _beyond(result))]
     if not told:
         return "No attack here found more than guessing does. That proves nothing: a better one may.", {}

@@ -310,7 +310,7 @@ class PrivacyPlan:
                 return "not protected: its noise comes from the run's seed"
             proof = NO_PROOF if self.unproven else "-DP of each replaced example" if self.local else "-DP"
             shown = f"({rounded_up(epsilon)}, {rounded_up(delta, 2)}){proof}"
-            alone = f" in the sum, {self.trust}; alone {rounded_up(self.alone(epsilon, delta))}"
+            alone = f" in the sum of {self.institutions}, {self.trust}; alone {rounded_up(self.alone(epsilon, delta))}"
             return shown + alone if self.institutions else shown
         return "declared public" if field.public else "none"
 

@@ -128,7 +128,7 @@ def write_evidence(folder: Path, attacks: Sequence[str], audit: Mapping[str, Any
     text = render(
         PAGE,
         title=f"Evidence of run {told['run']}",
-        about=f"{told['strategy']} on {told['task']}, {told['rounds']} rounds, seed {told['seed']}, the network "
+        about=f"{told['strategy']} on {told['task']}, rounds: {told['rounds']}, seed {told['seed']}, the network "
         f"{told['model']}. It took {shown_time(told['wall-seconds'])}. Written {told['written']} from the "
         "coordinator's own files. Each institution has a ledger of its own: compare.",
         left=left_table(told["left"]),

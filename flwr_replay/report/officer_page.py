@@ -185,7 +185,7 @@ def _first(forecast: Mapping[str, Any]) -> dict[str, Any]:
     rows = [
         [
             "purpose",
-            f"a model for the task {forecast['task']}, by {forecast['strategy']}, in {forecast['rounds']} rounds",
+            f"a model for the task {forecast['task']}, by {forecast['strategy']}, rounds: {forecast['rounds']}",
         ],
         [
             "data subjects",

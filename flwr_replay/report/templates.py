@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["numbers", "render", "spared"]
 
-NUMBER = re.compile(r"([+-]?[\d.,]+( ± [\d.]+| \[.*\])?( [kMGT]?B| s| %)?|–|nan|inf|)$")
+NUMBER = re.compile(r"([+-]?[\d.,]+(e-\d+)?( ± [\d.]+| \[.*\])?( [kMGT]?B| s| %)?|–|nan|inf|)$")
 
 TEMPLATES = {
     # The frame of every page: one file, no network, light and dark, prints.
@@ -53,7 +53,7 @@ tbody th { min-width: 8.5rem; max-width: 16rem; overflow-wrap: anywhere; }
 .confusion td, .confusion th { text-align: right; padding: .2rem .5rem; } .confusion tbody th { min-width: 6rem; }
 {% for n in range(11) %}.shade{{ n }} { background: rgba(var(--shade), {{ n * 0.05 }}); } {% endfor %}
 details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space: pre-wrap; } pre.one { columns: auto; } a { color: var(--c0); }
-@media (max-width: 36rem) { svg text { font-size: 15px; } tbody th { position: sticky; left: 0; background: var(--paper); min-width: 7.5rem; } th, td { padding-right: .8rem; } }
+@media (max-width: 36rem) { svg text { font-size: 15px; } tbody th { position: sticky; left: 0; background: var(--paper); min-width: 7.5rem; } th, td { padding-right: .8rem; } td:last-child:not(.number) { min-width: 12rem; } }
 @media print { .sign { break-after: page; } :root { color-scheme: light; --ink: #000; --paper: #fff; --faint: #444; } body { max-width: none; margin: 0; font-size: 10pt; } figure, tr, li { break-inside: avoid; } details { display: block; } details::details-content { content-visibility: visible; block-size: auto; } h2, caption { break-after: avoid; }
   .beside > * { flex-basis: 18rem; } .scroll { overflow: visible; } table { font-size: .85em; } th, td { padding-right: .8em; } .confusion td, .confusion th { padding: .2rem .3em; } }
 </style>
@@ -242,7 +242,7 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 {% for one in by_kind %}{{ draw.table(one) }}
 {% endfor %}
 <h2>The verdict, line by line</h2>
-<p>{% if policy %}The policy is {{ policy }}, as it stands at the end of this page.{% else %}Without a policy only the built-in limits hold.{% endif %} An institution that refuses sends its name and one line that says why; the study goes on without it.</p>
+<p>{% if policy %}The policy is {{ policy }}, as it stands at the end of this page.{% else %}Without a policy only the built-in limits hold.{% endif %} An institution that refuses sends its name and one line that says why; the study goes on without it or, under masks, may stop.</p>
 {% if reasons %}<p>Reasons:</p>
 <ol>{% for line in reasons %}<li>{{ line }}</li>{% endfor %}</ol>{% endif %}
 <details{% if not allowed %} open{% endif %}><summary>Every rule, and every field</summary>

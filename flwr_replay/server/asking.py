@@ -77,11 +77,12 @@ def wait_for_nodes(
     say: Callable[[str], None],
     missing: int = 0,
     who: Callable[[], str] = str,
+    masked: bool = False,
 ) -> bool:
     """Wait until so many nodes have joined, and in the end for all but those that may be missing.
 
     `say` is told from time to time how many have, and `who` has not, by name; empty: not known. Returned is whether
-    all have.
+    all have. `masked`: institutions answer only together with all whose keys they have pinned.
     """
     begun, due = time.monotonic(), 0.0
     seconds = min(seconds, ENTERED) if type(grid).__name__ in SIMULATED else seconds
@@ -93,10 +94,9 @@ def wait_for_nodes(
                 return False
             advice = "start more SuperNodes (a simulation: --federation-config num-supernodes=N) or lower nodes"
             if away := who():
-                advice = (
-                    f"start its SuperNode, or go on with nodes={joined} if the others' officers agree, whose pages and "
-                    f"policies were for {number}"
-                )
+                others = f"if the others' officers agree, whose pages and policies were for {number}"
+                less = " and every peers.txt without it: masks need three clinics or more," if masked else ""
+                advice = f"start its SuperNode, or go on with nodes={joined}{less} {others}"
             raise RunError(
                 f"this run needs at least {minimum} institutions; {joined} joined within {seconds:g} s{away}: {advice}"
             )

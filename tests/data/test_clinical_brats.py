@@ -1,5 +1,6 @@
 """BraTS 2017: slices by threes, the whole tumour, institutions by name, and no subject in two splits."""
 
+import re
 import sys
 
 import numpy as np
@@ -9,6 +10,7 @@ from PIL import Image
 
 from flwr_replay.convert import brats, convert
 from flwr_replay.errors import ConfigError, DataError
+from flwr_replay.terminal import installing
 
 SIZE = ("task.size=28",)  # of slices that are resized to 32 pixels
 NAMES = [
@@ -138,7 +140,7 @@ def test_what_is_wrong_is_named(folder):
 
 def test_without_nibabel_the_extra_is_named(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "nibabel", None)
-    with pytest.raises(ConfigError, match=r"pip install 'flwr-replay\[brats\]'"):
+    with pytest.raises(ConfigError, match=re.escape(installing("brats"))):
         convert("brats", folder)
     assert not (folder / "manifest.csv").exists()
 

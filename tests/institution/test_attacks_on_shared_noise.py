@@ -109,7 +109,7 @@ def test_what_is_stated_of_the_sum_and_of_one_alone_is_so(folder, options):
 
     assert delta_of(told["epsilon"], 1 / sigma) == pytest.approx(DELTA, rel=1e-6)
     [line] = {row["protection"] for row in server.ledger if row["run"] == run and row["field"] == "arrays"}
-    of_sum, alone = line.split("-DP in the sum, 1 of whom may help the server; alone ")
+    of_sum, alone = line.split("-DP in the sum of 4, 1 of whom may help the server; alone ")
     assert float(of_sum[1:].split(",")[0]) >= told["epsilon"]
     alone = float(alone.removesuffix(", masked"))
     assert 0 < delta_of(alone, math.sqrt(3) / sigma) <= DELTA < delta_of(0.97 * alone, math.sqrt(3) / sigma)

@@ -10,7 +10,8 @@ from flwr_replay.lab.sentences import headline, sentence
 @pytest.mark.parametrize(
     ("results", "told"),
     [
-        ([], "more than guessing"),
+        ([], "Nothing was judged"),
+        ([{"attack": "log ratio", "not-judged": "the data name patients"}], "Nothing was judged"),
         ([{"scores": {"number": 8, "nearer": 6, "by_chance": 4.0, "p": 0.2}}], "more than guessing"),
         ([{"scores": {"number": 8, "nearer": 8, "by_chance": 4.0, "p": 0.01}}], "8 are nearer to its patients'"),
         ([{"membership": {"auc": {"value": 0.6, "low": 0.49}}}], "more than guessing"),

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 import sys
 from contextlib import suppress
@@ -16,6 +17,7 @@ from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError
 from flwr_replay.runs.tracking import TRACKERS, TensorBoard, Tracking
 from flwr_replay.studies.cells import A_RUN_WRITES
+from flwr_replay.terminal import installing
 
 TINY = {"strategy": "cwt", "partition.size": 60, "nodes": 2, "rounds": 2, "model.width": 4, "run_name": "x"}
 
@@ -149,6 +151,6 @@ def test_a_tracker_that_fails_is_given_up_with_one_warning(moment, plain, tmp_pa
 def test_a_missing_package_is_said_before_anything_is_written(tracker, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [place for place in sys.path if "site-packages" not in place])
     monkeypatch.delitem(sys.modules, tracker, raising=False)
-    with pytest.raises(ConfigError, match=rf"tracking={tracker} needs .* pip install 'flwr-replay\[{tracker}\]'"):
+    with pytest.raises(ConfigError, match=rf"tracking={tracker} needs .* {re.escape(installing(tracker))}"):
         app(["run", "task=digits", f"tracking={tracker}", "--runs-dir", "runs"], standalone_mode=False)
     assert not (tmp_path / "runs").exists()

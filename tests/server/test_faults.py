@@ -100,6 +100,8 @@ def test_who_has_not_joined_is_named_and_what_can_be_done(tmp_path, monkeypatch,
     with pytest.raises(RunError, match=says):
         ran(tmp_path, "nodes=4", f"clinics={names}", "wait=0.7", "rounds=1")
     assert "waiting for institutions to join: 3 of 4; missing: north, 0 min" in caplog.messages
+    with pytest.raises(RunError, match=r"nodes=3 and every peers\.txt without it: masks need three"):
+        ran(tmp_path / "masked", "masked=true", "nodes=4", f"clinics={names}", "wait=0.7", "rounds=1")
     assert ran(tmp_path / "three", "nodes=3", f"clinics={names}", "rounds=1")["nodes"] == 3  # as the line says
 
 
