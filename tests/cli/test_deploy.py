@@ -52,7 +52,9 @@ def test_all_is_there_for_its_owner_only_and_no_clinics_private_key(written):
         "north/key",
     }
     assert (written / "north" / "key").stat().st_mode & 0o777 == 0o600
-    assert "differential privacy" not in (written / "south" / "README.md").read_text()
+    readme = (written / "south" / "README.md").read_text()
+    assert "differential privacy" not in readme
+    assert "one in ten of the others validates" in readme
     policy = read_policy(written / "south" / "policy.yaml")
     assert policy.strategies == ("fedreplay",)
     assert set(policy.kinds) == {"statistic", "model", "per-sample"}
@@ -309,7 +311,7 @@ def test_the_doctor_finds_keys_that_are_missing_wrong_or_open(sealed):
 
 
 def test_a_masked_study_needs_three_clinics_and_their_keys(monkeypatch, tmp_path, capsys):
-    words = [*STUDY[1:-1], "strategy=fedavg", "masked=true", "--out", str(tmp_path / "dep")]
+    words = [*STUDY[1:-1], "strategy=fedavg", "masked=true", "split=test", "--out", str(tmp_path / "dep")]
     assert command(monkeypatch, "deploy", "init", "--clinics", "north,south", *words) == 2
     assert "from the mean: add one, or set masked=false" in capsys.readouterr().err
     assert not (tmp_path / "dep").exists()
@@ -319,5 +321,7 @@ def test_a_masked_study_needs_three_clinics_and_their_keys(monkeypatch, tmp_path
         assert read_policy(clinic / "policy.yaml").masked
         assert "seal-peers" in (clinic / "start.sh").read_text()
         assert "deploy seal-key" in (clinic / "make-key.sh").read_text()
-        assert "The run is masked" in (clinic / "README.md").read_text()
+        readme = (clinic / "README.md").read_text()
+        assert "The run is masked" in readme
+        assert "validates" not in readme
     assert found(clinic).startswith("NO  seal: the study needs keys, and ")
