@@ -68,7 +68,7 @@ __all__ = ["check_strategy"]
 JOB = ("task=digits", "partition=iid", "model=cnn", "model.width=4", "nodes=3", "rounds=2", "device=cpu")
 OF_REPLAY, OF_OPTIONS = {"generator", "prior"}, {"statistics"}  # replay, or an option, declares their passes
 SHRUNK = 0.01  # what is left of batch norm's variances after a long training on faint images
-LONG = ("rounds=16", "evaluate_every=16", "partition.size=40")  # until a server's momentum shows
+LONG = ("rounds=16", "evaluate_every=16")  # until a server's momentum shows
 CLASSIFIERS = ("released", "kept", "none")
 NEEDED = {"latents": ("latent_clip=1", "latent_epsilon=8", "label_epsilon=2")}  # options without a default
 REPEATABLE = ("model.norm=group", "privacy.noise=seeded")  # for methods that draw secret noise by default
