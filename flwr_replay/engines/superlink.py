@@ -94,6 +94,7 @@ def superlink(scratch: Path, simulation: bool = True, secured: bool = False) -> 
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25",  # seconds; each poll costs a few milliseconds in two processes
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_register_timeout_seconds": "600",  # else 60, after which Ray gives up a worker that starts slowly
         "SPT_NOENV": "1",  # Ray's agents write their titles over their environment otherwise, and with it over the mark
     }
     command = [flower("flower-superlink"), *security, "--host", "127.0.0.1", "--port", str(port)]
