@@ -15,6 +15,7 @@ from flwr_replay.config.binding import binding
 from flwr_replay.config.compose import model_named
 from flwr_replay.config.halves import load_client
 from flwr_replay.config.run import RunConfig
+from flwr_replay.config.sections import require
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.institution.client import InstitutionClient
@@ -39,6 +40,11 @@ def client_of(institution: Institution, config: RunConfig) -> InstitutionClient:
     """Build an institution's client of the strategy that a composed configuration names."""
     torch.set_num_threads(config.threads)
     replay_plan, privacy, synthesis = _plans(config)
+    require(
+        not (institution.private_model and config.replay.name == "statistics"),
+        "replay=statistics draws features for the run's own model, and a private-model of a SuperNode needs images: "
+        "leave private-model out of --node-config, or choose replay=none",
+    )
     for plan in (replay_plan, synthesis):
         if plan:
             plan.check_device(institution.device)

@@ -38,6 +38,7 @@ class CWTConfig(StrategyConfig):
     traits = Traits(
         relayed=True,
         supports_replay=True,
+        supports_draws=True,
         takes_fraction=True,
         own_batches=True,
         dp_mechanisms=("generator", "prior", "classifier", "statistics"),

@@ -40,6 +40,7 @@ class DittoConfig(FedAvgConfig):
     # not classifier: DP-SGD has no term beside the loss
     traits = replace(
         FedAvgConfig.traits,
+        supports_draws=False,
         dp_mechanisms=("generator", "prior"),
         needs_roll_call=True,
         own_models=True,

@@ -37,6 +37,7 @@ class FedAvgConfig(StrategyConfig):
         mixes=True,
         summed=True,
         supports_replay=True,
+        supports_draws=True,
         takes_fraction=True,
         own_batches=True,
         dp_mechanisms=("generator", "prior", "classifier", "statistics"),

@@ -41,6 +41,7 @@ class FedBNConfig(FedAvgConfig):
     name = "fedbn"
     traits = replace(
         FedAvgConfig.traits,
+        supports_draws=False,
         summed=False,
         dp_mechanisms=("generator", "prior"),
         needs_roll_call=True,

@@ -33,7 +33,7 @@ class FedProxConfig(FedAvgConfig):
 
     name = "fedprox"
     # not classifier: DP-SGD has no proximal term
-    traits = replace(FedAvgConfig.traits, dp_mechanisms=("generator", "prior"))
+    traits = replace(FedAvgConfig.traits, supports_draws=False, dp_mechanisms=("generator", "prior"))
     mu: float = 0.001  # weight of the proximal term; paper: 0.001
 
     def __post_init__(self) -> None:

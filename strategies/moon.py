@@ -38,7 +38,9 @@ class MoonConfig(FedAvgConfig):
 
     name = "moon"
     # not classifier: DP-SGD has no term beside the loss
-    traits = replace(FedAvgConfig.traits, dp_mechanisms=("generator", "prior"), needs_roll_call=True)
+    traits = replace(
+        FedAvgConfig.traits, supports_draws=False, dp_mechanisms=("generator", "prior"), needs_roll_call=True
+    )
     mu: float = 1.0  # weight of the contrastive term; paper: 5 on CIFAR-10, 1 on the others
     temperature: float = 0.5  # τ; paper: 0.5
 

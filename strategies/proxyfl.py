@@ -17,6 +17,11 @@ By default P(t) is `exponential`: proxies change places, and none are averaged (
 What is protected: With dp=proxy and β = 0, every institution's training examples, by its own (ε, δ), against whoever
 sees its proxies. With β > 0, the paper's setting, that ε is the one that the paper counts; it is not proven
 (`flwr_replay/institution/mutual.py` says why).
+With replay=statistics φ learns from features, too, that the institution draws from the sums of all
+(`flwr_replay/server/replay_sums.py`). Under dp=statistics+proxy one account has the noisy sums and the proxies, and
+states one ε of both together. Drawing is post-processing of what was charged and costs nothing more. θ's batches of
+DP-SGD stay as they are: Poisson samples of the own examples, as the account counts them. (As public rows beside these,
+draws would cost nothing either, but they were tried, and drew θ to what is wrong in them.)
 Not protected: what test metrics reveal about the private models, which institutions take part, numbers of examples.
 
 Deviations: Proxies pass through the server, which forwards them and averages nothing. θ_k and w_k travel unscaled, and

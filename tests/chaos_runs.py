@@ -59,7 +59,7 @@ def jobs() -> dict[str, list[str]]:
         for mechanism in sorted({*traits.dp_mechanisms} - OF_REPLAY - by_option):
             found[f"{name} dp={mechanism}"] = [*plain, *REPEATABLE, f"dp={mechanism}", *NEEDED.get(mechanism, ())]
         if by_option and by_option <= {*traits.dp_mechanisms}:
-            way = "replay=statistics" if traits.supports_replay else "latents=drawn"
+            way = "replay=statistics" if traits.supports_draws else "latents=drawn"
             found[f"{name} {way}"] = [*(word for word in plain if not word.startswith("model")), *DRAWN, way]
         if {*traits.dp_mechanisms} >= OF_REPLAY and traits.supports_replay:
             private = ["replay=vqvae2", "dp=generator", "codebook=gradient", *REPEATABLE]

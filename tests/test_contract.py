@@ -171,6 +171,8 @@ def test_options_keep_the_contract(job):
         "cwt replay=vqvae2",
         "cwt replay=statistics model=gabor hidden=8 model.train=from:hidden",
         "fedavg replay=statistics model=gabor model.train=head dp=statistics+classifier sigma=5 noise=seeded",
+        "proxyfl replay=statistics model=gabor model.train=head dp=statistics+proxy sigma=5 noise=seeded",
+        "fml replay=statistics model=gabor model.train=head listen=pool alpha=0 private_epochs=1 dp=none",
         "fedprox replay=vqvae2 replay.codes=stale",
         "fedavgshare replay=pixelcnn",
         "cwt replay=buffer replay.images=7",

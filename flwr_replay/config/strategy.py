@@ -23,6 +23,7 @@ class Traits:
     summed: bool = False  # the server needs only the mean of what institutions send, which can be masked (masked=true)
     relayed: bool = False  # the server only hands on what institutions send, which can be sealed (sealed=true)
     supports_replay: bool = False  # institutions may train on replayed examples
+    supports_draws: bool = False  # institutions may train on features that are drawn from sums, replay=statistics
     takes_fraction: bool = False  # in a round a fraction of the institutions may train
     needs_roll_call: bool = False  # every institution must run this package's client, for all stages
     own_batches: bool = False  # institutions train on batches of a `Learner`, which have the institution's size
@@ -45,7 +46,7 @@ class Traits:
 
     def inherited(self) -> Traits:
         """Return those of a subclass that states none: it has other steps, for which its parent cannot speak."""
-        return replace(self, mixes=False, summed=False, dp_mechanisms=())
+        return replace(self, mixes=False, summed=False, supports_draws=False, dp_mechanisms=())
 
 
 def refuse_stray(half: type[Any]) -> None:

@@ -58,11 +58,12 @@ class ReplayPlan:
             replay.name != "pixelcnn" or task.kind != "segmentation",
             f"replay=pixelcnn draws codes for a class or a number; task={task.name} has masks: choose replay=vqvae2",
         )
+        why = config.features_anew
         require(
             replay.name != "statistics" or (task.kind == "classification" and config.features_once),
-            "replay=statistics draws features of classes beside those that a frozen encoder has computed; got "
-            f"task.kind={task.kind}, model.train={config.model.train} and augment={config.training.augment}: choose a "
-            "classification, model.train=head or from:STAGE, and augment=none",
+            "replay=statistics draws features of classes beside those that a frozen encoder has computed once; got "
+            f"task.kind={task.kind} and model.train={config.model.train}{why and f', and {why}'}: choose a "
+            "classification, model.train=head or from:STAGE, augment=none, and no private-models or private-shift",
         )
         generator = config.generator
         if not isinstance(generator, VQVAE2Config):

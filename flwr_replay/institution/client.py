@@ -251,8 +251,8 @@ class InstitutionClient(NumPyClient):
 
     def learner_of(self, model: nn.Module, optimizer: Optimizer, request: DPRequest, epochs: int = 1) -> Learner:
         """Return a learner of a model. Under DP its steps are charged first."""
-        dp = self.budget.begin("classifier", epochs, request) if self.budget else None
         sampler, rng = self.replay_sampler(request), self.shuffle(request.exchange, "replay")
+        dp = self.budget.begin("classifier", epochs, request) if self.budget else None
         augment = self.augmentation(dp, request.exchange)
         balanced = self.training.batches == "balanced"
         return Learner(model, optimizer, self.task, self.batch_size, sampler, rng, dp, augment, balanced)

@@ -293,11 +293,7 @@ def _check_options(policy: Policy, config: RunConfig) -> None:
 
 
 def _check_size(
-    message: Message,
-    request: type[Request],
-    policy: Policy,
-    answers: Sequence[type[Payload]],
-    sizes: Mapping[str, int],
+    message: Message, request: type[Request], policy: Policy, answers: Sequence[type[Payload]], sizes: Mapping[str, int]
 ) -> None:
     """Refuse, before any data are read or a model is built, one too large to be built here, or to leave."""
     arrays = message.content.get("arrays")

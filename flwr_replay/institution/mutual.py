@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flwr_replay.generators.sampler import ReplaySampler
 from flwr_replay.institution.budget import DPTraining
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.augment import Augment, changed
@@ -50,7 +51,8 @@ class MutualLearner:
 
     `task` is a classification, whose loss is CE; `request` says α, β and how the private model trains alone;
     `batch_size` is b. `dp` is a charged pass of DP-SGD on θ, None: plain steps. If the budget is used up, θ `rests` and
-    φ learns on. `augment` changes the images of a batch at random, for both models alike.
+    φ learns on. `augment` changes the images of a batch at random, for both models alike. φ also learns from what
+    `sampler` draws, in the order of `rng`; in a batch it stands before the own examples.
     """
 
     def __init__(
@@ -63,10 +65,13 @@ class MutualLearner:
         dp: DPTraining | None,
         rests: bool = False,
         augment: Augment | None = None,
+        sampler: ReplaySampler | None = None,
+        rng: torch.Generator | None = None,
     ) -> None:
         self.private, self.proxy, self.task, self.batch_size = private, proxy, task, batch_size
+        self.drawn = sampler.beside(batch_size) if sampler and request.listen == "loss" else 0  # in a common step
         self.alpha, self.beta, self.request = request.alpha, request.beta, request
-        self.dp, self.rests, self.augment = dp, rests, augment
+        self.dp, self.rests, self.augment, self.sampler, self.rng = dp, rests, augment, sampler, rng
         self.fewest = 2 if has_batch_norm(private.model) else 1  # examples that φ needs in a batch
         self.losses: list[Tensor] = []  # of φ
         self.seen, self.proxy_steps = 0, 0
@@ -74,14 +79,18 @@ class MutualLearner:
     def batches(self, data: Shard, shuffle: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield one pass over the examples: Poisson batches where θ's steps are under DP."""
         drawn = self.dp.batches(data) if self.dp else batches(data.x, data.y, self.batch_size, shuffle)
-        return changed(drawn, self.augment)
+        return changed(self.mixed(drawn, self.batch_size) if self.drawn else drawn, self.augment)
+
+    def mixed(self, real: Iterator[tuple[Tensor, Tensor]], size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield batches of b = `size` own examples, behind draws where there are such."""
+        return self.sampler.mixed_batches(real, size, self.rng) if self.sampler and self.rng else real
 
     def alone(self, data: Shard, rows: Tensor, shuffle: torch.Generator) -> None:
         """Let φ learn from the proxy as it arrived, pass after pass over these rows; θ stays as it is."""
         phi, theta = self.private, self.proxy
         for _ in range(self.request.private_epochs):
             drawn = batches(data.x, data.y, self.request.private_batch_size, shuffle, among=rows)
-            for plain_B, y_B in changed(drawn, self.augment):
+            for plain_B, y_B in changed(self.mixed(drawn, self.request.private_batch_size), self.augment):
                 x_B = shift_batch(plain_B, self.request.private_shift, shuffle)
                 f_B, h_B = phi.model(x_B), inference(theta.model, x_B)
                 loss_phi = partial(mutual_loss, self.task, self.alpha, f_B, y_B=y_B)  # eq. 4
@@ -100,26 +109,28 @@ class MutualLearner:
         if learns:
             self.private_step(loss_phi, h_B)  # eq. 6: φ ← φ - η ∇L_φ
 
-        self.seen += self.batch_size if self.dp else len(y_B)  # the size of a Poisson batch is as secret as its mask
+        self.seen += self.batch_size + self.drawn if self.dp else len(y_B)  # a Poisson batch's size is secret
 
     def private_step(self, loss: Callable[..., Tensor], h_B: Tensor) -> None:
         """Let φ step on a batch."""
         self.losses.append(step(self.private.model, self.private.optimizer, loss(h_B)))
 
     def proxy_step(self, loss: Callable[..., Tensor], x_B: Tensor, y_B: Tensor, f_B: Tensor) -> Tensor:
-        """Let θ step on a batch, by DP-SGD where it was charged, not at all where θ rests; return h from before."""
-        theta, h_parts = self.proxy, [f_B[:0]]  # DP-SGD may take a batch in parts
+        """Let θ step on the own examples, by DP-SGD where charged, not at all where θ rests; return h from before."""
+        theta = self.proxy
         if self.rests:
             return inference(theta.model, x_B)
+        h_parts = [inference(theta.model, x_B[: self.drawn]) if self.drawn else f_B[:0]]  # then of parts of the batch
+        own = x_B[self.drawn :], y_B[self.drawn :], f_B[self.drawn :]
 
         def loss_of(x: Tensor, y: Tensor, f: Tensor) -> Tensor:
             h_parts.append(theta.model(x))
             return loss(h_parts[-1], f, y)
 
         if self.dp:
-            self.dp.step(theta.model, theta.optimizer, loss_of, (x_B, y_B, f_B), self.batch_size)
+            self.dp.step(theta.model, theta.optimizer, loss_of, own, self.batch_size)
         else:
-            step(theta.model, theta.optimizer, loss_of(x_B, y_B, f_B))
+            step(theta.model, theta.optimizer, loss_of(*own))
         self.proxy_steps += 1
         return torch.cat(h_parts).detach()
 

@@ -92,13 +92,7 @@ class Institution:
         self.reports_losses &= not self.policy.min_count
 
     @classmethod
-    def from_arrays(
-        cls,
-        name: str,
-        train: Given,
-        test: Given | None = None,
-        device: str = "cpu",
-    ) -> Institution:
+    def from_arrays(cls, name: str, train: Given, test: Given | None = None, device: str = "cpu") -> Institution:
         """Make an institution of examples that are in memory, as a user's own ClientApp has them.
 
         Parameters

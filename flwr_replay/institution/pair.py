@@ -78,21 +78,20 @@ class PairClient(InstitutionClient):
         for half, part in ((private, "optimizer"), (common, "proxy-optimizer")):
             if request.optimizer_state == "keep" and (slots := saved[part]):
                 load_optimizer_arrays(half.optimizer, slots)
-        covered = self.budget is not None and self.budget.plan.covers("proxy")
-        if self.budget and covered and request.beta != 0 and not self.budget.plan.unproven:
-            raise PrivacyError(
-                "the run's configuration has strategy.beta=0, for which its epsilon is proven; the server asks for "
-                f"beta={request.beta:g}: refused"
-            )
-        dp, rests = None, False
-        if self.budget and covered:
+        sampler, dp, rests = self.replay_sampler(request), None, False
+        if self.budget and self.budget.plan.covers("proxy"):
+            if request.beta != 0 and not self.budget.plan.unproven:
+                raise PrivacyError(
+                    "the run's configuration has strategy.beta=0, for which its epsilon is proven; the server asks for "
+                    f"beta={request.beta:g}: refused"
+                )
             try:
                 dp = self.budget.begin("proxy", 1, request)
             except BudgetError:  # the budget is used up: θ stays as it is, φ learns on
                 self.budget.rest("proxy", request)
                 rests = True
-        augment = self.augmentation(dp, request.exchange)
-        return MutualLearner(private, common, self.task, request, self.batch_size, dp, rests, augment)
+        changes = self.augmentation(dp, request.exchange), sampler, self.shuffle(request.exchange, "replay")
+        return MutualLearner(private, common, self.task, request, self.batch_size, dp, rests, *changes)
 
     # --- listening by a pool ------------------------------------------------------------------------------------------
 

@@ -44,7 +44,8 @@ class MutualConfig(StrategyConfig):
         one_form=True,
         own_models=True,
         private_key="pair",
-        dp_mechanisms=("proxy",),
+        supports_draws=True,
+        dp_mechanisms=("proxy", "statistics"),
         dp_by_default="proxy",
         metrics_note="with a private model and a proxy, metrics are the private models', which no epsilon covers; an "
         "epsilon in the same column covers the proxies, whose metrics are named proxy-…",

@@ -14,7 +14,6 @@ from flwr_replay.learning.draws import frozen_features
 from flwr_replay.learning.training import refuse_single_batches
 from flwr_replay.movements.evaluating import RunState
 from flwr_replay.privacy.dpsgd import refuse_mixing
-from flwr_replay.privacy.plan import STATISTICS
 from flwr_replay.server.settings import Settings
 
 __all__ = ["refuse_fraction", "refuse_options", "say_what_differs"]
@@ -46,19 +45,19 @@ def refuse_options(method: Any, settings: Settings) -> None:
 
 def _refuse_replay(method: Any, settings: Settings) -> None:
     replays = settings.replay_plan or (settings.synthesis and settings.synthesis.replays)
-    if replays and not method.traits().supports_replay:
+    if settings.replay_plan and settings.replay_plan.replay.name == "statistics":
+        if not method.traits().supports_draws:
+            raise ConfigError(
+                f"replay=statistics is for strategy={methods_with('supports_draws')}; got {method.config_type.name}: "
+                "choose one of them, or another replay"
+            )
+        if settings.model is not None:
+            frozen_features(settings.model(0))
+    elif replays and not method.traits().supports_replay:
         raise ConfigError(
             f"replay is for serial and parallel methods; got strategy={method.config_type.name}: choose replay=none, "
             f"or strategy={methods_with('supports_replay')}"
         )
-    if settings.replay_plan and settings.replay_plan.replay.name == "statistics":
-        require(
-            STATISTICS in method.traits().dp_mechanisms,
-            f"replay=statistics is for strategy=cwt, fedavg and fedavgm; got {method.config_type.name}: choose "
-            "one of them, or another replay",
-        )
-        if settings.model is not None:
-            frozen_features(settings.model(0))
 
 
 def refuse_fraction(method: Any, settings: Settings) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flwr_replay.payloads.common import LAST_TRAINING, LabelScale, Spending, Trained
+from flwr_replay.payloads.common import LAST_TRAINING, ExpectsReplay, LabelScale, Spending, Trained
 from flwr_replay.payloads.relay import MIXED, Released, TrainPeer
 from flwr_replay.payloads.two import TwoEvaluations
 from flwr_replay.wire.fields import instruction, model, statistic
@@ -40,7 +40,7 @@ class Listening(LabelScale):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mutual(Listening):
+class Mutual(Listening, ExpectsReplay):
     """Part of a request to train: options of the private model and of mutual learning (Kalra et al. 2023, eq. 4-5)."""
 
     alpha: float = instruction("weight of the proxy's predictions in the private model's loss")

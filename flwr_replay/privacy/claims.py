@@ -17,7 +17,7 @@ ONE_PATIENT = (
 )
 ALL = "All that leaves and depends on training examples is differentially private"
 PUBLIC = "Declared public: numbers and bytes of examples, names, who takes part and when"
-OF_SUMS: Mapping[tuple[str, ...], str] = {(STATISTICS,): "the noisy sums", (GRADIENT,): "the noisy gradients"}
+OF_SUMS: Mapping[str, str] = {STATISTICS: "the noisy sums", GRADIENT: "the noisy gradients"}
 
 
 def sentence(plan: PrivacyPlan, stages: Mapping[str, type[Payload]]) -> str:
@@ -26,7 +26,8 @@ def sentence(plan: PrivacyPlan, stages: Mapping[str, type[Payload]]) -> str:
         return "The noise comes from the run's seed, for tests: nothing is protected."
     if plan.local:
         return plan.local.sentence()
-    sums = OF_SUMS.get(plan.mechanisms, "")
+    summed = [OF_SUMS[name] for name in plan.mechanisms if name in OF_SUMS]
+    sums = summed[0] if len(plan.mechanisms) == 1 and summed else ""
     neighbours = ONE_PATIENT if sums else ONE_EXAMPLE
     if plan.institutions:
         neighbours += f" It is that of the sum of {plan.institutions} institutions, {plan.trust}. If masks are "
@@ -58,6 +59,9 @@ def sentence(plan: PrivacyPlan, stages: Mapping[str, type[Payload]]) -> str:
     if plan.unproven:
         return f"{plan.unproven} These also leave unprotected: {'; '.join(left)}."
     what = f"{sums} of an institution reveal" if sums else f"training the {covered} at an institution reveals"
+    if summed and not sums:
+        trained = " and ".join(name for name in plan.mechanisms if name not in OF_SUMS)
+        what = f"{summed[0]} and training the {trained} at an institution reveal together"
     return (
         f"Only what {what} of its own examples is differentially private.{others} These leave unprotected: "
         f"{'; '.join(left)}. What leaves as a whole has no epsilon. {neighbours}"

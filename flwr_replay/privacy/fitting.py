@@ -114,7 +114,7 @@ def _check_drawing(config: RunConfig, wanted: Container[str]) -> None:
 
 def _check_replay(config: RunConfig, wanted: Container[str]) -> None:
     """Refuse mechanisms that do not fit the replay of codes."""
-    replay = config.replay.name
+    replay, summed = config.replay.name, config.replay.name == "statistics"
     require(
         "generator" not in wanted or replay != "none",
         f"dp=generator needs a generator; got replay={replay}: choose replay=vqvae2 or pixelcnn",
@@ -127,7 +127,12 @@ def _check_replay(config: RunConfig, wanted: Container[str]) -> None:
     require(
         "classifier" not in wanted or replay == "none" or "prior" in wanted or ON_SUMS[0] in wanted,
         "a classifier that also learns replays of the same patients, made without noise, has no epsilon; got "
-        f"replay={replay}: choose replay=none or dp=end-to-end",
+        f"replay={replay}: choose replay=none or dp={'statistics+classifier' * summed or 'end-to-end'}",
+    )
+    require(
+        "proxy" not in wanted or not summed or ON_SUMS[0] in wanted,
+        "beside proxies with an epsilon, sums of the same patients would leave without noise; got replay=statistics: "
+        "choose dp=statistics+proxy, or replay=none",
     )
 
 

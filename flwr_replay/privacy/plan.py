@@ -133,7 +133,7 @@ class PrivacyPlan:
         return cls(
             privacy,
             tuple(passes[name] for name in wanted),
-            strategy.unproven or "",
+            (strategy.unproven or "") if "proxy" in wanted else "",
             strategy.traits.pooled,
             counted="prior" in wanted and config.replay.name == "pixelcnn",
             tests_own=strategy.classifiers == "kept",
@@ -251,7 +251,8 @@ class PrivacyPlan:
             return "discrete Gaussian noise on a sum, shared"
         if set(self.mechanisms) <= {*ON_SUMS}:
             return "Gaussian noise on sums"
-        return "DP-SGD, Poisson sampling" + (NO_PROOF if self.unproven else "")
+        sums = "Gaussian noise on sums, and " if STATISTICS in self.mechanisms else ""
+        return f"{sums}DP-SGD, Poisson sampling{NO_PROOF if self.unproven else ''}"
 
     @property
     def trust(self) -> str:

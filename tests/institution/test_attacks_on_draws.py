@@ -1,5 +1,7 @@
 """What a server can ask of sums of frozen features, and what it can hand out as draws: nothing but what a run says."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -11,16 +13,20 @@ from flwr_replay.config.sections import ReplayConfig
 from flwr_replay.engines.simulate import Simulation, run_inline
 from flwr_replay.errors import FlwrReplayError
 from flwr_replay.files.tensors import digest
-from flwr_replay.forecast.forecast import expected
+from flwr_replay.forecast.forecast import expected, forecast_page
 from flwr_replay.learning.draws import Draws
 from flwr_replay.models.zoo import backbone, encoder_digest
 from flwr_replay.payloads.common import RollCall, Train
 from flwr_replay.payloads.fedreplay import Encode, Extract
 from flwr_replay.payloads.fedstats import PRODUCTS, SUMS, KeepDraws, Summarise, pairs_of
+from flwr_replay.payloads.mutual import TrainProxy
+from flwr_replay.privacy.accounting import epsilon, rounded_up
+from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.privacy.sums import SHARE
 from flwr_replay.report.progress import Display
 from flwr_replay.rng import derived_seed
 from flwr_replay.server.sums import Moments
+from flwr_replay.wire.ledger import ledger_lines
 from flwr_replay.wire.masked import blank_masked
 from flwr_replay.wire.records import opened
 from flwr_replay.wire.weights import to_arrays
@@ -28,6 +34,7 @@ from flwr_replay.wire.weights import to_arrays
 F = 9 * 7 * 7
 FROZEN = [*SHARDS, "classes=3", "model=gabor", "model.train=head", "device=cpu"]
 CWT, DRAWN = ["strategy=cwt", "replay=statistics"], ["strategy=fedreplay", "latents=drawn"]
+PAIR, BOTH = ["strategy=proxyfl", "replay=statistics", "beta=0"], "dp=statistics+proxy"
 RIGHT = {"clip": 10.0, "products": pairs_of(F), "sums": 3 * (1 + F)}
 
 
@@ -51,7 +58,9 @@ def summarise(arrays=None, **changed):
 
 
 @pytest.mark.parametrize(
-    "options", [CWT, DRAWN, ["strategy=fedstats", "head=mlp"]], ids=["cwt", "fedreplay", "fedstats"]
+    "options",
+    [CWT, [*PAIR, "dp=none"], DRAWN, ["strategy=fedstats", "head=mlp"]],
+    ids=["cwt", "proxyfl", "fedreplay", "fedstats"],
 )
 def test_nothing_leaves_but_one_sum_of_what_the_frozen_encoder_makes(ask, options):
     server = ask(*options)
@@ -74,6 +83,8 @@ def test_nothing_leaves_but_one_sum_of_what_the_frozen_encoder_makes(ask, option
         (["strategy=cwt"], summarise()),
         (["strategy=fedavg"], summarise(sums=0)),
         (CWT, summarise(sums=0)),
+        (["strategy=proxyfl"], summarise()),
+        (["strategy=proxyfl"], KeepDraws(run="r", arrays={"means": np.zeros((3, F), np.float32)})),
         (["strategy=fedstats", "head=lda"], summarise()),
         (["strategy=fedreplay"], summarise()),
         (DRAWN, summarise(sums=0)),
@@ -90,8 +101,9 @@ def test_what_a_runs_options_do_not_say_is_refused(ask, options, request_):
     assert not weights(reply)
 
 
-def test_under_dp_sums_are_made_once(ask):
-    server = ask(*CWT, "dp=statistics", "privacy.sigma=1", "delta=0.001")
+@pytest.mark.parametrize("options", [[*CWT, "dp=statistics"], [*PAIR, BOTH]], ids=["cwt", "proxyfl"])
+def test_under_dp_sums_are_made_once(ask, options):
+    server = ask(*options, "privacy.sigma=1", "delta=0.001")
     one, again = (weights(server.send(summarise(**{}))) for _ in range(2))
     for name, array in one.items():
         np.testing.assert_array_equal(again[name], array)
@@ -102,10 +114,14 @@ def test_under_dp_sums_are_made_once(ask):
 @pytest.mark.parametrize(
     "masked", [[], ["masked=true", "dp=statistics", "noise=shared", "privacy.sigma=5", "delta=1e-4"]]
 )
-@pytest.mark.parametrize("options", [CWT, DRAWN, ["strategy=fedstats", "head=mlp"]], ids=["cwt", "drawn", "mlp"])
+@pytest.mark.parametrize(
+    "options", [CWT, PAIR, DRAWN, ["strategy=fedstats", "head=mlp"]], ids=["cwt", "proxyfl", "drawn", "mlp"]
+)
 def test_the_forecast_has_the_sums_and_no_weights_beside_them(options, masked):
-    if masked and options == CWT:
+    if masked and options in (CWT, PAIR):
         masked = ["dp=statistics", "privacy.sigma=5", "delta=1e-4"]
+    elif options == PAIR:
+        masked = ["dp=none"]
     frozen = ["task=digits", "model=gabor", "model.train=head", "nodes=3", *options, *masked]
     _, exchanges = expected(Simulation.of(compose(frozen)))
     answers = [opened(of.answer.arrays) for of in exchanges if isinstance(of.request, Summarise)]
@@ -135,7 +151,9 @@ def refused(server, request_):
     return refusal(reply)
 
 
-@pytest.mark.parametrize("options", [CWT, DRAWN, ["strategy=fedstats"]], ids=["cwt", "fedreplay", "fedstats"])
+@pytest.mark.parametrize(
+    "options", [CWT, PAIR, DRAWN, ["strategy=fedstats"]], ids=["cwt", "proxyfl", "fedreplay", "fedstats"]
+)
 def test_a_policy_pins_the_frozen_encoder_of_sums(tmp_path, options):
     run = [*FROZEN[len(SHARDS) :], *options, *DP]
     config = compose([*FROZEN, *options])
@@ -203,14 +221,47 @@ WRONG = {
 }
 
 
+PROXY = {"alpha": 0.5, "beta": 0.0, "init_seed": 1, "committed": 0, "private_seed": 1, "private_optimizer": "sgd"}
+PROXY |= {"private_lr": 0.1, "private_epochs": 0, "private_batch_size": 32, "private_shift": 0}
+LEARNERS = {  # options, what is trained under DP, the request, and more of what it says
+    "cwt": (CWT, "classifier", Train, {}),
+    "proxyfl": (PAIR, "proxy", TrainProxy, PROXY),
+}
+
+
+@pytest.mark.parametrize("method", LEARNERS)
 @pytest.mark.parametrize("changed", WRONG.values(), ids=WRONG)
-def test_draws_from_a_stranger_are_checked(ask, changed):
-    server = ask(*CWT)
+def test_draws_from_a_stranger_are_checked(ask, changed, method):
+    options, learner, asked, also = LEARNERS[method]
+    server = ask(*options, f"dp=statistics+{learner}", "privacy.sigma=1", "delta=0.001")
+    also = also or {"arrays": server.weights}
     assert refusal(server.send(KeepDraws(run="r", exchange=1, arrays=gaussians(**changed))))
-    train = Train(run="r", exchange=1, arrays=server.weights, lr=0.1, replayed=7)
-    assert "draws as many features as it was told, 7" in refusal(server.send(train))
-    assert not refusal(server.send(KeepDraws(run="r", exchange=1, arrays=gaussians())))
-    assert not refusal(server.send(train))
+    train = partial(asked, run="r", exchange=1, lr=0.1, **also)
+    assert "draws as many features as it was told, 7" in refused(server, train(replayed=7))
+    for counts in ([5, 0, 3], [5, 0, 2]):  # the last count is right
+        assert not refusal(server.send(KeepDraws(run="r", exchange=1, arrays=gaussians(counts=np.array(counts)))))
+    for other in (8, 0, None):
+        refused(server, train(replayed=other))
+    assert not refusal(server.send(train(replayed=7)))
+    assert [charge["mechanism"] for charge in server.charges("r")] == [learner]
+
+
+def test_one_epsilon_covers_sums_and_proxies_beforehand_and_in_the_end(tmp_path):
+    frozen = ["task=digits", "model=gabor", "model.train=head", "nodes=3", "partition.size=90", "device=cpu"]
+    words = [*frozen, *PAIR, BOTH, "target_epsilon=4", "delta=0.001", "batch_size=45", "rounds=2"]
+    result, folder = run_inline([*words, f"runs_dir={tmp_path}"], Display())
+    plan, page = PrivacyPlan.of(compose(words)), forecast_page(Simulation.of(compose(words)))
+    protections = {line["protection"] for line in ledger_lines(folder) if line["field"] == "arrays"}
+    for text in (page, result["privacy-claim"]):
+        assert "Only what the noisy sums and training the proxy at an institution reveal together" in text
+    for one in result["privacy"].values():
+        total, delta = one["epsilon"], one["delta"]
+        sums, proxies = (epsilon([plan.cost(*about)], delta) for about in (("statistics", 90, 1), ("proxy", 90, 2)))
+        assert max(sums, proxies) < total < sums + proxies
+        assert plan.planned(90) == pytest.approx((total, delta), rel=1e-3)
+        shown = f"({rounded_up(total)}, {rounded_up(delta, 2)})-DP"
+        assert shown in protections
+        assert shown in page
 
 
 def test_draws_have_the_means_and_the_covariance_of_the_sums():
@@ -249,17 +300,24 @@ def test_draws_have_the_means_and_the_covariance_of_the_sums():
             "can have dp=statistics; got encoder",
         ),
         (["strategy=fedreplay", "masked=true", "model.train=head"], "that of strategy=fedreplay does not"),
-        (["strategy=cwt", "replay=statistics"], "got task.kind=classification, model.train=all and augment=none"),
+        (["strategy=cwt", "replay=statistics"], "got task.kind=classification and model.train=all: "),
         (
             ["strategy=cwt", "replay=statistics", "model=cnn", "model.train=head"],
             r"at this cut an image has the shape \(32, 2, 2",
         ),
-        (["strategy=fedavg", "replay=statistics", "model.train=head", "training.augment=flip"], "augment=flip"),
+        (["strategy=fedavg", "replay=statistics", "model.train=head", "training.augment=flip"], "augment changes the"),
         (
             ["strategy=fedprox", "replay=statistics", "model.train=head"],
-            "is for strategy=cwt, fedavg and fedavgm; got fedprox",
+            "is for strategy=cwt, fedavg, fedavgm, fml, proxyfl; got fedprox",
         ),
         (["strategy=fedavg", "replay=statistics", "model.train=head", "dp=classifier", "delta=1e-4"], "has no epsilon"),
+        ([*PAIR, "model.train=head", "delta=1e-4"], r"would leave without noise; .*: choose dp=statistics\+proxy"),
+        ([*PAIR, "model.train=head", "dp=none", "private-models=[mlp]"], "no private-models or private-shift"),
+        ([*PAIR, "model.train=head", "dp=none", "sealed=true"], "leave replay out"),
+        (
+            ["strategy=proxyfl", "replay=vqvae2", "dp=none"],
+            "replay is for serial and parallel methods; got strategy=proxyfl",
+        ),
         (["strategy=cwt", "model.train=head", "dp=statistics", "delta=1e-4"], "can have dp=classifier; got statistics"),
     ],
 )

@@ -71,22 +71,28 @@ def visit(clip, sigma):
     return DPTraining(clip, SampledGaussian(0.5, sigma, 4), Stream(bytes(32)))
 
 
+@pytest.mark.parametrize("drawn", [0, 2])
 @pytest.mark.parametrize("beta", [0.0, 0.5])
-def test_the_proxys_gradient_is_clipped_example_by_example(beta):
-    """A slow loop over single examples; sigma is so small that no noise shows."""
+def test_the_proxys_gradient_is_clipped_example_by_example(beta, drawn):
+    """A slow loop over single examples; sigma is so small that no noise shows. What was drawn is φ's alone."""
     (x, y), clip = batch(5), 0.05
     one = learner(0.5, beta, visit(clip, 1e-9))
-    theta, f = model(2), model(1, "lenet5")(x).detach()
+    one.drawn = drawn  # the first of these rows
+    phi, theta = model(1, "lenet5"), model(2)
+    f, h = phi(x), theta(x).detach()
+    own = sum(formula(0.5, f[i], h[i], y[i]) for i in range(5)) / 5
+    learnt, f = stepped(phi, own), f.detach()
     total = [torch.zeros_like(parameter) for parameter in theta.parameters()]
-    for i in range(5):
+    for i in range(drawn, 5):
         gradients = torch.autograd.grad(formula(beta, theta(x[i : i + 1])[0], f[i], y[i]), list(theta.parameters()))
         norm = torch.cat([g.flatten() for g in gradients]).norm().item()
         total = [t + g / max(1.0, norm / clip) for t, g in zip(total, gradients, strict=True)]
     one.step(x, y)
     expected = [p.detach() - LR * t / B for p, t in zip(theta.parameters(), total, strict=True)]
     torch.testing.assert_close([p.detach() for p in one.proxy.model.parameters()], expected)
+    torch.testing.assert_close([p.detach() for p in one.private.model.parameters()], learnt)
     assert one.loss() is None
-    assert (one.seen, one.proxy_steps) == (B, 1)  # the size of a Poisson batch is not reported
+    assert (one.seen, one.proxy_steps) == (B + drawn, 1)  # the size of a Poisson batch is not reported
 
 
 def test_without_a_teacher_the_proxy_does_not_depend_on_the_private_model():
