@@ -56,7 +56,7 @@ from flwr_replay.report.summary import upload_advice
 from flwr_replay.rng import derived_seed
 from flwr_replay.server.asking import stopped
 from flwr_replay.server.members import Member
-from flwr_replay.strategies.fedstats import CLIPS, FedStats
+from flwr_replay.strategies.fedstats import CLIPS, FedStats, FedStatsConfig
 from flwr_replay.wire.records import StateDict, opened
 from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
 
@@ -185,7 +185,8 @@ class FedReplay(OneShot):
     @cached_property
     def statistics(self) -> FedStats | None:
         """The exchange of sums from which latents are drawn, with this run's institutions and ledger; else None."""
-        return FedStats.within(self, self.config.clip) if self.config.latents == "drawn" else None
+        of_sums = FedStatsConfig(head="mlp", clip=self.config.clip)
+        return FedStats(of_sums, self.settings, self.recorder, self.exchanger) if self.config.sends_sums else None
 
     def all_stages(self) -> list[str]:
         """Return those of the sums where latents are drawn."""
@@ -234,8 +235,7 @@ class FedReplay(OneShot):
 
     def encoder_candidates(self) -> list[Member]:
         """Return the institutions that may train the encoder, in the order in which they are asked."""
-        wanted = self.config.encoder_institution
-        by_size = sorted(self.members, key=lambda member: (-member.num_examples, member.name))
+        wanted, by_size = self.config.encoder_institution, sorted(self.members, key=lambda m: (-m.num_examples, m.name))
         one_of("strategy.encoder-institution", wanted, ("largest", *(member.name for member in by_size)))
         return by_size if wanted == "largest" else [member for member in by_size if member.name == wanted]
 

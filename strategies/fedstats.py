@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -49,7 +49,7 @@ from flwr_replay.learning.latents import on_device
 from flwr_replay.learning.tasks import Regression
 from flwr_replay.learning.training import make_optimizer, step, torch_rng
 from flwr_replay.models import placed
-from flwr_replay.movements.base import Movement, Settings
+from flwr_replay.movements.base import Settings
 from flwr_replay.movements.parallel import Parallel
 from flwr_replay.payloads.common import Trained
 from flwr_replay.payloads.fedstats import MOST_FEATURES, PRODUCTS, SUMS, ClassSums, Summarise, pairs_of
@@ -119,18 +119,6 @@ class FedStats(Parallel):
     sums: StateDict  # Σ_k n_k times what institution k has sent: S and n
     held: tuple[str, ...] = ()  # whose sums these are
     variance: float = 0.0  # Σ_k σ_k², of the noise in units of the clip
-
-    @classmethod
-    def within(cls, outer: Movement, clip: float) -> Self:
-        """Return the exchange of what a frozen encoder makes, with another method's institutions and ledger."""
-        sums = cls(FedStatsConfig(head="mlp", clip=clip), outer.settings, outer.recorder)
-        sums.exchanger, sums.members, sums.message, sums.answers = (
-            outer.exchanger,
-            outer.members,
-            outer.message,
-            outer.answers,
-        )
-        return sums
 
     @classmethod
     def check(cls, config: FedStatsConfig, settings: Settings, names: Sequence[str] = ()) -> None:

@@ -59,8 +59,9 @@ class Movement(Strategy):
     A method defines the request to train and what becomes of the answers; it writes, sends and reads messages by
     `message`, `exchange` and `answers`.
 
-    None means the defaults; without a recorder a run is only logged through Flower. Arguments that only Flower's
-    strategies have, such as `fraction_evaluate`, are refused by a ConfigError.
+    None means the defaults; without a recorder a run is only logged through Flower. A method within another one takes
+    that one's exchanger, with its institutions and ledger. Arguments that only Flower's strategies have, such as
+    `fraction_evaluate`, are refused by a ConfigError.
     """
 
     config_type: ClassVar[type[StrategyConfig]]
@@ -77,12 +78,13 @@ class Movement(Strategy):
         config: StrategyConfig | None = None,
         settings: Settings | None = None,
         recorder: Recorder | None = None,
+        exchanger: Exchanger | None = None,
         **unknown: object,
     ) -> None:
         self.config, settings = checked_arguments(type(self).__name__, self.config_type, config, settings, unknown)
         refuse_fraction(type(self), settings)
         self.recorder = recorder or Recorder()
-        self.exchanger = Exchanger(self, settings, self.recorder)
+        self.exchanger = exchanger or Exchanger(self, settings, self.recorder)
         self.members = self.exchanger.members
         self.message, self.answers = self.exchanger.message, self.exchanger.answers
         self.evaluations = Evaluations(self, self.exchanger)
