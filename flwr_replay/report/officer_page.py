@@ -195,7 +195,7 @@ def _first(forecast: Mapping[str, Any]) -> dict[str, Any]:
         ["verdict", verdict(forecast)],
         ["what leaves", leaves or "nothing"],
         ["to whom", f"{readers}; run by: ____________________"],
-        ["ε", " ".join(_protected(lines)) or "none: nothing that leaves is differentially private"],
+        ["ε of this run", " ".join(_protected(lines)) or "none: nothing that leaves is differentially private"],
         [
             "small cells",
             f"none below {forecast['min-count']} leaves (min-count)" if forecast["min-count"] else "no floor",
