@@ -235,8 +235,6 @@ def test_one_name_in_five_places():
     [
         ("masked", "only the mean: ", "summed"),
         ("sealed", "only hands things on: ", "relayed"),
-        ("deploy", "only the mean of the hospitals' weights: ", "summed"),
-        ("deploy", "only hands them on: ", "relayed"),
     ],
 )
 def test_a_page_names_the_methods_with_a_trait(page, before, trait):

@@ -269,7 +269,17 @@ def test_the_first_page_is_a_summary_to_sign(hospitals, tmp_path):
     first = page[page.index('<section class="sign">') : page.index("</section>")]
     rows = dict(re.findall(r'<th scope="row">(.*?)</th><td>(.*?)</td>', first))
     assert list(rows)[:9] == [
-        *("purpose", "data subjects", "verdict", "what leaves", "to whom", "ε of this run", "small cells", "retention", "contact")
+        *(
+            "purpose",
+            "data subjects",
+            "verdict",
+            "what leaves",
+            "to whom",
+            "ε of this run",
+            "small cells",
+            "retention",
+            "contact",
+        )
     ]
     n = found["institutions"]["a"]["examples"]
     assert rows["data subjects"].startswith(f"{n} training examples at a")
