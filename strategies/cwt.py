@@ -12,7 +12,8 @@ Travels: the weights, to the visited institution (`Train`) and back (`Trained`, 
 Deviations: The model goes from one institution to the next through the server, as Flower's messages require. The
 optimizer's state does not travel with it (see optimizer-state); the running statistics of batch norm do.
 
-Failures: as in `flwr_replay/movements/serial.py`.
+Failures: An institution that is absent or fails is passed over. The run stops, and can be resumed, once visits to all
+have failed since the last that succeeded (`flwr_replay/movements/serial.py`).
 """
 
 from __future__ import annotations

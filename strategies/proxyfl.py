@@ -12,7 +12,8 @@ Travels: θ_k up, once a round (`TrainProxy`, `ReleasedProxy`); the senders' pro
             φ_k ← φ_k - η gradient of (1-α) CE(f_φ) + α KL(h_θ ‖ f_φ)                   # eq. 4, 6
         z_k ← Σ_k' P(t)[k, k'] w_k' θ_k',  w_k ← Σ_k' P(t)[k, k'] w_k',  θ_k ← z_k / w_k  # lines 7-10
 
-By default P(t) is `exponential`: proxies change places, and none are averaged (`flwr_replay/movements/topology.py`).
+By default P(t) is `exponential`: in round t each sends its proxy to the institution 2^(t mod ⌈log2 K⌉) places on, by
+name. So proxies change places, and none are averaged (`flwr_replay/movements/topology.py`).
 
 What is protected: With dp=proxy and β = 0, every institution's training examples, by its own (ε, δ), against whoever
 sees its proxies. With β > 0, the paper's setting, that ε is the one that the paper counts; it is not proven
