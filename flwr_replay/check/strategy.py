@@ -323,7 +323,7 @@ def _check_charges(job: list[str], folder: Path) -> None:
         steps: Counter[str] = Counter()
         for mechanism, cost in zip(account.mechanisms, account.spent, strict=True):
             steps[mechanism] += cost.steps
-        for planned in plan.weighed(examples):
+        for planned in plan.passes:
             mechanism = planned.mechanism
             due = planned.in_share(shares[name]).cost(examples, plan.config.sigma).steps
             assert steps[mechanism] in (0, due), (  # 0: another institution trains it, as FedReplay's encoder

@@ -7,7 +7,7 @@ from typing import Any
 
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.local import LATENTS
-from flwr_replay.privacy.plan import COUNTS, STATISTICS, PrivacyPlan
+from flwr_replay.privacy.plan import COUNTS, PrivacyPlan
 
 __all__ = ["noise_of", "shown_noise"]
 
@@ -35,12 +35,12 @@ def noise_of(plan: PrivacyPlan, examples: int, share: float = 1.0) -> list[dict[
         noise.append(
             {
                 "mechanism": passes.mechanism,
-                "sigma": plan.noise(passes.mechanism, examples),
+                "sigma": cost.sigma,
                 "clip": config.clip_of(passes.mechanism),
                 "sampling-rate": cost.rate,
                 "batch": passes.batch or examples,
                 "examples": examples,
-                "steps": 1 if passes.mechanism == STATISTICS else passes.steps or cost.steps,
+                "steps": passes.steps or cost.steps,
             }
         )
         if plan.institutions:

@@ -163,24 +163,8 @@ class PrivacyPlan:
 
     def cost(self, mechanism: str, examples: int, epochs: int) -> SampledGaussian:
         """Return the cost of some epochs of a mechanism at an institution with this number of examples."""
-        passes = next(passes for passes in self.weighed(examples) if passes.mechanism == mechanism)
-        epochs *= passes.epochs if mechanism == STATISTICS else 1
+        passes = next(passes for passes in self.passes if passes.mechanism == mechanism)
         return passes._replace(epochs=epochs, steps=0).cost(examples, _sigma(self, examples))
-
-    def weighed(self, examples: int) -> list[Passes]:
-        """Return the passes, those of sums that are sent once as often as they are charged.
-
-        Beside DP-SGD to a target epsilon they cost as much as all its steps together: T at a rate of q cost about what
-        T q² of all examples do. N releases at a noise of σ cost exactly what one at σ / √N does, and that they get.
-        """
-        steps = [passes.cost(examples, 1.0) for passes in self.passes if passes.mechanism != STATISTICS]
-        times = max(1, round(sum(cost.steps * cost.rate**2 for cost in steps))) if self.config.target_epsilon else 1
-        return [p._replace(epochs=times) if p.mechanism == STATISTICS else p for p in self.passes]
-
-    def noise(self, mechanism: str, examples: int) -> float:
-        """Return the noise multiplier of a step, or of sums that are sent once."""
-        cost = self.cost(mechanism, examples, 1)
-        return cost.sigma / sqrt(cost.steps) if mechanism == STATISTICS else cost.sigma
 
     @property
     def honest(self) -> int:
@@ -189,11 +173,11 @@ class PrivacyPlan:
 
     def share(self, mechanism: str, examples: int) -> float:
         """Return the noise that an institution adds to its sums, in units of their sensitivity."""
-        return self.noise(mechanism, examples) / sqrt(self.honest)
+        return self.cost(mechanism, examples, 1).sigma / sqrt(self.honest)
 
     def step(self, mechanism: str, examples: int, numbers: int) -> float:
         """Return what a step of an answer's whole numbers is worth, with shared noise; units as of `share`."""
-        return step_of(self.noise(mechanism, examples), self.honest, numbers)
+        return step_of(self.cost(mechanism, examples, 1).sigma, self.honest, numbers)
 
     def check_room(self, numbers: int) -> None:
         """Refuse, as `step` does, noise that leaves no room for so many numbers."""
@@ -215,7 +199,7 @@ class PrivacyPlan:
             Of the rounds in which it trains a classifier.
         """
         delta = self.config.delta_for(examples)
-        costs = [passes.in_share(share).cost(examples, _sigma(self, examples)) for passes in self.weighed(examples)]
+        costs = [passes.in_share(share).cost(examples, _sigma(self, examples)) for passes in self.passes]
         costs += [self.local.cost(delta)] if self.local else []
         return min(self.config.limit, epsilon([*costs, *self.fixed()], delta)), delta
 
@@ -392,9 +376,9 @@ def _refuse_untrained(strategy: str, wanted: Sequence[str], possible: Sequence[s
 
 @lru_cache(maxsize=256)
 def _sigma(plan: PrivacyPlan, examples: int) -> float:
-    """Return the noise multiplier of an institution for which mechanisms are charged."""
+    """Return the noise multiplier of an institution, the same in all mechanisms."""
     if not plan.config.target_epsilon:
         return plan.config.sigma
-    sizes = [(p, p.batch or examples) for p in plan.weighed(examples)]
+    sizes = [(p, p.batch or examples) for p in plan.passes]
     samplings = [(min(1.0, batch / examples), p.steps or examples // batch * p.epochs) for p, batch in sizes]
     return noise_for(plan.config.target_epsilon, plan.config.delta_for(examples), samplings, fixed=plan.fixed())
