@@ -25,7 +25,7 @@ def page(options: Sequence[str], study: str, policy: str, clinics: str, out: str
     html, data = write_officer_page(folder, report)
     judged = [*report["rules"], *report["fields"]]
     reasons = dict.fromkeys(f"{entry['verdict']}: {entry['reason']}" for entry in judged if entry["reason"])
-    lines = [verdict(report), *reasons, *sums(report), *(report["planned"] or [report["claim"]])]
+    lines = [verdict(report), *reasons, *sums(report), *report["planned"], report["claim"]]
     lines += [f"the page: {html}{earlier}", f"the same as JSON: {data}"]
     answer(report, "\n".join(lines), as_json)
     return 0 if report["allowed"] else 1

@@ -212,14 +212,16 @@ def forecast_page(simulation: Simulation) -> str:
 
 
 def planned_privacy(strategy: Movement, rounds: int, names: Sequence[str]) -> list[str]:
-    """Say which epsilon and delta these institutions will have, and against whom; nothing without secret noise."""
+    """Say which epsilon and delta these institutions will have, of what, against whom; nothing without secret noise."""
     plan = strategy.settings.privacy
     if not plan or not plan.config.secret:
         return []
     counts = {member.name: member.num_examples for member in strategy.members}
     whole, shares = sum(counts.values()), shares_of(strategy, rounds)
-    read = "the sums" if plan.institutions else "what it sends"
-    text = [f"Privacy by institution, at the end of the run, against whoever reads {read}, the server too"]
+    what, read = " and ".join(plan.mechanisms), "the sums" if plan.institutions else "these"
+    text = [
+        f"Privacy by institution, at the end of the run: of its {what}, against whoever reads {read}, the server too"
+    ]
     for name in names:
         examples = whole if plan.pooled else counts[name]
         epsilon, delta = plan.planned(examples, shares[name])

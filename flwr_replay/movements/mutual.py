@@ -48,7 +48,7 @@ class MutualConfig(StrategyConfig):
         dp_mechanisms=("proxy", "statistics"),
         dp_by_default="proxy",
         metrics_note="with a private model and a proxy, metrics are the private models', which no epsilon covers; an "
-        "epsilon in the same column covers the proxies, whose metrics are named proxy-…",
+        "epsilon in the same column covers only what dp names. The proxies' metrics are named proxy-…",
     )
     chosen_later = ("private_lr", "private_batch_size")  # empty: as training has them
     from_training: ClassVar[Mapping[str, str]] = {"private_optimizer": "optimizer"}

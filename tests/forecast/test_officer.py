@@ -196,9 +196,11 @@ def test_the_page_says_what_can_be_made_of_latents_and_whose_sizes_these_are(hos
     assert command(monkeypatch, "run", "--dry-run", *words, *noise) == 0
     assert "latents and labels of stage extract, together: (55, " in (tmp_path / "officer.html").read_text()
     whom, *own = json.loads((tmp_path / "officer.json").read_text())["planned"]
-    assert whom.endswith("against whoever reads what it sends, the server too")
+    assert whom.endswith("of its latents, against whoever reads these, the server too")
     assert [line.partition(";")[0] for line in own] == ["  b.npz: epsilon 55 at delta 1e-05"]
-    assert "\n".join([whom, *own]) in capsys.readouterr().out
+    assert (
+        "\n".join([whom, *own, json.loads((tmp_path / "officer.json").read_text())["claim"]]) in capsys.readouterr().out
+    )
 
 
 def test_the_page_of_a_sealed_run_says_what_the_seal_hides_and_what_not(hospitals, tmp_path, monkeypatch):
