@@ -92,6 +92,7 @@ def evidence(
     from flwr_replay.lab.sentences import sentence
     from flwr_replay.report.evidence_page import write_evidence
     from flwr_replay.report.run_files import CONFIG, RESULT, read_result
+    from flwr_replay.state.counts import FILE as COUNTS
     from flwr_replay.wire.ledger import LEDGER
 
     folder = finished_place(place)
@@ -100,7 +101,9 @@ def evidence(
     if own and not rules and (beside := folder.parents[1] / "policy.yaml").exists():
         rules = beside
     least, results = read_policy(rules).min_count, read_json(attacked)["attacks"] if attacked.exists() else []
-    if results and not rules and (folder / RESULT).exists() and (names := read_result(folder).get("floored")):
+    names = read_result(folder).get("floored") if (folder / RESULT).exists() else []
+    names = [folder.name] if own and (folder / COUNTS).exists() else names
+    if results and names and not (rules if own else least):
         raise ConfigError(
             f"attacks are quoted under a policy's min-count; {', '.join(names)} had one: give it, --policy FILE"
         )

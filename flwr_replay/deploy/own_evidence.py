@@ -51,7 +51,6 @@ def write_own_evidence(state: Path, policy_file: Path | None, attacks: Sequence[
     """
     left: dict[tuple[str, ...], dict[str, Any]] = {}
     known = kept(state) if (state / RUNS).is_dir() else []  # none: it has refused all
-    runs = {folder.run: _run(state / RUNS / folder.run) for folder in known}
     for line in ledger_lines(state):
         key = tuple(line[name] for name in ("run", "stage", "field", "kind"))
         row = left.setdefault(key, {"messages": 0, "bytes": 0, "first": line["time"]})
@@ -60,6 +59,8 @@ def write_own_evidence(state: Path, policy_file: Path | None, attacks: Sequence[
     if not left:
         raise RunError(f"evidence is of what has left; the ledger in {state} has no line: take part in a run first")
     policy, counts, here = read_policy(policy_file), read_lines(state / FILE), versions()
+    untold = {"tests": "–"} if policy.min_count else {}  # of all runs together: the floor says how many
+    runs = {folder.run: _run(state / RUNS / folder.run) | untold for folder in known}
     floor = (
         f"No count below {policy.min_count} leaves (min-count). In all runs {sum('test' in c for c in counts)} of "
         f"{policy.max_evaluations:,} tests have been asked for, and {sum('total' in c for c in counts)} different "
@@ -86,8 +87,7 @@ def write_own_evidence(state: Path, policy_file: Path | None, attacks: Sequence[
         for key, row in left.items()
     ]
     heads = ["run", "stage", "field", "kind", "messages", "size", "last left", "protection"]
-    counted = {"tests": "–"} if policy.min_count else {}  # of all runs together: the floor says how many
-    of_runs = [[name, *(own | counted).values()] for name, own in runs.items()]
+    of_runs = [[name, *own.values()] for name, own in runs.items()]
     text = render(
         PAGE,
         title=f"Evidence of {state.name}, from its own files",

@@ -204,6 +204,7 @@ class Lab:
             "bytes": exhibit.bytes,
             "auxiliary": self.auxiliary.source if self.auxiliary else "none",
             "originals": self.checked or "none",
+            "images": len(self.originals.y_N) if self.originals else 0,
         }
         tried = False
         try:
@@ -309,8 +310,8 @@ class Lab:
         judge, seed = Judge(originals.x_NCHW[own]), self.evidence.config.seed
         sides = originals.y_N[own], originals.others_NCHW[others], originals.other_y[others]
         rows = own[distances(as_input(images).cpu(), judge.originals_NCHW).argmin(1)]
-        nearer = {"scores": _finite(asdict(judge.nearer(images, *sides, seed))), "images": len(originals.y_N)}
-        return nearer | {"secret": bool(self.evidence.config.privacy.mechanisms)}, rows
+        scores = _finite(asdict(judge.nearer(images, *sides, seed)))
+        return {"scores": scores, "secret": bool(self.evidence.config.privacy.mechanisms)}, rows
 
     def as_others(self, images: Tensor, rows: Tensor, mixed: int, originals: Originals) -> ImageScores | None:
         """Score images as those of other people of the same labels, in their order; None if there are too few."""

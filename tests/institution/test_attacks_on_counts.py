@@ -296,17 +296,23 @@ def test_a_run_of_hospitals_with_a_floor_has_an_accuracy_and_no_cells(folder, mo
     left = {line["field"] for line in ran.own_ledger("a") if line["stage"] == "evaluate"}
     assert left == {"num-examples", "hits"}
     one = {"institution": "a", "stage": "fit", "field": "arrays", "attack": "none", "not-judged": "it has 3 examples"}
+    shutil.copytree(folder / "state" / "a", folder / "copies" / "state" / "a")
+    (folder / "lax.yaml").write_text("metrics: counted\n")
     for place, more, says in (
         (ran.folder, (), "a, b had one: give it, --policy FILE"),
+        (ran.folder, ("--policy", str(folder / "lax.yaml")), "a, b had one: give it, --policy FILE"),
         (ran.folder, ("--policy", str(folder / "policy.yaml")), ""),
         (folder / "state" / "a", (), ""),  # the policy lies beside
+        (folder / "copies" / "state" / "a", (), "a had one: give it, --policy FILE"),
     ):
         (place / "attacks").mkdir(exist_ok=True)
         (place / "attacks" / "attacks.json").write_text(json.dumps({"attacks": [one]}))
         assert command(monkeypatch, "deploy", "evidence", str(place), *more) == (2 if says else 0)
         assert says in " ".join(capsys.readouterr().err.split())
         if not says:
-            [line] = json.loads((place / "evidence.json").read_text())["attacks"]
+            found = json.loads((place / "evidence.json").read_text())
+            assert all(own["tests"] == "–" for own in found.get("runs", {}).values())  # of all runs together
+            [line] = found["attacks"]
             assert line.endswith("attacks.json says why, with numbers")
             assert "3 examples" not in (place / "evidence.html").read_text()
     of_c = [*options, f"data_dir={folder / 'c.npz'}", "partition=natural"]
