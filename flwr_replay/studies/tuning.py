@@ -6,8 +6,8 @@ judged by its validation examples. All methods have as many tries: the default, 
 repeated command asks for the same ones, and tries that have finished are not repeated.
 
 Under differential privacy a try spends epsilon like any run. The report says what all tries spend together: at most the
-sums of their epsilons and deltas (Dwork and Roth 2014, doi 10.1561/0400000042, Theorem 3.16). One that fails counts by
-its institutions' accounts, and is not tried again; one that is interrupted goes on from its checkpoint.
+sums of their epsilons and deltas (Dwork and Roth 2014, doi 10.1561/0400000042, Theorem 3.16), by what its institutions
+have stated and charged. One that fails is not tried again; one that is interrupted goes on from its checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from flwr_replay.files.disk import there
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.report.comparison import of_data
 from flwr_replay.report.metrics import VALIDATION, Stated, largest
-from flwr_replay.report.run_files import RUN_ID
+from flwr_replay.report.run_files import RUN_ID, read_result
 from flwr_replay.runs.opening import ENDED
 from flwr_replay.studies.cells import Cell, run_all
 from flwr_replay.studies.compare import planned, run_comparisons
@@ -96,7 +96,7 @@ def compare_tuned(
             for values in _even(spaces[label], usual):
                 studies[label].enqueue_trial(values)
     outcomes_by_label: dict[str, dict[str, dict[str, Any]]] = {label: {} for label in spaces}  # then by the try's name
-    lost: dict[str, Stated] = {}  # what tries have spent that failed under DP, by their names
+    spent: dict[str, Stated | None] = {}  # what tries under DP have cost, by their names
     for _ in range(tries):
         asked = {label: studies[label].ask(space) for label, space in spaces.items()}
         names = {label: _with(label, methods[label], trial.params, tried=True) for label, trial in asked.items()}
@@ -109,8 +109,8 @@ def compare_tuned(
                 outcomes |= run_all(others, jobs)
         for (label, trial), cell in zip(asked.items(), plan.cells, strict=True):
             outcomes_by_label[label][names[label]] = outcome = outcomes[cell.folder]
-            if "error" in outcome and (spent := _charged(cell)):
-                lost[names[label]] = spent
+            if compose(list(cell.overrides)).privacy.mechanisms:
+                spent[names[label]] = _charged(cell)
             value = outcome["result"]["final"]["global"].get(judge, nan) if "result" in outcome else nan
             studies[label].tell(trial, None if isnan(value) else value, failed if isnan(value) else None)
     told, best = [], dict(zip(methods, strategies, strict=True))
@@ -118,14 +118,15 @@ def compare_tuned(
         if len({trial.value for trial in study.trials} - {None}) > 1:  # else the default is as good
             best[label] = _with(label, methods[label], study.best_params)
             told.append(_with(label, "", study.best_params, tried=True).partition(" := ")[0])
-    shown = [name for outcomes in outcomes_by_label.values() for name in outcomes if name not in lost]
+    tried = {name: outcome for own in outcomes_by_label.values() for name, outcome in own.items()}
+    shown = [name for name in tried if "result" in tried[name] or name not in spent]  # others would cost again
     every = [planned(shown, words, "", runs_dir, metric, "tuning")] if shown else []
     folder = "".join(f": {report['folder']}" for _, report in run_comparisons(every, jobs))  # a page of all tries
     fewer = [f"{label} {len(own)}" for label, own in outcomes_by_label.items() if len(own) < tries]
     different = f" (different ones: {', '.join(fewer)})" * bool(fewer)
     line = (
         f"--tune: {'; '.join(told) or 'all tries are alike, or failed'}; of {tries} tries each{different} the "
-        f"best by {judge} with seed {seed}, which is not reported; {_costs(outcomes_by_label, lost)}{folder}"
+        f"best by {judge} with seed {seed}, which is not reported; {_costs(outcomes_by_label, spent)}{folder}"
     )
     tuned = sorted({option.rpartition(".")[2] for space in spaces.values() for option in space})
     whole = planned([*best.values()], fixed, against, runs_dir, metric, tuned=tuned)
@@ -201,11 +202,12 @@ def _with(label: str, spec: str, values: Mapping[str, float | str], tried: bool 
 
 
 def _charged(cell: Cell) -> Stated | None:
-    """Return what the institutions' accounts state of a try without a result; None: nothing was charged."""
+    """Return what institutions have stated of a try, and what their accounts say, who gave no answer, too."""
     if not there(cell.folder / RUN_ID):
         return None
     accounts = Simulation.of(compose(list(cell.overrides))).accounts(cell.folder).values()
-    return largest({"epsilon": own.stated_epsilon, "delta": own.delta} for own in accounts if own.mechanisms)
+    charged = [{"epsilon": own.stated_epsilon, "delta": own.delta} for own in accounts if own.mechanisms]
+    return largest([*charged, *(read_result(cell.folder)["privacy"].values() if cell.done else ())])
 
 
 def _failed_before(cell: Cell) -> str:
@@ -218,16 +220,15 @@ def _failed_before(cell: Cell) -> str:
     return why
 
 
-def _costs(outcomes_by_label: Mapping[str, Mapping[str, Mapping[str, Any]]], lost: Mapping[str, Stated]) -> str:
+def _costs(outcomes_by_label: Mapping[str, Mapping[str, Mapping[str, Any]]], spent: Mapping[str, Stated | None]) -> str:
     """Say what the tries of each method cost: examples, and epsilon where there is noise."""
-    examples, spent = 0, []
+    examples, failed, prices = 0, 0, []
     for label, outcomes in outcomes_by_label.items():
-        results = [outcome["result"] for outcome in outcomes.values() if "result" in outcome]
-        examples += sum(result["examples-seen"] for result in results)
-        stated = [account for result in results if (account := largest(result["privacy"].values()))]
-        if stated := [*stated, *(lost[name] for name in outcomes if name in lost)]:
+        examples += sum(outcome["result"]["examples-seen"] for outcome in outcomes.values() if "result" in outcome)
+        failed += sum("error" in outcome and bool(spent.get(name)) for name, outcome in outcomes.items())
+        if stated := [account for name in outcomes if (account := spent.get(name))]:
             epsilon = rounded_up(sum(inf if account.epsilon is None else account.epsilon for account in stated))
-            spent.append(f"{label} {epsilon} at delta {rounded_up(sum(account.delta for account in stated), 2)}")
-    price = f" and spent epsilon beside that of a run: {', '.join(spent)} (basic composition)" if spent else ""
-    more = f"; {len(lost)} of them failed, which counts, and are not tried again" if lost else ""
+            prices.append(f"{label} {epsilon} at delta {rounded_up(sum(account.delta for account in stated), 2)}")
+    price = f" and spent epsilon beside that of a run: {', '.join(prices)} (basic composition)" if prices else ""
+    more = f"; {failed} of them failed, which counts, and are not tried again" if failed else ""
     return f"these tries saw {examples:,} examples{price}{more}"

@@ -121,6 +121,17 @@ def test_optuna_tries_on_a_seed_that_is_not_reported_and_repeats_none(tmp_path, 
     assert not re.search(r"\blr\b", report["untuned"])
 
 
+def test_a_try_under_dp_that_failed_is_not_run_once_more_for_the_page_of_all_tries(tmp_path, monkeypatch):
+    """It may succeed then, or be charged, and what the tries have spent was told without it."""
+    ran = []
+    monkeypatch.setattr(tuning, "run_all", lambda cells, jobs: [(cell.folder, {"error": "killed"}) for cell in cells])
+    monkeypatch.setattr(tuning, "run_comparisons", lambda every, jobs: ran.append(every) or [("", {"folder": ""})])
+    methods = ["plain := fedavg", "noisy := fedavg:dp=classifier:sigma=2:delta=1e-3"]
+    compare_tuned(methods, [*TINY, "seeds=6,", "lr=0.001..1"], "plain", 1, tmp_path, "", 2)
+    [tries], [_] = ran
+    assert {cell.method.label.partition(",")[0] for cell in tries.cells} == {"plain"}
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
