@@ -223,7 +223,7 @@ class PrivacyPlan:
         return [self.counts()] if self.counted else []
 
     def check_first_passes(self, examples: int) -> None:
-        """Refuse a run in which an institution could not take the first pass of what every round trains.
+        """Refuse a run in which an institution could not make its sums and take the first pass of a round, together.
 
         Raises
         ------
@@ -231,16 +231,16 @@ class PrivacyPlan:
             If the budget does not allow it, delta is too large, or there are fewer examples than a batch has.
         """
         delta, limit = self.checked_delta(examples), self.config.limit
-        for mechanism in [name for name in self.mechanisms if name in ("classifier", "proxy", *ON_SUMS)]:
-            try:
-                first = self.cost(mechanism, examples, 1)
-            except ConfigError as error:
-                raise PrivacyError(str(error)) from None
-            if (least := epsilon([first, *self.fixed()], delta)) > limit:
-                raise BudgetError(
-                    f"the privacy budget is epsilon {limit:g} at delta {delta:.2g}; the first pass of {mechanism} "
-                    f"alone makes {least:.2f}: choose more noise or a larger privacy.epsilon"
-                )
+        names = [name for name in self.mechanisms if name in ("classifier", "proxy", *ON_SUMS)]
+        try:
+            first = [self.cost(name, examples, 1) for name in names]
+        except ConfigError as error:
+            raise PrivacyError(str(error)) from None
+        if names and (least := epsilon([*first, *self.fixed()], delta)) > limit:
+            raise BudgetError(
+                f"the privacy budget is epsilon {limit:g} at delta {delta:.2g}; the first pass of "
+                f"{' and '.join(names)} alone makes {least:.2f}: choose more noise or a larger privacy.epsilon"
+            )
 
     @property
     def mechanism(self) -> str:

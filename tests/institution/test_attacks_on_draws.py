@@ -11,7 +11,7 @@ from hostile_server import HostileServer, refusal, weights
 from flwr_replay.config.compose import compose
 from flwr_replay.config.sections import ReplayConfig
 from flwr_replay.engines.simulate import Simulation, run_inline
-from flwr_replay.errors import FlwrReplayError
+from flwr_replay.errors import BudgetError, FlwrReplayError
 from flwr_replay.files.tensors import digest
 from flwr_replay.forecast.forecast import expected, forecast_page
 from flwr_replay.learning.draws import Draws
@@ -246,6 +246,20 @@ def test_draws_from_a_stranger_are_checked(ask, changed, method):
     assert [charge["mechanism"] for charge in server.charges("r")] == [learner]
 
 
+@pytest.mark.parametrize("batch", [10, 40])  # 40: all examples in every step
+def test_whatever_is_drawn_no_proxy_changes_a_bit(ask, batch):
+    """Draws are before the own examples in a batch; θ sees nothing of them, nor of φ, which learns from them."""
+    server, proxies = ask(*PAIR, BOTH, "privacy.sigma=1", "delta=0.001", "noise=seeded", f"batch_size={batch}"), []
+    for run, mean in (("r", 0), ("s", 9)):
+        drawn = gaussians(means=np.full((3, F), mean, np.float32))
+        assert not refusal(server.send(KeepDraws(run=run, exchange=1, arrays=drawn)))
+        proxies.append(weights(server.send(TrainProxy(run=run, exchange=1, lr=0.1, replayed=7, **PROXY))))
+    one, other = proxies
+    assert one
+    for name, array in one.items():
+        np.testing.assert_array_equal(array, other[name])
+
+
 def test_one_epsilon_covers_sums_and_proxies_beforehand_and_in_the_end(tmp_path):
     frozen = ["task=digits", "model=gabor", "model.train=head", "nodes=3", "partition.size=90", "device=cpu"]
     words = [*frozen, *PAIR, BOTH, "target_epsilon=4", "delta=0.001", "batch_size=45", "rounds=2"]
@@ -254,6 +268,7 @@ def test_one_epsilon_covers_sums_and_proxies_beforehand_and_in_the_end(tmp_path)
     protections = {line["protection"] for line in ledger_lines(folder) if line["field"] == "arrays"}
     for text in (page, result["privacy-claim"]):
         assert "Only what the noisy sums and training the proxy at an institution reveal together" in text
+    assert "of its statistics and proxy, against whoever reads these, the server too" in page
     for one in result["privacy"].values():
         total, delta = one["epsilon"], one["delta"]
         sums, proxies = (epsilon([plan.cost(*about)], delta) for about in (("statistics", 90, 1), ("proxy", 90, 2)))
@@ -262,6 +277,15 @@ def test_one_epsilon_covers_sums_and_proxies_beforehand_and_in_the_end(tmp_path)
         shown = f"({rounded_up(total)}, {rounded_up(delta, 2)})-DP"
         assert shown in protections
         assert shown in page
+
+
+def test_a_budget_for_sums_or_a_pass_of_proxies_but_not_for_both_is_refused_before_either():
+    words = [*FROZEN, *PAIR, BOTH, "batch_size=10", "sigma=2", "delta=0.001"]
+    plan = PrivacyPlan.of(compose(words))
+    limit = 1.05 * max(epsilon([plan.cost(name, 40, 1)], 0.001) for name in plan.mechanisms)
+    with pytest.raises(BudgetError, match="the first pass of statistics and proxy alone makes"):
+        PrivacyPlan.of(compose([*words, f"epsilon={limit}"])).check_first_passes(40)
+    PrivacyPlan.of(compose([*words, f"epsilon={2 * limit}"])).check_first_passes(40)
 
 
 def test_draws_have_the_means_and_the_covariance_of_the_sums():
