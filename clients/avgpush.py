@@ -3,8 +3,6 @@
 Source: Kalra et al. 2023, section 4.1. The mixing is in `flwr_replay/institution/peer.py`.
 """
 
-from __future__ import annotations
-
 from flwr_replay.institution.peer import PeerClient
 from flwr_replay.learning.training import refuse_single_batches
 from flwr_replay.payloads.avgpush import EvaluatePeer, Push

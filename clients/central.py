@@ -3,8 +3,6 @@
 The loop is that of `clients/cwt.py`: a cycle over a single institution, which has the data of all.
 """
 
-from __future__ import annotations
-
 from flwr_replay.clients.cwt import CWTClient
 
 __all__ = ["CentralClient"]

@@ -4,8 +4,6 @@ Source: Chang et al. 2018; Qu et al. 2022, section 4.1. A visit is max(1, ⌊|D_
 batch also holds replayed examples (Qu et al. 2022, Algorithm 1, lines 1-6).
 """
 
-from __future__ import annotations
-
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.payloads.common import Train, Trained
 

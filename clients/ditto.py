@@ -4,8 +4,6 @@ Source: Li, Hu, Beirami and Smith 2021 (arXiv 2012.04221), Algorithm 1. The pers
 directory.
 """
 
-from __future__ import annotations
-
 from math import isfinite
 
 from torch import Tensor

@@ -3,8 +3,6 @@
 Source: McMahan et al. 2017, Algorithm 1, ClientUpdate; Qu et al. 2022, section 4.1 for the number of iterations.
 """
 
-from __future__ import annotations
-
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.payloads.common import Train, Trained
 

@@ -1,7 +1,5 @@
 """FedAvgM: the institution's half, which is that of FedAvg; the server's half is `strategies/fedavgm.py`."""
 
-from __future__ import annotations
-
 from flwr_replay.clients.fedavg import FedAvgClient
 
 __all__ = ["FedAvgMClient"]

@@ -3,8 +3,6 @@
 Source: Zhao et al. 2018, section 4; Qu et al. 2022, section 4.1. Training is that of FedAvg, on more examples.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

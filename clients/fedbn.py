@@ -4,8 +4,6 @@ Source: Li et al. 2021 (arXiv 2102.07623), Algorithm 1. The whole model, as it w
 state directory.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flwr_replay.institution.client import InstitutionClient

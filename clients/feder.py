@@ -3,8 +3,6 @@
 Source: Pennisi et al. 2023, section III-C, eq. 4: the loss on private examples plus the loss on the buffer's.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from flwr_replay.errors import ConfigError, RefusedError

@@ -3,8 +3,6 @@
 Source: Li et al. 2020 (arXiv:1812.06127), Algorithm 2: minimise h_k(θ_k; θ) = L(θ_k) + μ/2 ‖θ_k - θ‖².
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from flwr_replay.institution.client import InstitutionClient

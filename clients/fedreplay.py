@@ -3,8 +3,6 @@
 Source: Qu et al. 2022, section 3.2, Algorithm 2, lines 1-3; section 4.1 for the encoder's training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

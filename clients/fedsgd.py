@@ -3,8 +3,6 @@
 Source: McMahan et al. 2017, section 2: g_k = ∇L_k(θ), the average gradient over all local examples.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 

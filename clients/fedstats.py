@@ -4,8 +4,6 @@ Under DP the sums are made once in a run: who asks again gets the same bytes, si
 are on the disk before they are charged, and charged before they leave.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from numpy.typing import NDArray

@@ -3,8 +3,6 @@
 Source: "Regular" in Kalra et al. 2023, section 4. The model lives in the institution's state directory.
 """
 
-from __future__ import annotations
-
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.learning.training import refuse_single_batches
 from flwr_replay.payloads.common import Evaluation

@@ -3,8 +3,6 @@
 Source: Li, He and Song 2021 (arXiv 2103.16257), Algorithm 1, PartyLocalTraining, and equation 3.
 """
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -3,8 +3,6 @@
 Source: Karimireddy et al. 2020 (arXiv 1910.06378), Algorithm 1, lines 7-14, option II.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -7,8 +7,6 @@ they were before the batches whose activations it has just sent. When the gradie
 once more, and only then updates norm statistics and weights. So a repeated message gives the same bits.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from itertools import chain
 from typing import Any

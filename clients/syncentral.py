@@ -4,8 +4,6 @@ Source: Pennisi et al. 2023, section IV-C.1. The generator's training and the bu
 `flwr_replay/institution/synthesis.py` has; tests of the server's model are those of all methods.
 """
 
-from __future__ import annotations
-
 from flwr_replay.institution.client import InstitutionClient
 
 __all__ = ["SynCentralClient"]

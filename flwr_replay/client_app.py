@@ -1,7 +1,5 @@
 """The ClientApp: compose the configuration, build this institution's client for the chosen strategy, serve it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The errors a user can cause: one line each, with the rule, the value and what to do."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """Caches of files and models in a process, and one call that clears them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from typing import ParamSpec, TypeVar, cast

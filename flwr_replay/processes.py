@@ -5,8 +5,6 @@ members of a family carry a mark in their environment, which every child inherit
 The pipe closes when the process that opened the family ends, even by SIGKILL; the watchdog then ends every member.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import secrets

@@ -3,8 +3,6 @@
 Privacy noise is not drawn here: it needs a secret key, which no seed reveals.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 

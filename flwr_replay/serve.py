@@ -6,8 +6,6 @@ This is how a user's own NumPyClient runs under these strategies. `fit` answers 
 evaluate messages. Weights keep the names under which they arrived.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

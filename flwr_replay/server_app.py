@@ -1,7 +1,5 @@
 """The ServerApp: compose the configuration, build the strategy, start it, write the run directory."""
 
-from __future__ import annotations
-
 import logging
 
 from flwr.app import Context

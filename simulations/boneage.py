@@ -9,8 +9,6 @@ that the paper's lacks: DP-SGD needs a codebook that is learned by gradients, an
 and the classifier are not.
 """
 
-from __future__ import annotations
-
 from flwr_replay.simulations.retina import FIGURE_5
 from flwr_replay.studies.printed import Printed
 from flwr_replay.studies.study import Part

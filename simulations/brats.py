@@ -7,8 +7,6 @@ beside it stands the Dice coefficient of all pixels together, of the same runs. 
 Buda et al. 2019, which do not come with this package; here every run begins with fresh weights.
 """
 
-from __future__ import annotations
-
 from flwr_replay.studies.methods import with_kept
 from flwr_replay.studies.printed import Printed
 from flwr_replay.studies.study import Part

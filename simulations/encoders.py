@@ -13,8 +13,6 @@ nearest class means here; its two constants were chosen by all validation images
 per-example gradients, so the tuned network is not in ProxyFL.
 """
 
-from __future__ import annotations
-
 from flwr_replay.studies.study import Part
 
 __all__ = ["PARTS"]

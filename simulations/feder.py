@@ -7,8 +7,6 @@ institution trains one, for all methods and modes of a seed. The score is balanc
 institutions' test shards; with FedER each tests the model that it has trained last.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from flwr_replay.studies.study import Part

@@ -9,8 +9,6 @@ twelve seconds, so that the study takes an hour: a longer search finds more (--m
 has one image, so that "identified" says nothing there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from flwr_replay.studies.study import Part

@@ -12,8 +12,6 @@ All methods of a part have the same hyperparameters. FedProx's mu is the best of
 FedSGD takes one step a round, so it has 50 rounds and ten times the learning rate.
 """
 
-from __future__ import annotations
-
 from flwr_replay.studies.study import Part
 
 __all__ = ["PARTS"]

@@ -17,8 +17,6 @@ FedReplay under local DP spends half of ε on latents and half on labels, and cl
 MNIST, seeds 0 and 1, by validation images.
 """
 
-from __future__ import annotations
-
 from flwr_replay.simulations import encoders
 from flwr_replay.studies.study import Part
 

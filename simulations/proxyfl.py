@@ -13,8 +13,6 @@ settings were chosen on seeds 0 to 2, by training images that no institution has
 Accuracy is that of the private models. Parts named `-proxies` show the proxies of the same runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -13,8 +13,6 @@ PneumoniaMNIST a visit has a few steps only, so all methods keep their momentum 
 at the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from flwr_replay.studies.study import Part

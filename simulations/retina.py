@@ -8,8 +8,6 @@ with both kinds: fresh at every visit, and kept (", kept"). FedAVG+Replay is des
 methods that it compares.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from flwr_replay.studies.methods import named, with_kept

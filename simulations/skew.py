@@ -3,8 +3,6 @@
 Source: Qu et al. 2022, section 4.2 (accuracy of each method as the label skew grows).
 """
 
-from __future__ import annotations
-
 from flwr_replay.studies.study import Part
 
 __all__ = ["PARTS"]

@@ -15,8 +15,6 @@ have the same weight, whatever their numbers of examples. With the complete grap
 With fraction= only those drawn for a round train, and the graph is over them; the paper has all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ their own test shards.
 Deviations: None. In a deployment the one institution must really hold all data (nodes=1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

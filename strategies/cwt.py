@@ -16,8 +16,6 @@ Failures: An institution that is absent or fails is passed over. The run stops, 
 have failed since the last that succeeded (`flwr_replay/movements/serial.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

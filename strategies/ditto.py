@@ -20,8 +20,6 @@ the prefix global-. Numbers of steps and examples are those of the global model:
 many.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from flwr_replay.config.sections import NOT_NEGATIVE_FINITE, within

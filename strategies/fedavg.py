@@ -14,8 +14,6 @@ training.momentum=0 is McMahan's SGD. Flower's own FedAvg is not the base class:
 and writes into the caller's configuration.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

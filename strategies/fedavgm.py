@@ -15,8 +15,6 @@ Deviations: The running statistics of batch norm are averaged as in FedAvg. Mome
 and it has the faults of Flower's FedAvg.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

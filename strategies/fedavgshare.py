@@ -16,8 +16,6 @@ Deviations: Zhao et al. share a data set that the server owns. As in Qu et al., 
 institution that joins late gives and receives at that time, and all others then receive its share.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -18,8 +18,6 @@ it this is FedAvg, bit for bit, and the log says so. There is no common model: i
 own ν_k.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

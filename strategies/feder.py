@@ -35,8 +35,6 @@ Failures: Who fails leaves its model as it was sent, and that model goes on, in 
 model that could not begin begins the next time. The model of an absent or undrawn institution waits for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

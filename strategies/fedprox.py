@@ -15,8 +15,6 @@ it has the term; else it must add it to its loss. The server cannot see whether 
 log says so once.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from flwr_replay.config.sections import NOT_NEGATIVE_FINITE, within

@@ -22,8 +22,6 @@ institutions' data; the latents still do. A random encoder's batch norm keeps me
 quantised. With upload-views=n a round has n rows for each example. An institution that is late uploads when it comes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing

@@ -21,8 +21,6 @@ institution sums its gradient over blocks of up to 256 examples. Batch norm norm
 statistics are averaged. With lr_by_noise the rate is bounded by the noise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial

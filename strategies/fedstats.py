@@ -31,8 +31,6 @@ and their share of ε is missing elsewhere. head=mlp takes so many passes over a
 examples, by the options of `training`, in one round, and the same from the same seed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial

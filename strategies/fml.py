@@ -20,8 +20,6 @@ returns to its state before the round, and no message says so. With fraction= on
 paper has all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -12,8 +12,6 @@ test shard. With the default `partition.test=iid` a shard is a sample of all pat
 institution's own mix of labels. With fraction= only those drawn for a round train; the paper has all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

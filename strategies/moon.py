@@ -17,8 +17,6 @@ are in evaluation mode, as in the authors' code: with batch norm z differs from 
 is FedAvg's; μ = 0 is FedAvg, bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

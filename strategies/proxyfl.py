@@ -39,8 +39,6 @@ private model that diverges returns to its state before the round, and no messag
 drawn for a round train, and P(t) is over them; the paper has all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial

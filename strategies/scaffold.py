@@ -22,8 +22,6 @@ on both sides: its institution goes on from the control that the server knows of
 no control, and are averaged as in FedAvg. The server cuts c back to what institutions accept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -38,8 +38,6 @@ for its part over all visits, while in CWT each institution keeps one for the wh
 both parts and the server's optimizer as they were before it.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import Counter

@@ -12,8 +12,6 @@ What is protected: Nothing by a guarantee; see `strategies/feder.py`.
 Deviations: An institution that is late draws its buffer when it comes, and training goes on with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial

@@ -6,8 +6,6 @@ auxiliary images it takes the middle of what it would choose from.
 `n` images behind a message, `m` auxiliary ones, `B` batch, `C` channels or classes, `H` height, `W` width.
 """
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence

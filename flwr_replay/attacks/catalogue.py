@@ -1,7 +1,5 @@
 """The attacks, as results name them; `flwr_replay.lab.registry` says which numbers they take."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 __all__ = ["Attack"]

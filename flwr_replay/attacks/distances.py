@@ -1,7 +1,5 @@
 """Distances of images in pixels."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -22,8 +22,6 @@ first step has the same size for every weight. DP's clipping and noise are not m
 `N` an institution's examples, `n` those behind a message, `C` channels or classes, `H` height, `W` width.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Numbers with the interval in which the true value lies, at a confidence of 95 %."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

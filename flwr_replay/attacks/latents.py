@@ -18,8 +18,6 @@ with batch norm (`mixes`) they are attacked one batch at a time, as they were ma
 `n` images, `B` batch, `C` channels, `H` height, `W` width, `F` numbers of an image's latents.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

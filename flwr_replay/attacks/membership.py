@@ -12,8 +12,6 @@ not end at 1. With fewer than 64 reference models σ is one for all examples, as
 `n` examples asked about, or members; `m` others; `C` classes, `R` reference models.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

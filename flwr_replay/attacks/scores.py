@@ -7,8 +7,6 @@ image of 10 dB may still point to one patient.
 `N` all images of an institution, `n` reconstructions, `B` those of one message, `C` channels, `H` height, `W` width.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any

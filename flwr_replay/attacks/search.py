@@ -9,8 +9,6 @@ steps (both as in Geiping et al. 2020, arXiv 2003.14053). AdamW's weight decay i
 `B` batch, `C` channels, `H` height, `W` width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

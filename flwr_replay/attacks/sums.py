@@ -11,8 +11,6 @@ the definition of (ε, δ) speaks. At most it finds (Kairouz, Oh and Viswanath 2
 `n` images asked about, `d` numbers of a sum.
 """
 
-from __future__ import annotations
-
 from math import exp
 
 import numpy as np

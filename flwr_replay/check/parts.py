@@ -1,7 +1,5 @@
 """The contracts of partitions and attacks of one's own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import deepcopy
 

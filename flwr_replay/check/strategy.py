@@ -15,8 +15,6 @@ It runs small jobs in process, and checks:
 - the model that a run leaves is the one that institutions tested
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shlex

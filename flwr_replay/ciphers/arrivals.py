@@ -9,8 +9,6 @@ changes nothing: what is asked again may bring the same parcels to the same plac
     an own model        in shares that never exceed the whole: what is kept, and what comes back of what was given away
 """
 
-from __future__ import annotations
-
 import secrets
 from collections import defaultdict
 from collections.abc import Sequence

@@ -25,8 +25,6 @@ Source: Bonawitz et al. 2017 (doi:10.1145/3133956.3133982), section 4.0.1, with 
 request answers Pasquini et al. 2022 (doi:10.1145/3548606.3560557), who send different weights to different clients.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections.abc import Sequence

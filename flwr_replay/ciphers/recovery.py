@@ -34,8 +34,6 @@ Source: Bonawitz et al. 2017 (doi:10.1145/3133956.3133982), section 4: two masks
 keys nothing is sent from one institution to another. K, d and t are such that survivors need not be signed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from operator import mul

@@ -17,8 +17,6 @@ Not given: forward secrecy. Keys are static, and every parcel is sealed for all 
 records parcels and later gets any one institution's private key opens all of them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

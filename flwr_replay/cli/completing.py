@@ -1,7 +1,5 @@
 """What a shell completes: options and their values, methods, studies, runs; without PyTorch, in half a second."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from importlib import util

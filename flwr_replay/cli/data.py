@@ -1,7 +1,5 @@
 """flwr-replay data show | images | convert | manifest | check: what is done with data before a run."""
 
-from __future__ import annotations
-
 import sys
 from typing import Annotated
 

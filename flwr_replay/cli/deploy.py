@@ -1,7 +1,5 @@
 """flwr-replay deploy init | seal-key | evidence | state | remove, for a real deployment; rehearse, before it."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from pathlib import Path

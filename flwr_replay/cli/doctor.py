@@ -1,7 +1,5 @@
 """Checks of this machine: versions, ports, write access, Ray, GPU."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import shutil

@@ -3,8 +3,6 @@
 Heavy modules are imported only by the commands that need them, so that `--help` answers at once.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

@@ -1,7 +1,5 @@
 """flwr-replay new: a strategy, a Flower app, a study or a partition of your own, as files that already run."""
 
-from __future__ import annotations
-
 import keyword
 import re
 from importlib import util

@@ -1,7 +1,5 @@
 """flwr-replay run --dry-run --study DIR --policy FILE: the data-protection officer's page."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from flwr_replay.cli.places import absolute, answer

@@ -1,7 +1,5 @@
 """What commands share: options of their own, and the folders that they are given, one of which may be `last`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict, is_dataclass

@@ -1,7 +1,5 @@
 """flwr-replay weights: published weights of a pretrained encoder, fetched ahead."""
 
-from __future__ import annotations
-
 import shlex
 from typing import Annotated
 

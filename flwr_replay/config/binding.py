@@ -6,8 +6,6 @@ epsilon of a few steps of DP-SGD. So an institution stores the options of a run'
 messages with other options.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict

@@ -10,8 +10,6 @@ names a folder `mypkg/median` with `strategy.py`, `client.py`, `payload.py` if t
 that package.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

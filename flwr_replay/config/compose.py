@@ -8,8 +8,6 @@ An institution gets the options from the server, which it does not trust. So Hyd
 Of Hydra's grammar, an option's value may be a number, a text or a list; interpolations and functions are refused.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence

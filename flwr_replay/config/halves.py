@@ -1,7 +1,5 @@
 """Found by name: a method's halves, ours or another package's; the options of a generator or prior."""
 
-from __future__ import annotations
-
 import importlib
 from functools import cache
 from types import ModuleType

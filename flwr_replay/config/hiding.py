@@ -1,7 +1,5 @@
 """What a run hides from its server: the options sealed and masked as one word, and what follows from it."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Self
 

@@ -1,7 +1,5 @@
 """Which network is trained, and which part of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -5,8 +5,6 @@ what was allowed in it: by an institution's own node config (`own-parts="mypkg.n
 line, or by the environment variable.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Options of training under DP: mechanisms, noise, clipping, the budget."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import inf
 

@@ -1,7 +1,5 @@
 """Values as words, written and read: of an option by Hydra's grammar, of TOML, and of Flower's --node-config."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Old names of choices: they go on for one version, with a warning; what is a command today is named."""
 
-from __future__ import annotations
-
 import logging
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """One run's configuration: its sections, its strategy's options, and all other options."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property

@@ -4,8 +4,6 @@ YAML under `conf/` chooses among them; its keys equal the field names here. A st
 `<Name>Config` dataclass of its file in `strategies/`.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from dataclasses import dataclass, fields

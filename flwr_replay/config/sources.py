@@ -3,8 +3,6 @@
 Importing it would import PyTorch, which takes seconds, and run the code of other packages.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Mapping

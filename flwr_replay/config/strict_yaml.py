@@ -3,8 +3,6 @@
 Values are those of YAML 1.2's core schema: PyYAML itself reads 1.1, where `1:30` is 90, `010` is 8 and `no` is false.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ has only its own rows and images of such a folder converts that.
 wrong join is worse than none: patients of two splits would be taken for others. So whatever does not fit is told.
 """
 
-from __future__ import annotations
-
 import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

@@ -17,8 +17,6 @@ Slices are resized to 256 pixels, cropped to 224 and written to `FOLDER/slices/`
 folder HGG with its own subjects.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import zlib

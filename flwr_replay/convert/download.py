@@ -1,7 +1,5 @@
 """What a download holds, its tables and images, and a folder for what a converter makes of them."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections import Counter

@@ -33,8 +33,6 @@ last digit of a name is the label: 0 normal, 1 with manifestations of tuberculos
 missing image. They may be left out, and so may the Montgomery set's lung masks.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

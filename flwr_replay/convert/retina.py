@@ -13,8 +13,6 @@ Images are preprocessed as by Graham (2015) and written to `FOLDER/prepared/`, w
 with its own part has a `trainLabels.csv` with its own rows, and a folder `train/` with its own images.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Data sets, their partitions among institutions, and how much the institutions differ."""
 
-from __future__ import annotations
-
 from flwr_replay.data.datasets import Dataset, Examples, examples_of, load
 from flwr_replay.data.partitions import Partition, institution_name, institution_names, partition, site_names
 from flwr_replay.data.show import show

@@ -8,8 +8,6 @@ order of the file. Unused places are all zero; `model=deepset` takes such places
 also be `external`: test examples of institutions outside the run, for `external=true`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -8,8 +8,6 @@ The largest possible skew depends on the labels: with a rare class, most blocks 
 then leaves out examples of the most frequent class, as few as needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ majors leave. Where these use up most of their classes, hardly anything is left 
 other class; counts differ by at most one.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any

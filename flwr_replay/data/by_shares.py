@@ -9,8 +9,6 @@ The classes of a list are in the order of their numbers. The columns of a file a
 `task.class_names` or else by their numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path

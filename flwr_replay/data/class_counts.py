@@ -7,8 +7,6 @@ An equal remainder has as many of every class but the major one. If these are fe
 chance alone could take them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

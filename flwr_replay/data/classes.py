@@ -1,7 +1,5 @@
 """From a label to a class: the one mapping that training, tests and predictions share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

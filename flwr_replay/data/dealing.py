@@ -8,8 +8,6 @@
 Labels are of examples, or of patients where the data name them, who are dealt as a whole.
 """
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from collections.abc import Sequence

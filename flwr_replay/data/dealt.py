@@ -1,7 +1,5 @@
 """A data set and its partition among simulated institutions, read once per process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

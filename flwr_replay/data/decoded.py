@@ -15,8 +15,6 @@ written, with its size, inode and times of change. So truncation, any write, and
 and the images are decoded again. A disk that returns other bytes by itself is not noticed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -6,8 +6,6 @@
 `flwr_replay/data/manifest.py` describes the manifest, and how examples are divided if no splits are given.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections import Counter

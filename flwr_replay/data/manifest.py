@@ -6,8 +6,6 @@ patients. So an additional patient moves no other from training to testing, whic
 institution with its own rows gets the same bits as a simulation over all rows.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

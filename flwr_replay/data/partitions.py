@@ -4,8 +4,6 @@ Letters: N examples, K institutions, C classes. A partition holds ascending indi
 or validation example has at most one owner, each test example exactly one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache

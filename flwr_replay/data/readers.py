@@ -4,8 +4,6 @@ A reader returns the splits train, test and, if there is one, val, as in the fil
 `datasets.load` divides. `load` also checks the data against the task.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import gzip

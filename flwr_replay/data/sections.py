@@ -10,8 +10,6 @@ Neighbouring sections look alike. A random split would test on near-copies of tr
 are for testing, and a gap of sections before them is unused.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

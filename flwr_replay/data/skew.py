@@ -6,8 +6,6 @@ The KS statistic depends on the order of the labels, which classes do not always
 {0, 2} and {1, 3} have KS 0.5 though they share no class. Total variation ignores the order, so both are reported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

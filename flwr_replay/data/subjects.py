@@ -4,8 +4,6 @@ A subject is a patient or a lesion. All images of one are in one split. If a col
 images, they are the test split. With `task.test_size` other images are, and the set's own are left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ Constants in this file bring every feature to about zero mean and unit spread. T
 they reveal nothing about patients.
 """
 
-from __future__ import annotations
-
 import csv
 import importlib
 from pathlib import Path

@@ -3,8 +3,6 @@
 Each check uses the code that the SuperNode's processes use: the same reader of data, policy and node config.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -3,8 +3,6 @@
 What the SuperLink knows it is asked by Flower's own `flwr supernode list` and `flwr list`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

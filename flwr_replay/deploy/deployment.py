@@ -10,8 +10,6 @@ No clinic's private key is in it: a key is made at the clinic, by `make-key.sh`.
 clinic's folder where it is used.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

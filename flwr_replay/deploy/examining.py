@@ -1,7 +1,5 @@
 """What the doctor does at a clinic and at the coordinator: checks in order, certificates, the SuperLink's answer."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import ssl

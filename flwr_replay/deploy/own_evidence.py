@@ -1,7 +1,5 @@
 """An institution's own evidence: what its ledger, its state and its policy show, without the coordinator's word."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime

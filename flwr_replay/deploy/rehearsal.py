@@ -9,8 +9,6 @@ Everything that a deployment does happens: messages, policies, accounts, and wit
 the spot. What is missing is the network between machines (docs/deploy.md).
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -7,8 +7,6 @@
 The key that signs is thrown away at once, so nobody can sign a second server with it. A new address needs new files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address

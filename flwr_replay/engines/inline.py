@@ -7,8 +7,6 @@ A call of the ClientApp cannot be interrupted here. A message's time to live is 
 longer is dropped, as Flower's SuperLink does; files that the institution has written stay, as they do there.
 """
 
-from __future__ import annotations
-
 import time
 import traceback
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Runs that the command line starts: in this process, or on Flower's Ray simulation."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

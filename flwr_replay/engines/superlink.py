@@ -1,7 +1,5 @@
 """A private SuperLink on the loopback interface, and `flwr run` on it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -9,8 +9,6 @@ place and is asked the same again: a repeated message gives the same bits, but f
 process that started it.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import pickle

@@ -3,8 +3,6 @@
 Files made here are readable by their owner only, since they hold models, examples and latents.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """File permissions and locks, and system errors as one line with file, reason and remedy."""
 
-from __future__ import annotations
-
 import errno
 import fnmatch
 import os

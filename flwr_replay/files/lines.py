@@ -6,8 +6,6 @@
 A file is closed to a part by its new name, under its lock. So a kill at any moment leaves each line in one of them.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import os

@@ -5,8 +5,6 @@ injection says, unless it is a number; a cell that begins with apostrophes and s
 it away again, so that a name that is read back is the same.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import re

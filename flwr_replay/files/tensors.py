@@ -4,8 +4,6 @@ The library's own `save` copies all arrays first, which took half the time of a 
 the library reads them. The header begins with a checksum of all other bytes of the file.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """A finished run's model as one file for other programs, with a card that says what it is and what it is not."""
 
-from __future__ import annotations
-
 import io
 import json
 import warnings

@@ -1,7 +1,5 @@
 """Predictions of a finished run's model for a folder of images, or for those that a CSV file lists."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections import Counter

@@ -6,8 +6,6 @@ directories of their institutions.
 `B` batch, `C` channels or classes, `H` height, `W` width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

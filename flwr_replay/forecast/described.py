@@ -3,8 +3,6 @@
 The page docs/options.md and `flwr-replay options` show the same descriptions.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The forecast: the ledger that a run would write, computed before any training, on one page."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby

@@ -4,8 +4,6 @@ Nothing is trained and nothing is sent. The messages of the forecast are put bef
 `flwr_replay/institution/guard.py`, which decides in the real run.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -9,8 +9,6 @@ colour rotations and filters too.
 `B` batch, `C` channels, `H` height, `W` width.
 """
 
-from __future__ import annotations
-
 from math import pi
 
 import torch

@@ -6,8 +6,6 @@ taken as its gradient at the features.
 `B` batch, `D` length of a vector, `H` height, `W` width of a grid of codes, `K` codes of the book.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

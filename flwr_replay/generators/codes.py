@@ -1,7 +1,5 @@
 """Codes as bytes: each code takes ⌈log2 K⌉ bits, for K codes in the book; each image's codes fill whole bytes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

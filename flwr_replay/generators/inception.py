@@ -1,7 +1,5 @@
 """Fréchet Inception distance (Heusel et al. 2017) by torchmetrics, with a file of the user's; nothing is downloaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

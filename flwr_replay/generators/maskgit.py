@@ -21,8 +21,6 @@ dependency in place of twenty lines.
 `B` batch, `N` codes of an image, `P` positions, `K` codes of a book, `F` features, `U` numbers that a loss draws.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import cos, pi
 from typing import ClassVar

@@ -11,8 +11,6 @@ supports all of them, so DP-SGD applies.
 `B` batch, `W` width of a grid, `N` codes of an image, `F` features, `K` codes of the book.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

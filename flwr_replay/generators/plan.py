@@ -1,7 +1,5 @@
 """The options of replay and the form of images and labels, for the server and the institutions."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Self
 

@@ -7,8 +7,6 @@ is that module and `conf/prior/<name>.yaml`.
 `B` batch, `n` images, `N` codes of an image, `U` numbers that a loss draws for an example.
 """
 
-from __future__ import annotations
-
 import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ has no margin and no weight λ.
 The loss is evidence of distance, and no guarantee: no (ε, δ) follows from it.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

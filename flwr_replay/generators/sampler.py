@@ -1,7 +1,5 @@
 """Replayed examples: images that came as such, or codes, decoded when they are drawn, with a bounded cache."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from abc import ABC, abstractmethod

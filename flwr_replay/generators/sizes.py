@@ -1,7 +1,5 @@
 """How large a run's generator and prior are, known before they are built."""
 
-from __future__ import annotations
-
 import importlib
 
 import torch

@@ -7,8 +7,6 @@ example (section 2.2 there): conv(x; w s) d = d conv(s x; w).
 `B` batch, `I` and `O` channels, `H` height, `W` width, `Z` latents, `F` features.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from math import log2, sqrt
 

@@ -1,7 +1,5 @@
 """The options by which institutions train image generators and draw buffers from them."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Sequence

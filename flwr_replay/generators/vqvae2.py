@@ -6,8 +6,6 @@ codes of all images. To draw an image, the prior draws codes for a label, and th
 Not in Pennisi et al. 2023, whose generator is StyleGAN2-ADA.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

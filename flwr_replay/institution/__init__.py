@@ -1,7 +1,5 @@
 """The institution's half of every method: what it owns, what it lets leave, how it trains and what it remembers."""
 
-from __future__ import annotations
-
 from flwr_replay.institution.owner import Institution, Shard
 
 __all__ = ["Institution", "Shard"]

@@ -4,8 +4,6 @@ The server names a stage in the config record; the method of that name (`extract
 request and returns the payload that the request's declaration promises.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 It lies beside the decoded images, under the same limit, is removed with them, and never leaves by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod

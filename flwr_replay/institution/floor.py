@@ -8,8 +8,6 @@ Weights are no counts. Without differential privacy they can tell some: FedSGD's
 all classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from math import ceil, inf, isqrt
 from pathlib import Path

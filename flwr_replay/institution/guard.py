@@ -7,8 +7,6 @@ These refusals hold against any server and any sequence of messages: what the po
 does not have, and an epsilon or delta that is not the one of the institution's own account.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter

@@ -3,8 +3,6 @@
 A pass has max(1, ⌊n/b⌋) full batches of one shuffle. A step takes the task's mean loss: of classes the cross-entropy.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator

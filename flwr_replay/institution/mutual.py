@@ -16,8 +16,6 @@ no proof.
 `B` batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

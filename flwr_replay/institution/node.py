@@ -1,7 +1,5 @@
 """From a node's own configuration, or a partition in a simulation, to its institution."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Mapping

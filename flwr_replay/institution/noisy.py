@@ -9,8 +9,6 @@ uncharged has not left: it is thrown away and made anew. A mark beside the uploa
 account is damaged or gone then, nothing leaves: its charge is not on the disk any more, but what left is in the world.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ optimizer, unless its state travels with the proxy (proxy-optimizer=travels). Un
 computed from noised gradients, from weights that were released and from what arrived, so it is post-processing.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from typing import Any

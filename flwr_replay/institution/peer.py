@@ -6,8 +6,6 @@ For each exchange the state directory has two files, each written in one step. `
 `mixed` is θ after lines 8-10, with w and the numbers of the parcels in it. A parcel that arrives twice is mixed once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

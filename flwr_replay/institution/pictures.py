@@ -1,7 +1,5 @@
 """Pictures of what a generator makes. They show patients' images and stay in the institution's state directory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path

@@ -7,8 +7,6 @@ Under DP steps are charged block by block, before they are taken. A block that a
 with fresh noise. Where the budget allows no further block, the training ends.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from abc import ABC, abstractmethod

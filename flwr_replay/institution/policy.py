@@ -50,8 +50,6 @@ A key that is left out forbids nothing, except that limits always hold. This pac
 before any data are read wherever the question can be decided then. They bind no other code.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys

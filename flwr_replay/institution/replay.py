@@ -4,8 +4,6 @@ Source: Qu et al. 2022, Algorithm 1, lines 7-20, and footnote 1. Lines 1-6 train
 have the loop (`clients/cwt.py`), and `flwr_replay/generators/sampler.py` puts replayed examples into its batches.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any

@@ -7,8 +7,6 @@ Under DP it belongs to one run, and lies in its folder beside the account that w
 before they are taken. Seeds, the classes that are drawn and all figures in answers do not depend on images then.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -9,8 +9,6 @@ Under DP nothing that was trained leaves before the last message. Until then onl
 public numbers and the clock.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import ClassVar

@@ -11,8 +11,6 @@ one of a hundred audits, by all tests together.
 below `detectable`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path

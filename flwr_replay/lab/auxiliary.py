@@ -1,7 +1,5 @@
 """The attacker's own images: those that nobody has, those of an institution that colludes, or a folder's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -13,8 +13,6 @@ DP another example's copy stands in its row.
 `m` canaries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial

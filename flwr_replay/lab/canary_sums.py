@@ -11,8 +11,6 @@ and by guesses. Not tested: clipping, which comes before, and whether an example
 `m` canaries, `d` numbers of an answer, `D` examples of the institution.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

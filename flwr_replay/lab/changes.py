@@ -8,8 +8,6 @@ step moves it by -η G · ∂E(x)/∂θ_E, and no labels are needed.
 `N` all images of an institution, `n` those behind an answer, `C` classes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace

@@ -5,8 +5,6 @@ visit. An institution of a gossip begins with fresh ones, whose seed the server 
 mixed. The server relays every model that is mixed, so it computes the same: Kalra et al. 2023, Algorithm 1, lines 7-10.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -14,8 +14,6 @@ These are attacks that were tried. That they fail is evidence, and no guarantee.
 `n` images, `F` numbers in an image's vector.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ which was written during the run.
 `N` all images of an institution, `n` those behind an answer, `C` channels, `H` height, `W` width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

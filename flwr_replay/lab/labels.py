@@ -1,7 +1,5 @@
 """Labels: shown where they travel, inferred where only a gradient or a change of weights does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

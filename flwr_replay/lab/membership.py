@@ -11,8 +11,6 @@ The images are of members and of as many others with the same labels, shuffled; 
 the attacker is that it is a member's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """The privacy lab's page: what recorded messages show, in sentences, pictures and figures; one file, no network."""
 
-from __future__ import annotations
-
 import base64
 from importlib import metadata
 from io import BytesIO

@@ -3,8 +3,6 @@
 By the trials it is checked, too, before anything is scored, that originals are the run's (`checked`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -16,8 +16,6 @@ It is the white-box test of Nasr et al. 2023 (arXiv 2302.07956) taken to its end
 needs no guesses, since the noise's variance is measured from n · d numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache

@@ -1,7 +1,5 @@
 """One sentence for each result of the privacy lab, as one would say it to a data-protection officer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

@@ -5,8 +5,6 @@ has all images. Whoever asks about an image knows all others, in the worst case:
 that is alone in its class leaves as its features, unless there is noise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial

@@ -12,8 +12,6 @@ bilinear and antialiased (torchvision.transforms.v2). Masks move with their imag
 `B` batch, `C` channels, `H` height, `W` width.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence

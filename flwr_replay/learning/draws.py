@@ -8,8 +8,6 @@ it is post-processing. Source: Beitollahi et al. 2024 (arXiv 2402.01862, FedPFT)
 `B` batch, `F` features, `C` classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self

@@ -3,8 +3,6 @@
 `B` batch, `F` features, `C` classes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Latents: packed to travel, and stored memory-mapped at the server, so that their union may exceed its memory."""
 
-from __future__ import annotations
-
 import io
 import math
 import os

@@ -10,8 +10,6 @@ Cross-entropy rewards doubt, so the least one alone can have fewer right answers
 Legend: N examples, C classes.
 """
 
-from __future__ import annotations
-
 from typing import Self
 
 import torch

@@ -7,8 +7,6 @@ The processes, one for each rank, know nothing from one training to the next: we
 every request, and go back to the process that asked. They end with it, whatever ends it.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

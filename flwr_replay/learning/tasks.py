@@ -4,8 +4,6 @@ A metric of several institutions is computed from summed counts and errors; `dic
 institutions. `B` is a batch, `C` the number of classes, `H` and `W` height and width in pixels.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

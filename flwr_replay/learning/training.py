@@ -1,7 +1,5 @@
 """Small shared training helpers. They compute; the loop of a method is in that method's file."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

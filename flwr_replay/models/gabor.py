@@ -8,8 +8,6 @@ orientations and two phases. The energy of both phases is averaged over a grid o
 Legend: B batch, C channels, H height, W width, O orientations, F features.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 

@@ -1,7 +1,5 @@
 """Published weights on timm's hub: a command fetches them, and nothing else does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256

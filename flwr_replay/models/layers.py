@@ -1,7 +1,5 @@
 """Layers that several models share."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TypeVar

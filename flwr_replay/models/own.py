@@ -5,8 +5,6 @@
 Its named children are the stages, after which it can be cut. `B` batch.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from itertools import chain
 

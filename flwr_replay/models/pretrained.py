@@ -1,7 +1,5 @@
 """Weights from a user's file, of a model to begin with or of an encoder; nothing is downloaded."""
 
-from __future__ import annotations
-
 import logging
 import re
 from argparse import Namespace

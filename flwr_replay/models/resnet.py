@@ -3,8 +3,6 @@
 torchvision takes seconds to import. So `flwr_replay.models.zoo` imports this module only to build a ResNet.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from functools import partial
 

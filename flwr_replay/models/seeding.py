@@ -1,7 +1,5 @@
 """Seeding of library code that draws from PyTorch's global generators."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -11,8 +11,6 @@ channels, brought to the published size, standardised by the published mean and 
 `B` batch, `C` channels, `H` height, `W` width.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any

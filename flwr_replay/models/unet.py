@@ -6,8 +6,6 @@ network pools it for the next level.
 `B` batch, `C` channels, `H` height, `W` width.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import OrderedDict
 

@@ -26,8 +26,6 @@ cut may be kept. No layer changes another's output in place, which the hooks of 
 `B` batch, `C` channels, `H` height, `W` width.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from copy import deepcopy

@@ -12,8 +12,6 @@ In every method `num_rounds` counts passes over the institutions' data. Flower's
 pass may take several. A movement has a roll (`server/roll.py`), exchanges (`server/exchange.py`) and evaluations.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

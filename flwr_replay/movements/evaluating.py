@@ -1,7 +1,5 @@
 """What a run tests, when, and what it makes of the answers: on the test shards, and on further examples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from statistics import fmean

@@ -21,8 +21,6 @@ There is one exception: a receiver that mixed its parcels but could not acknowle
 senders then have them too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial

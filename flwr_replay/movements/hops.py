@@ -5,8 +5,6 @@ Source: Pennisi et al. 2023, section III-C.
 A model has the name of the institution where it began. Who takes part for the first time begins one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 

@@ -1,7 +1,5 @@
 """Options and checks of the methods with a private model and a proxy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -4,8 +4,6 @@ At the start of every round the server asks institutions that have not uploaded 
 still counts.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterable
 

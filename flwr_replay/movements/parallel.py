@@ -4,8 +4,6 @@ Answers are held until all are there, since sums in floating point have an order
 come, whole numbers modulo 2^64: one message is held, however many institutions there are.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -7,8 +7,6 @@ who joins or leaves changes little of it. Whoever knows the seed knows the draw:
 lowered for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from flwr_replay.movements.base import Movement

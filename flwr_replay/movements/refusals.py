@@ -1,7 +1,5 @@
 """What is refused before a run begins, and what is said: options that do not fit the method."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 Models stay (Local), are mixed with others' over a graph (`gossip.py`), or hop from place to place (FedER, `hops.py`).
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterable
 from typing import ClassVar

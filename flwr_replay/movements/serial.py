@@ -8,8 +8,6 @@ Failures: Who is absent, or gives no valid answer, is passed over, and the next 
 run stops, and can be resumed, once visits to all have failed since the last that succeeded.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

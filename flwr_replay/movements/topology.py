@@ -24,8 +24,6 @@ is lost with its weight: every θ_k is still an average, but the sum changes.
 Legend: K institutions, T matrices, t rounds from 0.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

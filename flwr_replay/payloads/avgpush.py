@@ -1,7 +1,5 @@
 """What travels in AvgPush: an institution's model up, after each pass; the senders' models down."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flwr_replay.payloads.common import Evaluation, LabelScale

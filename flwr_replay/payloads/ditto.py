@@ -1,7 +1,5 @@
 """What travels in Ditto: what FedAvg sends; personal models stay, and their metrics come beside the global one's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What travels in FedAvg+Share in addition to FedAvg's weights: raw examples of some patients, to all institutions."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What travels in FedBN: the weights down, and up all of them but batch norm's, which stay at the institution."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar

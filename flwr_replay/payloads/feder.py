@@ -1,7 +1,5 @@
 """What travels in FedER in addition to buffers: models, and the numbers of the buffers that they are trained on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

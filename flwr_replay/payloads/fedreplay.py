@@ -4,8 +4,6 @@ A latent variable is a function of one patient's image. Anybody who has it and t
 dp=encoder the encoder is differentially private, with dp=latents the latent variables and labels are, each by itself.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

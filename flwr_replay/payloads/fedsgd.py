@@ -1,7 +1,5 @@
 """What travels in FedSGD: the weights down, one gradient up."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flwr_replay.payloads.common import ExpectsReplay, LabelScale, Spending, Summed, Trained

@@ -3,8 +3,6 @@
 With products of features, too, if the request says so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """What travels in Local: counts and losses; no weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flwr_replay.payloads.common import LAST_TRAINING, STEPS, Evaluation, LabelScale, Spending, Spent

@@ -1,7 +1,5 @@
 """What travels in MOON: what FedAvg sends, and two numbers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flwr_replay.payloads.common import Train, Trained

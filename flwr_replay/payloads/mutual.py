@@ -4,8 +4,6 @@ With proxy-optimizer=travels the state of the proxy's optimizer is beside its we
 it has the proxy's epsilon. It is computed from noised gradients and from what arrived, so it is post-processing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ An institution uploads its model once, with its weight, however many institution
 which are numbers, and forwards the models unchanged. A parcel is one sender's model with the share and the weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

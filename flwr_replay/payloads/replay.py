@@ -7,8 +7,6 @@ Training a generator or a prior may take several messages. The first request has
 after the training. All between say how many steps were made and how many are left.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

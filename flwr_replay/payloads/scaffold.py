@@ -1,7 +1,5 @@
 """What travels in SCAFFOLD: weights, and beside them, under names of their own, a control of their size."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -4,8 +4,6 @@ Activations are functions of single patients' images. The gradients that come ba
 images and labels. Nothing here is differentially private. With `share-labels=false` no payload has a field for labels.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

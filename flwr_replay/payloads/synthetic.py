@@ -5,8 +5,6 @@ all of them: without DP nothing bounds how much it shows of one. Labels are unif
 those that the institution declares, whatever its examples are.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

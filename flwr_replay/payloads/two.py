@@ -1,7 +1,5 @@
 """The evaluation of two models on one shard: the institution's own, and another that it shares."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self

@@ -4,8 +4,6 @@ Two data sets are neighbours if one has one *example* more than the other; their
 dp=latents they are if one example is *replaced* by another. The two are never put into one epsilon.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

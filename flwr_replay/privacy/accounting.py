@@ -9,8 +9,6 @@ example joins every step, neither is needed: `flwr_replay.privacy.gaussian` has 
 Latents and labels under local DP are accounted for apart, exactly, and for one example replaced by another.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ A test at significance s is wrong in at most a share s of all audits. Whoever tr
 reports the best bound divides s by their number (Bonferroni): `lower_bound` does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What a run may claim of its privacy, in sentences."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from flwr_replay.privacy.plan import GRADIENT, STATISTICS, PrivacyPlan

@@ -10,8 +10,6 @@ comparisons of whole numbers; nothing here is a floating-point number.
 Numbers beyond 2^32, which is 256 σ, are never drawn. Their probability is below e^-30000.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -10,8 +10,6 @@ size, also empty: then only noise is released. The losses that these functions r
 `B` examples of a batch.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

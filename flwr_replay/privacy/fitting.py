@@ -1,7 +1,5 @@
 """Whether the mechanisms that a run is to train by DP-SGD fit its task, its replay and its generator."""
 
-from __future__ import annotations
-
 from collections.abc import Container
 
 from flwr_replay.config.model import ModelConfig

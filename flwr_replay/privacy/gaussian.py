@@ -10,8 +10,6 @@ chosen by what earlier ones gave (Dong, Roth and Su 2022, arXiv 1905.02383, Coro
 the sum keeps within a limit (Smith and Thakurta 2022, arXiv 2210.17520).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from math import exp, expm1

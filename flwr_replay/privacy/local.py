@@ -8,8 +8,6 @@ response (Kairouz, Bonawitz and Ramage 2016, arXiv 1602.07387), once for each ex
 All this is for a *given* encoder. What its weights tell of the examples that it was trained on is not covered.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import exp, floor, log2, sqrt
 

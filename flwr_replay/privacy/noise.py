@@ -1,7 +1,5 @@
 """With which noise a run trains under DP: sigma, C and the sampling rate, which stand beside every epsilon."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

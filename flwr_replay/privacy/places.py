@@ -7,8 +7,6 @@ another example is there then changes nothing about the places, and so nothing a
 nobody has drawn are zeros.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -11,8 +11,6 @@ over 32 fresh bytes of the operating system's rng and the stream's purpose. The 
 PyTorch's rngs do not serve: the CPU's uses 32 bits of its seed, which can be tried out, and is not cryptographic.
 """
 
-from __future__ import annotations
-
 import hmac
 import math
 import os

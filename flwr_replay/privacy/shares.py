@@ -19,8 +19,6 @@ together by T times as much. MARGIN lowers ε by 1e-4 ε or more, since ε of a 
 least ε/μ. That is more, as long as T (d + 200) < 10^10 ε.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import sqrt
 

@@ -16,8 +16,6 @@ or each, and on the grid, what `flwr_replay.privacy.shares` says of such sums ho
 Legend: N examples, C classes, F features.
 """
 
-from __future__ import annotations
-
 from math import floor, log2, sqrt
 
 import numpy as np

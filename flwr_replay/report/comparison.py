@@ -3,8 +3,6 @@
 A `report` is what `flwr_replay.studies.compare.compare_strategies` returns. Letters: S seeds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import filterfalse
 from statistics import fmean

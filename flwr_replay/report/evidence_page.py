@@ -6,8 +6,6 @@ commit 020b572; releases may number them otherwise. Of the NHS toolkit (DSPT) th
 assertions of the first were found, the outcomes of its CAF edition were not.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime

@@ -3,8 +3,6 @@
 Source: Qu et al. 2022, Table 1, for CWT. A row is an exchange (a visit or a round), a column an institution.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

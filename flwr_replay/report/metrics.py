@@ -4,8 +4,6 @@ That is epsilon, what replay lacks, what guessing would have, and balanced accur
 that accuracy alone misleads. Metrics of validation examples have names that begin with `validation-`.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The data-protection officer's page, `officer.html`: what would leave, and what the policy says to it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

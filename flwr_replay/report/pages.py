@@ -6,8 +6,6 @@ are level. All that is drawn there is of test examples. The value that is called
 examples, where these judged the rounds.
 """
 
-from __future__ import annotations
-
 import base64
 import re
 from collections.abc import Mapping, Sequence

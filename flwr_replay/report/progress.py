@@ -1,7 +1,5 @@
 """Progress: round, metric, bytes, elapsed and remaining time; on a terminal with rich, elsewhere as log lines."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -6,8 +6,6 @@ it is there, the last checkpoint does for the latter. Whoever may write here can
 against mistakes and damage, not against forgery.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """A run's page, `report.html`: one file in sentences, pictures and tables, from what the run directory holds."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Mapping, Sequence
 from pathlib import Path

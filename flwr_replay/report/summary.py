@@ -1,7 +1,5 @@
 """A run's summary, which the command line and the ServerApp print at its end, and what is said of uploads before it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path

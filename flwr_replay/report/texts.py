@@ -4,8 +4,6 @@ A `report` is what `flwr_replay.studies.compare.compare_strategies` returns. The
 state epsilon, delta and whether they are proven beside every metric.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from itertools import chain

@@ -11,8 +11,6 @@ named after its exchange. While a run lasts there may be three, so that it can r
 checkpoints; in the end one is left. Runs that resume end with the same one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence

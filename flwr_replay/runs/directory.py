@@ -33,8 +33,6 @@
 Only its owner may read it.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -1,7 +1,5 @@
 """What a run ran on: versions, platform, cores, device."""
 
-from __future__ import annotations
-
 import os
 import platform
 from functools import cache

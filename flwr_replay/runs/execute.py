@@ -1,7 +1,5 @@
 """One run over a grid: plan it, build the strategy, start it, write the run directory."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The runs in a folder: which there are, how far they are, what they take on the disk, what of that can go."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import stat

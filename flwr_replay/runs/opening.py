@@ -1,7 +1,5 @@
 """Make a run directory, or find the one to resume."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -3,8 +3,6 @@
 What reads run directories imports Flower, and so is imported late: a wrong option is said before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

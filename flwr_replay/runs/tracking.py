@@ -7,8 +7,6 @@ is given up with a warning, and the next resumption tells what it missed.
 `tracking.json` in the run directory says what has been told, so that a resumed run tells nothing twice.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -3,8 +3,6 @@
 An invalid answer counts as its sender's failure. It never stops the other institutions.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Messages in transit: waiting for nodes, sending requests, replies as they arrive, reasons of failures."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

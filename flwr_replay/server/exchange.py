@@ -1,7 +1,5 @@
 """An exchange: requests to institutions, their answers, the ledger, failures."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable

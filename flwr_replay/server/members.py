@@ -5,8 +5,6 @@ SuperNode without one gets another id when it restarts. It then proves that it i
 (`flwr_replay/state/store.py`); a node that cannot is refused.
 """
 
-from __future__ import annotations
-
 import hmac
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """A user's mistake in Flower's log: one line, where Flower would write its traceback."""
 
-from __future__ import annotations
-
 import logging
 
 from flwr_replay.errors import FlwrReplayError, one_line

@@ -11,8 +11,6 @@ has stopped, or it did not answer in time. It goes on where it was. If that is l
 failed.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The recorder of a run. This base class logs through Flower; `runs.directory.RunDirectory` also writes to the disk."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import tempfile

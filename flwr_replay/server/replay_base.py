@@ -1,7 +1,5 @@
 """What every kind of replay does at the server: it prepares before each exchange, and knows what is missing."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any

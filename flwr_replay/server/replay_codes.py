@@ -26,8 +26,6 @@ what to replay. The run can be resumed. With replay.missing=say it does not stop
 what is missing. The last pass of codes=last-pass takes effect once all institutions have made it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any

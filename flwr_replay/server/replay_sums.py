@@ -10,8 +10,6 @@ institution's own features, and features that it draws.
 Failures: Who fails is asked again before the next exchange. Who comes late is added, and all get new Gaussians.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

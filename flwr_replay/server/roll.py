@@ -1,7 +1,5 @@
 """The roll call: who takes part, and who has come back."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from functools import partial

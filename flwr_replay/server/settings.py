@@ -1,7 +1,5 @@
 """Settings: what every strategy needs in addition to its own options."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

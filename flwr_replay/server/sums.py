@@ -3,8 +3,6 @@
 Legend: C classes, F features.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Self
 

@@ -10,8 +10,6 @@ own images. The generator stays there; a buffer of its images travels.
 Failures: An institution that fails is asked again before the next round. Until then nobody has its buffer.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace

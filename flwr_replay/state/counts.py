@@ -1,7 +1,5 @@
 """The counts that have left an institution in all runs: two of them can be subtracted."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter

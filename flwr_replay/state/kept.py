@@ -7,8 +7,6 @@ Decoded images and features can go, too, as if they were a run's; those of simul
 An institution that leaves for good removes all of it, keys too; a receipt keeps what shows what has left.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import stat

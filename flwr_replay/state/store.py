@@ -12,8 +12,6 @@ kept in the state directory. Only its owner can read it, and it is never sent. T
 key over the run's id: it cannot be used in other runs.
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 import logging

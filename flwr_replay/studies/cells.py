@@ -3,8 +3,6 @@
 A cell with a result.json is finished and not repeated. One with a checkpoint is resumed. Any other starts from scratch.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import hashlib

@@ -17,8 +17,6 @@ A cell with a result.json is finished and not repeated. One with a checkpoint is
 Comparisons with equal shared options use the same runs, and each has a folder of its own: none replaces another's.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """What attacks find in the runs of a comparison: Qu et al.'s Table 3 in shape, with what their PSNR does not say."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor

@@ -1,7 +1,5 @@
 """Parse a comparison as typed: methods with their own options, options for all methods, seeds."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

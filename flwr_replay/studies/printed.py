@@ -1,7 +1,5 @@
 """What a paper prints of a study's part, beside what its runs found."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev

@@ -6,8 +6,6 @@ seed's. Trials are whole runs: after two rounds of ten on digits at KS 0.9, CWT'
 0.0003, whose accuracy at the end is 0.818; that of 0.003 is 0.903 (three seeds).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any

@@ -5,8 +5,6 @@ first unfinished cell. It writes to the folder of runs `study-<name>.md`, a pict
 page, and `study-<name>.csv` with all numbers.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import re

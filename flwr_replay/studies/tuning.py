@@ -10,8 +10,6 @@ sums of their epsilons and deltas (Dwork and Roth 2014, doi 10.1561/0400000042, 
 have stated and charged. One that fails is not tried again; one that is interrupted goes on from its checkpoint.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """How large numbers on the wire may be, in requests and answers alike; half as large where a training begins."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

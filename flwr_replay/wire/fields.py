@@ -1,7 +1,5 @@
 """Declarations of a payload's fields: kind, shape, unit and protection."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The ledger: one JSON line for each field of each message, at the server and at every institution."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext

@@ -16,8 +16,6 @@ institution were too large. `flwr_replay/ciphers/masking.py` makes masks and u_k
 Source: Bonawitz et al. 2017 (doi:10.1145/3133956.3133982), section 4.0.1: masking with one-time pads.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -8,8 +8,6 @@ Recorded messages are as sensitive as what travelled: they may hold patients' im
 them.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Named arrays, metrics and instructions as Flower's records, and back."""
 
-from __future__ import annotations
-
 import io
 import math
 from functools import lru_cache

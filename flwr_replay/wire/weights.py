@@ -1,7 +1,5 @@
 """Modules and optimizers as named arrays, and back."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 from hashlib import sha256

@@ -3,8 +3,6 @@
 A machine is what Ray calls a node; a node is Flower's, an institution.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets
