@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
@@ -31,7 +31,7 @@ from flwr_replay.config.strategy import Traits
 from flwr_replay.errors import WireError
 from flwr_replay.files.disk import entries
 from flwr_replay.files.tensors import OF_RUN, read_own, write_tensors
-from flwr_replay.movements.base import Exchange
+from flwr_replay.movements.base import Exchange, Outcome
 from flwr_replay.payloads.fedavgshare import Give, Given, Receive, Received, TrainEnlarged, number_shared
 from flwr_replay.server.members import Member
 from flwr_replay.strategies.fedavg import FedAvg, FedAvgConfig
@@ -74,9 +74,7 @@ class FedAvgShare(FedAvg):
         self.received_in: dict[str, int] = {}  # by institution: the exchange in which it received them
         self.sent_to: dict[str, int] = {}  # by institution: how many examples of others are on their way to it
 
-    def exchange_round(
-        self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def exchange_round(self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord) -> Outcome:
         """Share what is not shared yet, then run FedAvg's round."""
         givers = self.givers()
         giving = [member for member in self.members if member.name not in givers]

@@ -42,14 +42,14 @@ from math import inf
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from flwr_replay.config.sections import PASSES, one_of, require, within
 from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.errors import ConfigError, RunError, refuse_each
 from flwr_replay.files.tensors import nested, unnested
-from flwr_replay.movements.base import Exchange
+from flwr_replay.movements.base import Exchange, Outcome
 from flwr_replay.movements.evaluating import RunState
 from flwr_replay.movements.hops import Cycles, Hops, Queues, Reopening, Turn
 from flwr_replay.movements.relay import Relay
@@ -208,9 +208,7 @@ class FedER(Relay):
 
     # --- a round ------------------------------------------------------------------------------------------------------
 
-    def exchange_round(
-        self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def exchange_round(self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord) -> Outcome:
         """Draw buffers if need be and deliver them; have every institution train a model, which then goes on."""
         self.fresh = self.fresh or opened(arrays)
         self.hops.begin_round(exchange, [member.name for member in self.trainers(exchange)])

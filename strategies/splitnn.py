@@ -59,7 +59,7 @@ from flwr_replay.errors import DivergedError, WireError, refuse_each
 from flwr_replay.learning.latents import bytes_by_cut
 from flwr_replay.learning.training import iterations, late_steps, make_optimizer, mean_loss, step
 from flwr_replay.models import StagedModel, placed, split, split_before_head
-from flwr_replay.movements.base import Exchange, Settings
+from flwr_replay.movements.base import Exchange, Outcome, Settings
 from flwr_replay.movements.serial import Serial
 from flwr_replay.payloads.splitnn import (
     Activations,
@@ -188,9 +188,7 @@ class SplitNN(Serial):
         self.kept = optimizer_arrays(optimizer) if self.config.optimizer_state == "keep" else {}
         return whole, loss
 
-    def exchange_round(
-        self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def exchange_round(self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord) -> Outcome:
         """Make one visit, message by message; if it fails, the next institution gets the same weights."""
         member, trained = self.visited(exchange), dict(self.exchanger.trained)
         if member is None:

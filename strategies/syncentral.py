@@ -29,7 +29,8 @@ from flwr_replay.files.tensors import read_own
 from flwr_replay.learning.augment import augment_of, changed
 from flwr_replay.learning.training import batches, make_optimizer, mean_loss, refuse_single_batches, step, torch_rng
 from flwr_replay.models import placed
-from flwr_replay.movements.base import Exchange, Movement
+from flwr_replay.movements.base import Exchange, Outcome
+from flwr_replay.movements.one_shot import AtServer
 from flwr_replay.server.synthesis import FOLDER, STAGES, Buffers
 from flwr_replay.wire.records import StateDict, array_record, opened
 from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
@@ -61,7 +62,7 @@ class SynCentralConfig(StrategyConfig):
         return {"buffer_refresh": "never"}
 
 
-class SynCentral(Movement):
+class SynCentral(AtServer):
     """The server trains on synthetic images of all institutions."""
 
     config_type = SynCentralConfig
@@ -80,17 +81,7 @@ class SynCentral(Movement):
         """The optimizer of θ, which keeps its state over rounds."""
         return make_optimizer(self.model, self.settings.training, self.settings.training.lr)
 
-    def exchanges_per_round(self) -> int:
-        """One epoch at the server."""
-        return 1
-
-    def data_of(self, answered: list[str]) -> list[str]:
-        """Return none: the server trains on what all have drawn."""
-        return []
-
-    def exchange_round(
-        self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def exchange_round(self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord) -> Outcome:
         """Collect the buffers that are missing, then train one epoch on their union."""
         self.buffers.prepare(grid, exchange, config)
         if not self.buffers.numbers:
@@ -117,12 +108,6 @@ class SynCentral(Movement):
     ) -> Iterable[Message]:
         """Ask nobody to train a model: the server does."""
         return []
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Change nothing: only the server's training changes the weights."""
-        return None, None
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
         """Return the optimizer's state, and what is known of buffers, which are in files."""

@@ -46,7 +46,9 @@ from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened
 from flwr_replay.wire.sealed import blank
 
-__all__ = ["Exchange", "Movement", "Settings"]
+__all__ = ["Exchange", "Movement", "Outcome", "Settings"]
+
+Outcome = tuple[ArrayRecord | None, MetricRecord | None]  # of an exchange: the weights, none if they stay; its metrics
 
 errors_in_one_line()  # when a strategy is imported, since arguments that are refused never reach `start`
 
@@ -168,9 +170,7 @@ class Movement(Strategy):
         The strategy is the forecast's own, and never runs: what this changes in it need not be set back.
         """
 
-    def exchange_round(
-        self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def exchange_round(self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord) -> Outcome:
         """Train in one server round: one exchange, unless a movement needs more."""
         replies = self.exchanger(grid, exchange, self.configure_train(exchange, arrays, config, grid))
         return self.aggregate_train(exchange, replies)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from flwr_replay.config.sections import one_of, require
@@ -36,7 +36,7 @@ from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, WireError, refuse_each
 from flwr_replay.files.tensors import nested
 from flwr_replay.learning.pushsum import sender_name
-from flwr_replay.movements.base import Exchange
+from flwr_replay.movements.base import Exchange, Outcome
 from flwr_replay.movements.evaluating import SPLIT_OF
 from flwr_replay.movements.relay import Relay
 from flwr_replay.movements.topology import TOPOLOGIES, Matrix, checked, mixing_matrix, read_matrices, receivers
@@ -131,9 +131,7 @@ class Gossip(Relay):
 
     # --- a round ------------------------------------------------------------------------------------------------------
 
-    def exchange_round(
-        self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def exchange_round(self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord) -> Outcome:
         """Deliver what is waiting, have the others train, assign shares of what they release, deliver these."""
         self.bring(grid, exchange, config)
         if not self.mailbox.posted:

@@ -10,15 +10,31 @@ from collections.abc import Iterable
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
-from flwr_replay.movements.base import Movement
+from flwr_replay.movements.base import Movement, Outcome
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import StateDict, array_record, opened
 
-__all__ = ["OneShot"]
+__all__ = ["AtServer", "OneShot"]
 
 
-class OneShot(Movement):
+class AtServer(Movement):
+    """Base of the methods in which the server trains, one epoch in a round, on what institutions have sent before."""
+
+    def exchanges_per_round(self) -> int:
+        """One epoch at the server; what it trains on comes before the first, or when a late institution joins."""
+        return 1
+
+    def data_of(self, answered: list[str]) -> list[str]:
+        """Return none: the server trains on what all have sent."""
+        return []
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Outcome:
+        """Change nothing: only the server's training changes the global weights."""
+        return None, None
+
+
+class OneShot(AtServer):
     """Base of the methods in which the server trains on uploads in place of the institutions' data."""
 
     failed_before: int = 0  # how many failures there were before this round's uploads
@@ -46,21 +62,11 @@ class OneShot(Movement):
     def learn(self, exchange: int, arrays: StateDict) -> tuple[StateDict, float]:
         """Train one epoch at the server; return the whole model's weights and the mean training loss."""
 
-    def exchanges_per_round(self) -> int:
-        """One epoch at the server; uploads come before the first, or when a late institution joins."""
-        return 1
-
-    def data_of(self, answered: list[str]) -> list[str]:
-        """Return none: the server trains on what all have uploaded."""
-        return []
-
     def stops_without_answers(self) -> bool:
         """Continue with the uploads that are there; `learn` stops the run if there are none."""
         return False
 
-    def exchange_round(
-        self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def exchange_round(self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord) -> Outcome:
         """Collect the missing uploads, chunk by chunk, then train one epoch."""
         weights = opened(arrays)
         self.prepare(grid, exchange, weights, config)
@@ -84,9 +90,3 @@ class OneShot(Movement):
         failed = {failure["institution"] for failure in self.recorder.failures[self.failed_before :]}
         pairs = [(member, self.missing(member, exchange)) for member in self.members if member.name not in failed]
         return [(member, request) for member, request in pairs if request is not None]
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Change nothing: uploads are stored as they arrive, and only `learn` changes the global weights."""
-        return None, None

@@ -11,14 +11,14 @@ from math import sqrt
 from typing import ClassVar
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from flwr_replay.ciphers.recovery import SECRET, strip
 from flwr_replay.config.privacy import ON_SUMS
 from flwr_replay.errors import RunError, WireError
 from flwr_replay.files.tensors import unnested
-from flwr_replay.movements.base import Exchange
+from flwr_replay.movements.base import Exchange, Outcome
 from flwr_replay.movements.evaluating import SPLIT_OF, Metrics, own_metrics, trained_metrics
 from flwr_replay.movements.participation import AtOnce
 from flwr_replay.payloads.common import Trained, Unmask, Unmasked
@@ -150,9 +150,7 @@ class Parallel(AtOnce):
         """Return the global weights, or those that the institution has trained in this exchange."""
         return self.returned.get(member.name) if split in SPLIT_OF else arrays
 
-    def exchange_round(
-        self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def exchange_round(self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord) -> Outcome:
         """Train in one exchange; add answers under masks as they come."""
         messages = self.configure_train(exchange, arrays, config, grid)
         replies = self.exchanger(grid, exchange, messages, take=self.take if self.settings.hiding.sums_only else None)
@@ -204,9 +202,7 @@ class Parallel(AtOnce):
             answer = replace(answer, arrays={}, points=None)
         self.arrived[member.name] = answer, own_metrics(member, reply)
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Outcome:
         """Combine the answers: these, and those that came before."""
         for member, reply in self.answers(replies):
             self.take(member, reply)

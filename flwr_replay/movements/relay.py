@@ -7,9 +7,10 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import ClassVar
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
+from flwr_replay.movements.base import Outcome
 from flwr_replay.movements.participation import AtOnce, number_chosen
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Payload, Request
@@ -41,9 +42,7 @@ class Relay(AtOnce):
         trainers = self.trainers(server_round)
         return (self.message(member, self.train_request(server_round, member), config) for member in trainers)
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Outcome:
         """Count the examples used; there are no weights to aggregate."""
         self.count_missed()
         for _, reply in self.answers(replies):

@@ -12,10 +12,10 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
-from flwr_replay.movements.base import Exchange, Movement
+from flwr_replay.movements.base import Exchange, Movement, Outcome
 from flwr_replay.movements.evaluating import own_metrics, trained_metrics
 from flwr_replay.movements.participation import number_chosen, participants
 from flwr_replay.payloads.common import Trained
@@ -76,9 +76,7 @@ class Serial(Movement):
         member = self.visited(server_round)
         return [self.message(member, self.train_request(server_round, arrays), config)] if member else []
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Outcome:
         """Return the visited institution's weights; without an answer the next institution gets the old ones."""
         for member, reply in self.answers(replies):
             self.missed = frozenset()
