@@ -27,39 +27,20 @@ HEART = ["task=heart_disease", "rounds=20", "seeds=10"]
 RESNET = ["task=mnist", "model=resnet18", "stem=small", "width=16", "partition=ks", "ks=0.93", "rounds=5", "seeds=5"]
 
 
-def mnist(name: str, about: str, *partition: str) -> Part:
-    """Return a part on MNIST."""
-    return Part(
-        name=f"mnist-{name}",
-        about=about,
-        methods=METHODS,
-        options=[*MNIST, *partition],
-        data="mnist",
-        group="MNIST, LeNet5, four institutions",
-    )
+PROGRESSION, PATIENTS = "Regression: the progression of the disease.", "Four hospitals, 920 patients."
+# Methods, options, file and group.
+OF = {
+    "mnist": (METHODS, MNIST, "mnist", "MNIST, LeNet5, four institutions"),
+    "diabetes": (KEPT, DIABETES, "", "Diabetes, MLP, four institutions"),
+    "heart": (KEPT, HEART, "heart-disease", "Heart disease, MLP, four hospitals"),
+}
 
 
-def diabetes(name: str, *partition: str) -> Part:
-    """Return a part on the diabetes data."""
-    return Part(
-        name=f"diabetes-{name}",
-        about="Regression: the progression of the disease.",
-        methods=KEPT,
-        options=[*DIABETES, *partition],
-        group="Diabetes, MLP, four institutions",
-    )
-
-
-def heart(name: str, *partition: str) -> Part:
-    """Return a part on the heart disease data."""
-    return Part(
-        name=f"heart-{name}",
-        about="Four hospitals, 920 patients.",
-        methods=KEPT,
-        options=[*HEART, *partition],
-        data="heart-disease",
-        group="Heart disease, MLP, four hospitals",
-    )
+def part(of: str, how: str, about: str, *partition: str) -> Part:
+    """Return a part of all methods on one data set, dealt in one way."""
+    methods, options, data, group = OF[of]
+    options = [*options, *partition]
+    return Part(name=f"{of}-{how}", about=about, methods=methods, options=options, data=data, group=group)
 
 
 PARTS = [
@@ -71,14 +52,14 @@ PARTS = [
         against="fedavg",
         data="mnist",
     ),
-    mnist("iid", "No skew.", "partition=iid"),
-    mnist("mild", "Mild skew.", "partition=ks", "ks=0.4"),
-    mnist("severe", "As skewed as four equal institutions can be.", "partition=ks", "ks=0.93"),
-    diabetes("iid", "partition=iid"),
-    diabetes("mild", "partition=ks", "ks=0.6"),
-    diabetes("severe", "partition=ks", "ks=0.95"),
-    heart("iid", "partition=iid", "nodes=4"),
-    heart("natural", "partition=natural", "nodes=4"),
+    part("mnist", "iid", "No skew.", "partition=iid"),
+    part("mnist", "mild", "Mild skew.", "partition=ks", "ks=0.4"),
+    part("mnist", "severe", "As skewed as four equal institutions can be.", "partition=ks", "ks=0.93"),
+    part("diabetes", "iid", PROGRESSION, "partition=iid"),
+    part("diabetes", "mild", PROGRESSION, "partition=ks", "ks=0.6"),
+    part("diabetes", "severe", PROGRESSION, "partition=ks", "ks=0.95"),
+    part("heart", "iid", PATIENTS, "partition=iid", "nodes=4"),
+    part("heart", "natural", PATIENTS, "partition=natural", "nodes=4"),
     Part(
         name="pneumonia",
         about="Chest X-rays, two classes, examples of the larger one left out.",
