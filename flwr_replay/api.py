@@ -153,9 +153,10 @@ class Comparison:
 
             return "\n".join([*markdown(self.report), "", *(f"- {note}" for note in notes(self.report))])
         if form == "csv":
-            from flwr_replay.report.texts import as_csv
+            from flwr_replay.files.table import csv_text
+            from flwr_replay.report.texts import lines_of
 
-            return as_csv(self.report)
+            return csv_text(lines_of(self.report)).rstrip()  # without an end of the last line
         if form == "latex":
             from flwr_replay.report.texts import as_latex
 

@@ -121,16 +121,15 @@ class Attacker:
             return
         images = self.auxiliary.images_mCHW
 
-        def looked_up() -> tuple[Tensor, dict[str, float]]:
-            return nearest_auxiliary(latents_n, latents_of(encoder, images, dtype, batch), images), {}
-
         def decoded() -> tuple[Tensor, dict[str, float]]:
             known = latents_of(encoder, images, dtype, batch)
             each = seconds_of_a_step(lambda steps: learned_decoder(known, images, steps, self.seed), self.seconds)
             steps = affordable(each, self.seconds, DECODER_STEPS)
             return learned_decoder(known, images, steps, self.seed).images(latents_n), {"steps": steps}
 
-        yield Attempt(NEAREST, looked_up)
+        yield Attempt(
+            NEAREST, lambda: (nearest_auxiliary(latents_n, latents_of(encoder, images, dtype, batch), images), {})
+        )
         yield Attempt(DECODER, decoded)
 
     def labels(self, model: nn.Module, change: Arrays, examples: int, local: LocalSteps) -> Tensor:

@@ -138,6 +138,8 @@ def card(folder: Path, model: TrainedModel, institution: str, best: bool = False
         by_site = metrics_table(of_round, folder, tested_of(folder) if by == "test" else {}) | {
             "caption": f"On {tested}"
         }
+    never = len(result.get("untrained", []))  # runs of older versions did not say
+    trained_at = f"{result['nodes'] - never} of {result['nodes']}" if never else result["nodes"]
     unit = f" {result['unit']}" if result["unit"] else ""
     figures = [f"{name} {value:.4f}{unit if name in LABEL_UNIT else ''}" for name, value in metrics.items()] or [
         "no test"
@@ -150,7 +152,7 @@ def card(folder: Path, model: TrainedModel, institution: str, best: bool = False
             f"- Network: {result.get('network') or _size(model)}",
             f"- Input: {_inputs(model)}. Output: {_outputs(model, unit)}.",
             *([f"- Preparation: {_preparation(model)}."] if model.in_unit_range else []),
-            f"- Trained by {result['strategy']} at {_trained_at(result)} institutions, {result['rounds']} rounds, seed "
+            f"- Trained by {result['strategy']} at {trained_at} institutions, {result['rounds']} rounds, seed "
             f"{result['seed']}; replay: {result['replay']}.",
             f"- On {tested}: {', '.join(figures)}{epsilon_suffix(result)}.",
             f"- Privacy of the run: {result['privacy-claim']}",
@@ -219,11 +221,6 @@ def _preparation(model: TrainedModel) -> str:
 
 def _size(model: TrainedModel) -> str:
     return f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters."
-
-
-def _trained_at(result: Mapping[str, Any]) -> str:
-    never = len(result.get("untrained", []))  # runs of older versions did not say
-    return f"{result['nodes'] - never} of {result['nodes']}" if never else str(result["nodes"])
 
 
 def _inputs(model: TrainedModel) -> str:

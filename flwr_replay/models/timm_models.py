@@ -177,9 +177,6 @@ def _stages(chain: Mapping[str, nn.Module], known: set[str]) -> Iterator[tuple[s
             elif loose:
                 block = nn.Sequential(loose | {"block": block})
             loose, begun = OrderedDict(), True
-            yield (name + part if part.isdigit() or not part else part), _sequence(block)
+            sequence = block if isinstance(block, nn.Sequential) else stage(block=block)
+            yield (name + part if part.isdigit() or not part else part), sequence
     yield "features", nn.Sequential(loose)
-
-
-def _sequence(block: nn.Module) -> nn.Module:
-    return block if isinstance(block, nn.Sequential) else stage(block=block)

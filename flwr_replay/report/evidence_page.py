@@ -152,7 +152,8 @@ def write_evidence(folder: Path, attacks: Sequence[str], audit: Mapping[str, Any
 
 def code_digest() -> str:
     """Return the SHA-256 of the package's Python and YAML files and names, equal in a checkout and a wheel."""
-    wings = [Path(spec.origin).parent for name in ("strategies", "clients") if (spec := _spec(name)) and spec.origin]
+    specs = [find_spec(f"flwr_replay.{name}") for name in ("strategies", "clients")]
+    wings = [Path(spec.origin).parent for spec in specs if spec and spec.origin]
     whole = sha256()
     for root in (Path(__file__).parents[1], *wings, conf_dir()):
         for path in sorted([*root.rglob("*.py"), *root.rglob("*.yaml")]):
@@ -161,10 +162,6 @@ def code_digest() -> str:
                 continue
             whole.update(f"{root.name}/{name.as_posix()} {_digest(path)}\n".encode())
     return whole.hexdigest()
-
-
-def _spec(name: str) -> Any:
-    return find_spec(f"flwr_replay.{name}")
 
 
 def _digest(path: Path) -> str:

@@ -10,14 +10,13 @@ from itertools import chain
 from typing import Any
 
 from flwr_replay.data.class_counts import starving, summary, warnings
-from flwr_replay.files.table import csv_text
 from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.comparison import cells_of, mean_of, of_data, ranks
 from flwr_replay.report.ranks import FEWEST
 from flwr_replay.report.summary import untrained_lines
 from flwr_replay.terminal import fitted
 
-__all__ = ["ALIKE", "as_csv", "as_latex", "findings", "lines_of", "notes", "of_methods", "rows_of", "table", "verdicts"]
+__all__ = ["ALIKE", "as_latex", "findings", "lines_of", "notes", "of_methods", "rows_of", "table", "verdicts"]
 
 ALIKE = (
     "Test examples are dealt as a sample of all (partition.test=iid): personal models look alike there, or worse than "
@@ -233,11 +232,6 @@ def _noise(noise: Any) -> dict[str, str | None]:
     return {
         key: ";".join(f"{mechanism[key]:.10g}" for mechanism in mechanisms if key in mechanism) or None for key in keys
     }
-
-
-def as_csv(report: Mapping[str, Any]) -> str:
-    """Write the numbers as CSV, without an end of the last line."""
-    return csv_text(lines_of(report)).rstrip()
 
 
 def lines_of(report: Mapping[str, Any]) -> list[tuple[object, ...]]:

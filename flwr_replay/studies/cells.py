@@ -92,19 +92,15 @@ def run_all(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Path, dict[str, 
     resumed = sum(cell.begun for cell in todo)
     state = f"{len(cells) - len(todo)} finished, {resumed} to resume, {len(todo) - resumed} to start"
     _say(f"{len(cells)} runs, {_seeds(cells)}: {state}")
+    in_turn = ((cell, run_cell(cell, TerminalDisplay() if sys.stderr.isatty() else Display())) for cell in todo)
     try:
-        for count, (cell, outcome) in enumerate(_in_turn(todo) if jobs == 1 else _at_once(todo, jobs), 1):
+        for count, (cell, outcome) in enumerate(in_turn if jobs == 1 else _at_once(todo, jobs), 1):
             named = f"{f'{cell.part}, ' if cell.part else ''}{cell.method.label} seed {cell.seed}"
             _say(f"[{count}/{len(todo)}] {named}: {_outcome_line(outcome, cell.metric)}")
             yield cell.folder, outcome
     except (KeyboardInterrupt, SystemExit):
         _say("interrupted; repeat the command to continue")
         raise
-
-
-def _in_turn(cells: Sequence[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    for cell in cells:
-        yield cell, run_cell(cell, TerminalDisplay() if sys.stderr.isatty() else Display())
 
 
 def _at_once(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Cell, dict[str, Any]]]:
