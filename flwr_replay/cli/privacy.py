@@ -296,6 +296,8 @@ def _audited(report: dict[str, Any], folder: Path) -> str:
         trained, unproven = ", ".join(claim["mechanisms"]), " (as the paper counts it)" if claim["unproven"] else ""
         verdict = "REFUTED" if report["refuted"] else "not refuted"
         lines.append(f"The account of {trained} claims epsilon {rounded_up(claim['epsilon'])}{unproven}: {verdict}.")
+        for name in claim["untested"]:
+            lines.append(f"Its sums were not tested: audit dp={name} alone, with --kind sums.")
         if steps and steps["found"]:
             lines.append(f"Found: {'; '.join(steps['found'])}.")
         lines += [] if report["refuted"] else [NO_PROOF]

@@ -101,6 +101,7 @@ def audit(
         "topology",
     )
     claim, charged = _claim(simulation, name, folder)
+    claim["untested"] = [mechanism for mechanism in claim["mechanisms"] if mechanism in ON_SUMS and kind != "sums"]
     report: dict[str, Any] = {"institution": name, "kind": kind, "claim": claim}
     significance, refutations = SIGNIFICANCE, []
     if isinstance(probe, ImageCanaries):
@@ -146,6 +147,11 @@ def check(simulation: Simulation, kind: str) -> None:
         steps = plan is not None and {*plan.mechanisms} - {LATENTS, *ON_SUMS}
         require(bool(steps), f"canaries that are gradients test DP-SGD; {why}: {advice}")
         return
+    require(
+        config.replay.name != "statistics",
+        f"--kind {kind} puts images among the examples; replay=statistics puts features beside them: choose --kind "
+        "gradients",
+    )
     answers = [REQUESTS[stage].answer for stage in simulation.job.strategy("").all_stages()]
     fields = [
         field for answer in answers for field in answer.declared().values() if field.kind in ("model", "synthetic")

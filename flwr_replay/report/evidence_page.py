@@ -213,7 +213,9 @@ def seen_by(entries: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 def _audited(audit: Mapping[str, Any]) -> str:
     epsilon = audit["claim"]["epsilon"]
     claim = f"claims ε {epsilon:.4g}" if epsilon is not None else "claims no ε"
+    untested = " Its sums were not tested." if audit["claim"].get("untested") else ""
     return (
         f"{audit['institution']}, {audit['canaries']:,} canaries ({audit['kind']}): the account {claim}; "
-        f"{'REFUTED' if audit['refuted'] else 'not refuted'}. An audit ruins a run's accuracy, so it is of another run."
+        f"{'REFUTED' if audit['refuted'] else 'not refuted'}.{untested} An audit ruins a run's accuracy, so it is of "
+        "another run."
     )

@@ -154,6 +154,17 @@ def test_models_that_stay_cannot_be_scored(audit, tmp_path):
     assert not list(tmp_path.glob("runs/*/audit.json"))
 
 
+DRAWS = ["strategy=proxyfl", *TASK, "model=gabor", "model.train=head", "replay=statistics", "beta=0", "sigma=1"]
+DRAWS += ["dp=statistics+proxy", "rounds=1", "--canaries", "20"]
+
+
+def test_an_audit_of_steps_says_that_the_sums_beside_them_were_not_tested(audit):
+    code, out, _ = audit(*DRAWS)
+    assert code == 0
+    assert "The account of proxy, statistics claims epsilon" in out
+    assert "Its sums were not tested: audit dp=statistics alone, with --kind sums." in out
+
+
 LATENTS = ("dp=latents", "latent-clip=1", "latent-epsilon=8", "label-epsilon=1", "encoder=random")
 
 
@@ -164,6 +175,7 @@ LATENTS = ("dp=latents", "latent-clip=1", "latent-epsilon=8", "label-epsilon=1",
         (["strategy=splitnn", *DIGITS], "strategy=splitnn can have none: choose another strategy"),
         (["strategy=fedreplay", *DIGITS, *LATENTS], "takes no such step"),
         (["strategy=fedstats", *DIGITS, "dp=statistics", "target-epsilon=2"], "choose --kind sums"),
+        ([*DRAWS, "--kind", "images"], "replay=statistics puts features beside them"),
         ([*FEDAVG, "--canaries", "5000"], "fewer than there are"),
         ([*FEDAVG, "--kind", "codes"], "--kind must be"),
         ([*FEDAVG, "--institution", "institution-7"], "--institution must be one of the run's"),

@@ -77,13 +77,13 @@ def test_attacks_and_audits_that_were_run_are_quoted(tmp_path, monkeypatch, caps
     folder = Recorded(tmp_path, {"one": options}) / "one"
     code, results, _ = attacked(monkeypatch, capsys, folder)
     assert code == 0
-    claim = {"epsilon": 2.0, "delta": 0.01}
+    claim = {"epsilon": 2.0, "delta": 0.01, "untested": ["statistics"]}
     report = {"institution": "north", "kind": "images", "claim": claim, "canaries": 100, "refuted": True}
     (tmp_path / "audit.json").write_text(json.dumps(report))
     assert command(monkeypatch, "deploy", "evidence", str(folder), "--audit", str(tmp_path / "audit.json")) == 0
     html = (folder / "evidence.html").read_text()
     assert len(json.loads((folder / "evidence.json").read_text())["attacks"]) == len(results) > 0
-    assert "north, 100 canaries (images): the account claims ε 2; REFUTED" in html
+    assert "north, 100 canaries (images): the account claims ε 2; REFUTED. Its sums were not tested." in html
     assert NOT_RUN["attacks"] not in html
     (tmp_path / "policy.yaml").write_text("min-count: 1000\n")
     floor = ("--audit", str(tmp_path / "audit.json"), "--policy", str(tmp_path / "policy.yaml"))
