@@ -68,9 +68,10 @@ def sentence(result: Mapping[str, Any], least: int = 0) -> str:
         )
     if "labels" in result:
         tally = result["labels"]
-        told = "equal-counts" in tally and not least  # of two classes it tells how many are in the smaller one
-        even = f" Equal counts would be right for {tally['equal-counts']:,}." if told else ""
-        right = _part(tally["right"], tally["number"], least)
+        counted, right = "equal-counts" in tally, _part(tally["right"], tally["number"], least)
+        even = f" Equal counts would be right for {tally['equal-counts']:,}." if counted and not least else ""
+        if counted and least:  # beside the guessed counts, which follow from what was sent, it tells those of classes
+            right = "an untold number"
         return f"{sent} Labels, by {result['attack']}: {right} are right.{even}{unsure}"
     if "picture" not in result:
         name = result["attack"]

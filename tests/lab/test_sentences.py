@@ -57,7 +57,7 @@ def found(what, number, of):
         },
         "alone in a class": {"alone": share, "number": of, "among": 1000},
         "reading": {"labels": {"right": number, "number": of, "always-one": number}},
-        "label counts": {"labels": {"right": of // 2, "number": of, "equal-counts": of - number}},
+        "label counts": {"labels": {"right": of // 2 + number % 7, "number": of, "equal-counts": of - number}},
         "membership": {"not-judged": f"there are {number} training images; it needs {of}"},
         "none": {"not-judged": f"the judge has {number} examples"},
         "gradient matching": {
