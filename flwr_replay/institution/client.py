@@ -120,9 +120,9 @@ class InstitutionClient(NumPyClient):
         if any(field.shape == "state dict" for field in request.declared().values()):
             check_weights(arrays)
         if stage in dict((policy := self.institution.policy).weights):
-            brought = self.brought(stage, arrays)
-            if brought or (stage in ENCODING and not self.institution.frozen()):
-                policy.check_weights(stage, lambda: digest(brought), lambda: digest(self.random_like(brought)))
+            pinned = self.brought(stage, arrays)
+            if pinned or (stage in ENCODING and not self.institution.frozen()):
+                policy.check_weights(stage, digest(pinned) if pinned else "", lambda: digest(self.random_like(pinned)))
         decoded = request.of(arrays, config)
         if isinstance(decoded, LabelScale) and decoded.label_mean is not None and decoded.label_scale is not None:
             self.task = self.task.scaled(decoded.label_mean, decoded.label_scale)

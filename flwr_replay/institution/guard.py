@@ -241,7 +241,7 @@ def check_pinned(policy: Policy, config: RunConfig, stages: Iterable[str]) -> No
     """Refuse latents, or their sums, of a frozen encoder that the policy does not accept, or that no digest fixes."""
     for stage in sorted({*ENCODING} & {*stages} & dict(policy.weights).keys()):
         if fixed := encoder_digest(config.model, config.task):
-            policy.check_weights(stage, partial(str, fixed), str)  # no run's seed has drawn it
+            policy.check_weights(stage, fixed, str)  # no run's seed has drawn it
         elif config.model.library:
             raise RefusedError(
                 "policy pins weights, and not how model.name and model.size prepare images for them: freeze them, "

@@ -10,10 +10,10 @@ The policy is a YAML file in the institution's hands:
     weights: {extract: [random]}              # by stage, the weights that it accepts. `random`: those that the run's
                                               # seed gives, drawn again here. Others by digest, as `flwr-replay privacy
                                               # digest FILE` prints it. The stages: `PINNED`; of summarise all but the
-                                              # head. `random` never matches the last two. A stage that is not named
-                                              # accepts any weights. SplitNN's part is moved by the server's gradients:
-                                              # no digest pins it. Latents from pinned weights can still be inverted,
-                                              # exactly where a layer is wider than its input
+                                              # head. `random` never matches the last two, nothing matches no weights.
+                                              # A stage that is not named accepts any. SplitNN's part is moved by the
+                                              # server's gradients: no digest pins it. Latents from pinned weights can
+                                              # still be inverted, exactly where a layer is wider than its input
     max-upload-mb: 64                         # the largest message that may leave, in 10^6 bytes
     max-epsilon: 8                            # all that depends on training examples must be differentially private,
                                               # with at most this epsilon in a run. The run then needs dp=end-to-end, or
@@ -232,18 +232,18 @@ class Policy:
                 f"policy allows {self.max_evaluations:,} tests in a run; they are used up: evaluate less often {ADVICE}"
             )
 
-    def check_weights(self, stage: str, digest: Callable[[], str], random: Callable[[], str]) -> None:
-        """Refuse weights that the policy does not accept for a stage.
+    def check_weights(self, stage: str, actual: str, random: Callable[[], str]) -> None:
+        """Refuse weights that the policy does not accept for a stage, by their digest; it is empty for no weights.
 
-        `digest` computes theirs, as `flwr_replay.files.tensors.digest` does, `random` that of the weights that follow
-        from the run's seed.
+        `random` computes that of the weights that follow from the run's seed.
         """
         allowed = dict(self.weights).get(stage)
-        if allowed is None or (actual := digest()) in allowed or (RANDOM in allowed and actual == random()):
+        if allowed is None or actual in allowed or (RANDOM in allowed and actual == random()):
             return
+        look = "have the institution look at them and add their digest to its policy file"
         raise RefusedError(
-            f"policy lets stage {stage} take weights {', '.join(allowed) or 'none'}; got {actual}: have the "
-            "institution look at them and add their digest to its policy file"
+            f"policy lets stage {stage} take weights {', '.join(allowed) or 'none'}; got {actual or 'no weights'}: "
+            + (look if actual else "freeze the encoder, model.train=head, and it has a digest")
         )
 
     def check_upload(self, size: int, what: str) -> None:

@@ -35,6 +35,7 @@ F = 9 * 7 * 7
 FROZEN = [*SHARDS, "classes=3", "model=gabor", "model.train=head", "device=cpu"]
 CWT, DRAWN = ["strategy=cwt", "replay=statistics"], ["strategy=fedreplay", "latents=drawn"]
 PAIR, BOTH = ["strategy=proxyfl", "replay=statistics", "beta=0"], "dp=statistics+proxy"
+UPLOAD = {"run": "r", "arrays": {}, "cut": "", "latent_dtype": "float32", "first": 0, "chunk_bytes": 10**6}
 RIGHT = {"clip": 10.0, "products": pairs_of(F), "sums": 3 * (1 + F)}
 
 
@@ -88,8 +89,8 @@ def test_nothing_leaves_but_one_sum_of_what_the_frozen_encoder_makes(ask, option
         (["strategy=fedstats", "head=lda"], summarise()),
         (["strategy=fedreplay"], summarise()),
         (DRAWN, summarise(sums=0)),
-        (DRAWN, Extract(run="r", arrays={}, cut="", latent_dtype="float32", first=0, chunk_bytes=10**6, views=0)),
-        (DRAWN, Extract(run="r", arrays={}, cut="", latent_dtype="float32", first=0, chunk_bytes=10**6, views=1)),
+        (DRAWN, Extract(**UPLOAD, views=0)),
+        (DRAWN, Extract(**UPLOAD, views=1)),
         (DRAWN, Encode(run="r", arrays={}, cut="", lr=0.1, max_epochs=0, patience=1)),
         (DRAWN, Encode(run="r", arrays={}, cut="", lr=0.1, max_epochs=1, patience=1)),
         (["strategy=cwt"], KeepDraws(run="r", arrays={"means": np.zeros((3, F), np.float32)})),
@@ -136,9 +137,10 @@ DP = ["dp=statistics", "privacy.sigma=1", "delta=0.001"]
 
 
 def pinning(folder, allowed, *options, also=""):
-    """Return a server whose hospital sums what these weights make, and no other."""
+    """Return a server whose hospital uploads or sums what these weights make, and no other."""
     write_shards(folder, {"a": 40})
-    return HostileServer(folder, *SHARDS, *options, "device=cpu", policy=f"weights: {{summarise: [{allowed}]}}{also}")
+    policy = f"weights: {{summarise: [{allowed}], extract: [{allowed}]}}{also}"
+    return HostileServer(folder, *SHARDS, *options, "device=cpu", policy=policy)
 
 
 def refused(server, request_):
@@ -183,10 +185,22 @@ def test_a_policy_pins_an_encoder_that_travels_but_not_the_head(tmp_path):
     about = {"clip": 10.0, "products": 0, "sums": 0}
     for crafted in (shown, {}, {**arrays, "head.other": arrays[matrix]}, {matrix: arrays[matrix]}):
         refused(server, summarise(crafted, **about))
-    bare = pinning(tmp_path, f"sha256:{'0' * 64}", "classes=3", "model=gabor", *stats[3:])  # nothing travels but a head
-    assert "got sha256" in refused(bare, summarise(bare.weights, **about))
     other = {name: array + 1 if name.startswith("head") else array for name, array in arrays.items()}
     assert not refusal(server.send(summarise(other, **about)))
+
+
+@pytest.mark.parametrize("allowed", ["random", digest({})], ids=["random", "nothing's digest"])
+@pytest.mark.parametrize(
+    ("options", "request_"),
+    [
+        (["strategy=fedstats", "head=means", *DP], summarise(products=0, sums=0)),
+        (["strategy=fedreplay", "encoder=random", "cut=energies"], Extract(**{**UPLOAD, "cut": "energies"}, views=1)),
+    ],
+    ids=["summarise", "extract"],
+)
+def test_an_encoder_without_weights_is_pinned_only_if_it_is_frozen(tmp_path, options, request_, allowed):
+    server = pinning(tmp_path, allowed, "classes=3", "model=gabor", *options)
+    assert "got no weights: freeze the encoder, model.train=head" in refused(server, request_)
 
 
 def test_a_policy_that_pins_a_frozen_encoder_pins_what_lies_above_it_too(tmp_path):
