@@ -155,6 +155,12 @@ def test_a_method_that_does_not_take_the_steps_it_was_charged_for_breaks_the_con
         check_strategy(name)
 
 
+MEAN = "return weighted_mean("
+KEEPING = """self.before = getattr(self, "before", 0.0) + 0.01  # outside state and restore
+        return {name: array + array.dtype.type(self.before) for name, array in self.mean(answers).items()}
+
+    def mean(self, answers):
+        return weighted_mean("""
 DECLARATION = "    sweeps: int = 3\n"
 
 
@@ -177,9 +183,14 @@ DECLARATION = "    sweeps: int = 3\n"
         ("text", ('("classifier",)', '("classifier")'), "dp_mechanisms must be a tuple"),
         ("named", ('name = "named"', 'name = "other"'), "must have the name of their files"),
         ("quiet", ("Travels: ", "Sends: "), "must have its Idea: and what Travels:"),
+        (
+            "mindful",
+            (MEAN, KEEPING),
+            r"a resumed run .*; \S+\.weight differs: what a server keeps needs state and rest",
+        ),
     ],
 )
-def test_a_wrong_declaration_breaks_the_contract(install, name, change, rule):
+def test_a_wrong_declaration_or_undeclared_state_breaks_the_contract(install, name, change, rule):
     install(name, "rounds * self.sweeps", change=change)
     with pytest.raises(AssertionError, match=rule):
         check_strategy(name)
