@@ -83,7 +83,8 @@ def attack_run(
             f"attacks look for images; task={config.task.name} has tables or bags, for which none is built in: their "
             "rows are as recorded in messages/"
         )
-    image_metrics()  # refused before anything is written
+    if not only.own:  # that one makes no images
+        image_metrics()  # refused before anything is written
     about = {"about": _about(folder, config), "claim": claim(Job.of(config).strategy(""))}
     auxiliary = auxiliary_of(config, aux)
     Attacker(evidence.form, auxiliary, 0)  # refuses images of another form
