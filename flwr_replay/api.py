@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from flwr_replay.config.catalogue import GROUPS
 from flwr_replay.config.quoting import quoted
 from flwr_replay.errors import ConfigError
+from flwr_replay.terminal import installing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -304,6 +305,8 @@ def compare_typed(
     strategies: list[str], options: list[str], against: str, jobs: int, runs_dir: Path, metric: str, tune: int | None
 ) -> Comparison:
     """Compare methods with options as they are typed; the parameters are those of `compare`."""
+    if tune is not None and not find_spec("optuna"):
+        raise ConfigError(f"--tune needs Optuna: {installing('optuna')}")
     if tune is None:
         from flwr_replay.studies.compare import compare_strategies
 

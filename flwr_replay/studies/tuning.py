@@ -38,7 +38,6 @@ from flwr_replay.studies.cells import Cell, run_all
 from flwr_replay.studies.compare import planned, run_comparisons
 from flwr_replay.studies.methods import named, own_option, swept
 from flwr_replay.studies.rates import AUTO, RATES
-from flwr_replay.terminal import installing
 
 __all__ = ["compare_tuned"]
 
@@ -58,12 +57,10 @@ def compare_tuned(
     Raises
     ------
     ConfigError
-        Also if Optuna is missing, or for what cannot be tuned; before any try.
+        Also for what cannot be tuned; before any try.
     """
-    try:
-        import optuna
-    except ImportError:
-        raise ConfigError(f"--tune needs Optuna: {installing('optuna')}") from None
+    import optuna  # takes a second
+
     if tries < 1:
         raise ConfigError(f"--tune must be at least 1; got {tries}")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -151,6 +148,8 @@ def _ranges(methods: Mapping[str, str], options: Sequence[str]) -> tuple[dict[st
             if key.partition(".")[0] in others:
                 continue
             full, _ = own_option(strategy, f"{key.removeprefix(f'{strategy}.')}=")
+            if full in searched[label]:
+                raise ConfigError(f"an option has one range; {full} of {label} has two, also {option}: leave one out")
             if of_data(full):
                 raise ConfigError(f"what is tuned is no option of the data; got {option}: write one value")
             if full not in {own_option(strategy, each)[0] for each in own}:

@@ -151,6 +151,8 @@ def test_a_try_under_dp_that_failed_is_not_run_once_more_for_the_page_of_all_tri
         (["batch-size=16..64.5"], r"training.batch_size=64.5: training.batch-size must be a whole number"),
         (["mu=0.1..1"], "unknown option 'mu' of the method fedavg"),
         (["lr=auto", "rounds=0"], "rounds"),
+        (["lr=0.1..1", "lr=0.2..0.3"], r"training\.lr of fedavg has two, also lr=0\.2\.\.0\.3: leave one out"),
+        (["training.lr=0.1..1", "lr=auto"], "has two, also lr=0.001..0.1"),
     ],
 )
 def test_what_optuna_cannot_tune_is_refused_before_any_run(options, said, tmp_path):
