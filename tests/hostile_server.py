@@ -13,11 +13,13 @@ from harness import node_configs
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose
-from flwr_replay.engines.inline import InlineGrid
+from flwr_replay.engines.inline import InlineGrid, identify_process
 from flwr_replay.models.zoo import backbone
 from flwr_replay.privacy.places import drawn_places
 from flwr_replay.wire.records import arrays_in, config_in, metrics_in
 from flwr_replay.wire.weights import to_arrays
+
+identify_process()  # messages can be made before any server is there
 
 
 class HostileServer:

@@ -63,6 +63,18 @@ def silent(grid, message):
     return mute(grid, message) if grid.asked[-1][:2] == ("train", "institution-2") else None
 
 
+class Clock:
+    """Goes on while the server sleeps, so that a busy machine changes nothing."""
+
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
 def ran(tmp_path, *options, served=app, nodes=3, **script):
     overrides = [*JOB, *options]
     config = compose([*overrides, f"runs_dir='{tmp_path / 'runs'}'", "run_name=x"])
@@ -83,9 +95,10 @@ def test_an_answer_in_process_that_comes_after_the_timeout_is_not_used(tmp_path)
 def test_the_log_says_for_whom_the_run_waits(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(asking, "SILENCE", 0.1)
     caplog.set_level(logging.INFO, "flwr")
-    ran(tmp_path, "timeout=0.5", "rounds=1", before=silent)
+    monkeypatch.setattr(asking, "time", Clock())
+    ran(tmp_path, "timeout=1.5", "rounds=1", before=silent)
     waits = [line for line in caplog.messages if line.startswith("waiting for")]
-    assert waits == ["waiting for institution-2, 0 min"] * 3  # after 0.1, 0.2 and 0.4 s
+    assert waits == ["waiting for institution-2, 0 min"] * 4  # after 0.1, 0.2, 0.4 and 0.8 s
     caplog.clear()
     with pytest.raises(RunError, match="3 joined within"):
         ran(tmp_path / "two", "nodes=4", "wait=0.7", "rounds=1")
