@@ -80,18 +80,18 @@ def write_own_evidence(state: Path, policy_file: Path | None, attacks: Sequence[
             "the package's code, where this was written": code_digest(),
         },
     }
-    rows = [
-        [*key[:3], key[3], row["messages"], shown_bytes(row["bytes"]), row["last"], row["protection"]]
-        for key, row in left.items()
-    ]
-    heads = ["run", "stage", "field", "kind", "messages", "size", "last left", "protection"]
+    by_run: dict[str, list[list[object]]] = {}
+    for (run, *of), row in left.items():
+        shown = [*of, row["messages"], shown_bytes(row["bytes"]), row["last"], row["protection"]]
+        by_run.setdefault(run, []).append(shown)
+    heads = ["stage", "field", "kind", "messages", "size", "last left", "protection"]
     of_runs = [[name, *own.values()] for name, own in runs.items()]
     text = render(
         PAGE,
         title=f"Evidence of {state.name}, from its own files",
         about=f"Ledger, accounts and state of {state.name}, and its policy, as they stood on {told['written']}. What "
         "came down, and who else took part, is in the coordinator's evidence: compare the two.",
-        left=table("What left, by run and field", heads, rows),
+        left=[table(f"In run {run}", heads, rows) for run, rows in by_run.items()],
         runs=table("The runs", ["run", "method", "task", "tests", "charges", "models removed"], of_runs),
         kinds=kinds_in(key[3] for key in left),
         seen=[*seen_by({**row, "kind": key[3], "direction": "up"} for key, row in left.items())],

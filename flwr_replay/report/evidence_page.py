@@ -129,7 +129,7 @@ def write_evidence(folder: Path, attacks: Sequence[str], audit: Mapping[str, Any
         about=f"{told['strategy']} on {told['task']}, rounds: {told['rounds']}, seed {told['seed']}, the network "
         f"{told['model']}. It took {shown_time(told['wall-seconds'])}. Written {told['written']} from the "
         "coordinator's own files. Each institution has a ledger of its own: compare.",
-        left=left_table(told["left"]),
+        left=[left_table(told["left"])],
         kinds=kinds_in(kind for own in told["left"].values() for kind in own),
         floor=told["small-cells"],
         seen=told["seen"],

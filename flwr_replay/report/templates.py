@@ -200,7 +200,7 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 {% block content %}
 <p>{{ about }}</p>
 <h2>What left</h2>
-{{ draw.table(left) }}
+{% for one in left %}{{ draw.table(one) }}{% endfor %}
 <ul>{% for line in kinds %}<li>{{ line }}</li>{% endfor %}</ul>
 <p>Small cells. {{ floor }}</p>
 {% if runs is defined %}{{ draw.table(runs) }}

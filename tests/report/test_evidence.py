@@ -125,6 +125,9 @@ def test_a_clinics_own_evidence_is_of_its_own_files(ran, name, kinds, monkeypatc
             seen[line["stage"], line["field"]] += line["bytes"]
     assert left == seen
     assert {row["kind"] for row in found["left"]} == kinds
+    [of_run] = {row["run"] for row in found["left"]}
+    assert html.count(of_run) == html.count(f"In run {of_run}") + (of_run in found["runs"])  # not in every row
+    assert html.count(f">In run {of_run}<") == 1
     assert "strategies: []" in html  # what lies beside the folder state
     assert "No floor for small cells" in html
     if name == "a":
