@@ -38,6 +38,7 @@ __all__ = [
     "Trained",
     "Unmask",
     "Unmasked",
+    "whole_number",
 ]
 
 MOST = 10**9  # the most examples that an institution may report
@@ -191,15 +192,20 @@ class Trained(Spent):
         metrics: dict[str, Any] = {}
         for record in content.metric_records.values():
             metrics |= record
-        n, steps = (metrics.get(name, 1) for name in ("num-examples", "num-steps"))
-        for name, number, least in (("num-examples", n, 1), ("num-steps", steps, 0)):  # FedSGD takes no step here
-            if isinstance(number, list) or not least <= number <= MOST or number != int(number):  # NaN too
-                raise WireError(f"{name} must be a whole number from {least} to {MOST:,}; got {number}")
+        n = whole_number("num-examples", metrics.get("num-examples", 1))
+        steps = whole_number("num-steps", metrics.get("num-steps", 1), least=0)  # FedSGD takes no step here
         loss = metrics.get("train-loss", metrics.get("train_loss"))
         if loss is not None and (isinstance(loss, list) or not abs(loss) <= LARGEST_NUMBER):  # NaN is not
             raise WireError(f"train-loss must be a number of at most {LARGEST_NUMBER:g} in size; got {str(loss)[:40]}")
         arrays = next(iter(content.array_records.values()))
-        return cls(arrays=arrays, num_examples=int(n), examples_seen=int(n), num_steps=int(steps), train_loss=loss)
+        return cls(arrays=arrays, num_examples=n, examples_seen=n, num_steps=steps, train_loss=loss)
+
+
+def whole_number(name: str, number: Any, least: int = 1) -> int:
+    """Return a number that a user's own ClientApp has counted; a WireError if it is none from `least` to `MOST`."""
+    if isinstance(number, list) or not least <= number <= MOST or number != int(number):  # NaN too
+        raise WireError(f"{name} must be a whole number from {least} to {MOST:,}; got {number}")
+    return int(number)
 
 
 @dataclass(frozen=True, kw_only=True)

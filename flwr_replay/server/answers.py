@@ -12,7 +12,7 @@ import numpy as np
 from flwr.app import ArrayRecord, RecordDict
 
 from flwr_replay.errors import FlwrReplayError, WireError
-from flwr_replay.payloads.common import MOST, Trained
+from flwr_replay.payloads.common import MOST, Trained, whole_number
 from flwr_replay.wire.bounds import LARGEST, LARGEST_NUMBER, largest
 from flwr_replay.wire.fields import RECORD_OF, Field
 from flwr_replay.wire.masked import blank_masked, is_masked
@@ -138,9 +138,7 @@ def check_foreign(answer: RecordDict, asked: RecordDict, trained: bool) -> None:
         check_weights(opened(returned))
         return
     metrics = {name: value for record in answer.metric_records.values() for name, value in record.items()}
-    n = metrics.pop("num-examples", 1)
-    if isinstance(n, list) or not 1 <= n <= MOST or n != int(n):
-        raise WireError(f"num-examples must be a whole number from 1 to {MOST:,}; got {n}")
+    whole_number("num-examples", metrics.pop("num-examples", 1))
     for name in metrics:
         if not METRIC.fullmatch(name) or name in OURS:
             raise WireError(
