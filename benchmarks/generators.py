@@ -20,7 +20,8 @@ import torch
 
 from flwr_replay.generators.autoencoder import VQVAE2Config, build_generator
 from flwr_replay.generators.codes import pack_codes
-from flwr_replay.learning.training import select_device, step, torch_rng
+from flwr_replay.learning.training import select_device, torch_rng
+from flwr_replay.models.layers import step
 
 
 def rate(work: Callable[[], Any], images: int, repeats: int, device: torch.device) -> float:

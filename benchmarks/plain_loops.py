@@ -17,9 +17,9 @@ from flwr_replay.institution.budget import DPTraining
 from flwr_replay.institution.mutual import Learning, MutualLearner
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.tasks import make_task
-from flwr_replay.learning.training import iterations, make_optimizer, step, torch_rng
+from flwr_replay.learning.training import iterations, make_optimizer, torch_rng
 from flwr_replay.models import split
-from flwr_replay.models.layers import as_input
+from flwr_replay.models.layers import as_input, step
 from flwr_replay.models.zoo import backbone
 from flwr_replay.movements.topology import mixing_matrix
 from flwr_replay.privacy.plan import PrivacyPlan

@@ -33,8 +33,8 @@ from flwr_replay.generators.autoencoder import build_generator
 from flwr_replay.generators.base import ImageForm
 from flwr_replay.generators.priors import build_prior
 from flwr_replay.generators.vqvae2 import VQVAE2Images
-from flwr_replay.learning.training import select_device, step, torch_rng
-from flwr_replay.models.layers import as_input
+from flwr_replay.learning.training import select_device, torch_rng
+from flwr_replay.models.layers import as_input, step
 
 
 def speed(chosen, size, args):

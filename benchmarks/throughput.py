@@ -25,7 +25,8 @@ from torch import multiprocessing
 from flwr_replay.config.compose import compose
 from flwr_replay.generators.autoencoder import VQVAE2Config, build_generator
 from flwr_replay.learning.tasks import make_task
-from flwr_replay.learning.training import make_optimizer, select_device, step, torch_rng
+from flwr_replay.learning.training import make_optimizer, select_device, torch_rng
+from flwr_replay.models.layers import step
 from flwr_replay.models.zoo import backbone
 
 CLASSIFIER = ["task=folder", "task.channels=3", "task.size=224", "task.classes=2", "model=resnet34", "model.width=64"]

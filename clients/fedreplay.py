@@ -24,10 +24,9 @@ from flwr_replay.learning.training import (
     make_optimizer,
     mean_loss,
     refuse_single_batches,
-    step,
 )
 from flwr_replay.models import split
-from flwr_replay.models.layers import as_input
+from flwr_replay.models.layers import as_input, step
 from flwr_replay.payloads.fedreplay import Encode, Encoder, Extract, Latents
 from flwr_replay.payloads.fedstats import ClassSums, Summarise
 from flwr_replay.wire.weights import encoded, load_arrays, to_arrays

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from flwr_replay.errors import DivergedError, TrainingError
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.institution.client import InstitutionClient
-from flwr_replay.learning.training import batches, late_steps, make_optimizer, mean_loss, refuse_single_batches, step
+from flwr_replay.learning.training import batches, late_steps, make_optimizer, mean_loss, refuse_single_batches
 from flwr_replay.models import StagedModel, split, split_before_head
+from flwr_replay.models.layers import step
 from flwr_replay.payloads.splitnn import (
     Activations,
     Enter,

@@ -43,8 +43,9 @@ from flwr_replay.errors import DivergedError, RunError, refuse_each
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.learning.latents import LatentStore, bytes_by_cut, check_chunk, check_reach, rows_per_chunk
 from flwr_replay.learning.ranks import Loss, Ranks
-from flwr_replay.learning.training import make_optimizer, mean_loss, refuse_single_batches, step, torch_rng
+from flwr_replay.learning.training import make_optimizer, mean_loss, refuse_single_batches, torch_rng
 from flwr_replay.models import Part, placed, split
+from flwr_replay.models.layers import step
 from flwr_replay.models.pretrained import read_encoder
 from flwr_replay.movements.base import Exchange, Settings
 from flwr_replay.movements.one_shot import OneShot

@@ -45,8 +45,9 @@ from flwr_replay.learning.draws import Draws, frozen_features
 from flwr_replay.learning.heads import discriminants, linear_head, nearest_means, ridge
 from flwr_replay.learning.latents import on_device
 from flwr_replay.learning.tasks import Regression
-from flwr_replay.learning.training import make_optimizer, step, torch_rng
+from flwr_replay.learning.training import make_optimizer, torch_rng
 from flwr_replay.models import placed
+from flwr_replay.models.layers import step
 from flwr_replay.movements.base import Settings
 from flwr_replay.movements.parallel import Parallel
 from flwr_replay.payloads.common import Trained

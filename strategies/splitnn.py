@@ -57,8 +57,9 @@ from flwr_replay.config.sections import BATCH, one_of, within
 from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.errors import DivergedError, WireError, refuse_each
 from flwr_replay.learning.latents import bytes_by_cut
-from flwr_replay.learning.training import iterations, late_steps, make_optimizer, mean_loss, step
+from flwr_replay.learning.training import iterations, late_steps, make_optimizer, mean_loss
 from flwr_replay.models import StagedModel, placed, split, split_before_head
+from flwr_replay.models.layers import step
 from flwr_replay.movements.base import Exchange, Outcome, Settings
 from flwr_replay.movements.serial import Serial
 from flwr_replay.payloads.splitnn import (

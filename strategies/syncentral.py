@@ -27,8 +27,9 @@ from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.tensors import read_own
 from flwr_replay.learning.augment import augment_of, changed
-from flwr_replay.learning.training import batches, make_optimizer, mean_loss, refuse_single_batches, step, torch_rng
+from flwr_replay.learning.training import batches, make_optimizer, mean_loss, refuse_single_batches, torch_rng
 from flwr_replay.models import placed
+from flwr_replay.models.layers import step
 from flwr_replay.movements.base import Exchange, Outcome
 from flwr_replay.movements.one_shot import AtServer
 from flwr_replay.server.synthesis import FOLDER, STAGES, Buffers

@@ -32,8 +32,8 @@ from flwr_replay.generators.base import AT_ONCE
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.priors import CodePrior, example_nats
 from flwr_replay.learning.tasks import make_task
-from flwr_replay.learning.training import batches, make_optimizer, step, torch_rng
-from flwr_replay.models.layers import as_input
+from flwr_replay.learning.training import batches, make_optimizer, torch_rng
+from flwr_replay.models.layers import as_input, step
 from flwr_replay.rng import derived_rng, derived_seed
 
 __all__ = [

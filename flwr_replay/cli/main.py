@@ -184,9 +184,9 @@ def compare(
     from flwr_replay.terminal import wrapped
 
     words = strategies.split(","), options or [], against or "", jobs, Path(runs_dir), metric or "", tune
-    found = compare_typed(*words)
-    print(replace(found, text=wrapped(found.text)).shown("json" if as_json else form))
-    if any("error" in cell for cell in found.report["cells"]):
+    comparison = compare_typed(*words)
+    print(replace(comparison, text=wrapped(comparison.text)).shown("json" if as_json else form))
+    if any("error" in cell for cell in comparison.report["cells"]):
         sys.exit(1)
 
 

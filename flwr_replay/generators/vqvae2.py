@@ -16,7 +16,7 @@ from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.generators.autoencoder import VQVAE2, VQVAE2Config, build_generator, summed_loss
 from flwr_replay.generators.base import AT_ONCE, ChargedSteps, ImageForm, ImageGenerator, Look, rows_of_step, step_rng
 from flwr_replay.generators.priors import CodePrior, build_prior, summed_nats
-from flwr_replay.models.layers import as_input
+from flwr_replay.models.layers import as_input, step
 from flwr_replay.rng import derived_seed
 from flwr_replay.wire.records import StateDict
 from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
@@ -45,7 +45,7 @@ def generator_step(
         dp.step(model, optimizer, example_losses, (x_B,), config.batch_size, num_replayed)
         return None, {}
     loss, terms = model.loss(x_B, rng)
-    return _descended(loss, optimizer), terms
+    return step(model, optimizer, loss), terms
 
 
 def prior_step(
@@ -64,14 +64,7 @@ def prior_step(
     if dp:
         dp.step(prior, optimizer, partial(summed_nats, prior), batch, config.batch_size)
         return None
-    return _descended(prior.loss(*batch), optimizer)
-
-
-def _descended(loss: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
-    loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    optimizer.zero_grad()  # here, not before the forward pass: the gradients' memory is free again for it
-    return loss.detach()
+    return step(prior, optimizer, prior.loss(*batch))
 
 
 class VQVAE2Images(ImageGenerator):
@@ -109,16 +102,16 @@ class VQVAE2Images(ImageGenerator):
         n, middle, losses, codes = len(labels), self.parts(len(labels))["generator"], list[Tensor | None](), None
         config, prior, drawn = self.config, self.prior_config, dp.rows(n) if dp else None
         self.generator.train(), self.prior.train()
-        for step in steps:
-            if step < middle:
-                rows = next(drawn) if drawn else rows_of_step(step, n, config.batch_size, self.seed)
-                x_B, rng = as_input(images[rows.to(images.device)]).to(self.device), step_rng(self.seed, step)
-                epoch = step // max(1, n // config.batch_size)
+        for at in steps:
+            if at < middle:
+                rows = next(drawn) if drawn else rows_of_step(at, n, config.batch_size, self.seed)
+                x_B, rng = as_input(images[rows.to(images.device)]).to(self.device), step_rng(self.seed, at)
+                epoch = at // max(1, n // config.batch_size)
                 losses.append(generator_step(config, self.generator, self.optimizer, epoch, x_B, rng, dp)[0])
                 continue
             codes = self._codes(images) if codes is None else codes
-            of_prior, rng = derived_seed(self.seed, "prior"), step_rng(self.seed, step - middle, "prior")
-            rows = next(drawn) if drawn else rows_of_step(step - middle, n, prior.batch_size, of_prior)
+            of_prior, rng = derived_seed(self.seed, "prior"), step_rng(self.seed, at - middle, "prior")
+            rows = next(drawn) if drawn else rows_of_step(at - middle, n, prior.batch_size, of_prior)
             y_B = labels[rows.to(labels.device)]
             losses.append(prior_step(prior, self.prior, self.prior_optimizer, codes[rows], y_B, rng, dp))
         counted = [loss for loss in losses if loss is not None]

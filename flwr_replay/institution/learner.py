@@ -18,7 +18,8 @@ from flwr_replay.institution.budget import DPTraining
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.augment import Augment, changed
 from flwr_replay.learning.tasks import Task
-from flwr_replay.learning.training import balanced_rows, batches, mean_loss, step
+from flwr_replay.learning.training import balanced_rows, batches, mean_loss
+from flwr_replay.models.layers import step
 
 __all__ = ["Learner"]
 

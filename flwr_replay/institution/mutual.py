@@ -29,8 +29,9 @@ from flwr_replay.institution.budget import DPTraining
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.augment import Augment, changed
 from flwr_replay.learning.tasks import Task
-from flwr_replay.learning.training import batches, mean_loss, step
+from flwr_replay.learning.training import batches, mean_loss
 from flwr_replay.models import has_batch_norm
+from flwr_replay.models.layers import step
 from flwr_replay.payloads.mutual import Mutual
 
 __all__ = ["Learning", "MutualLearner"]

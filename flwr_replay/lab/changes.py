@@ -34,10 +34,10 @@ from flwr_replay.learning.training import (
     late_steps,
     learning_rate,
     make_optimizer,
-    step,
     torch_rng,
 )
 from flwr_replay.models import split
+from flwr_replay.models.layers import step
 from flwr_replay.wire.recording import Recorded
 from flwr_replay.wire.weights import load_arrays
 

@@ -51,12 +51,12 @@ def sentence(result: Mapping[str, Any], least: int = 0) -> str:
         return f"{sent} Whether images are alone in a class, and found, is not told here (min-count).{unsure}"
     if "membership" in result:
         rates, members = result["membership"], result["membership"]["members"]
-        found = _part(round(rates["tpr_at_1_percent"]["value"] * members), members, least)
+        recognised = _part(round(rates["tpr_at_1_percent"]["value"] * members), members, least)
         if 0 < result.get("images", members + 1) - members < least:  # as many have no other of their label
-            found = "an untold number of"
+            recognised = "an untold number of"
         return (
             f"{sent} Whether an image was in the training, {result['attack']} tells with an AUC of "
-            f"{between(rates['auc'])}, where 0.5 is guessing. It finds {found} members "
+            f"{between(rates['auc'])}, where 0.5 is guessing. It finds {recognised} members "
             "if it may be wrong about 1 % of the others."
             f"{_allowed(result, least) if 'allowed' in result else ''}{unsure}"
         )

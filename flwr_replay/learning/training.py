@@ -31,7 +31,6 @@ __all__ = [
     "mean_loss",
     "refuse_single_batches",
     "select_device",
-    "step",
     "torch_rng",
     "unstepped",
 ]
@@ -222,14 +221,6 @@ def refuse_single_batches(model: nn.Module, examples: int, batch_size: int) -> N
             "choose group norm, model.norm=group or another model, or a larger training.batch-size where there "
             "are more examples"
         )
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
-    """Take one optimizer step on a loss; return the loss, detached and still on its device."""
-    loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    optimizer.zero_grad()  # here, not before the forward pass: the gradients' memory is free again for it
-    return loss.detach()
 
 
 def late_steps(

@@ -10,7 +10,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 __all__ = ["Centred", "Prepared", "Standardize"]
-__all__ += ["as_input", "centred", "classifier", "norm_layer", "out_of_place", "outlined", "stage"]
+__all__ += ["as_input", "centred", "classifier", "norm_layer", "out_of_place", "outlined", "stage", "step"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -136,3 +136,11 @@ def norm_layer(kind: str, channels: int) -> nn.Module:
 def as_input(x: Tensor) -> Tensor:
     """Convert bytes 0..255 to float32 in [0, 1], and other numbers to float32."""
     return x.float().div_(255) if x.dtype == torch.uint8 else x.float()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
+    """Take one optimizer step on a loss; return the loss, detached and still on its device."""
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()  # here, not before the forward pass: the gradients' memory is free again for it
+    return loss.detach()

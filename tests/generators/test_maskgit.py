@@ -10,7 +10,8 @@ from flwr_replay.generators.autoencoder import VQVAE2Config, build_generator
 from flwr_replay.generators.base import by_level
 from flwr_replay.generators.maskgit import LOGITS, MaskGITConfig
 from flwr_replay.generators.priors import build_prior
-from flwr_replay.learning.training import step, torch_rng
+from flwr_replay.learning.training import torch_rng
+from flwr_replay.models.layers import step
 
 TINY = {"name": "maskgit", "width": 8, "layers": 2, "heads": 2}
 

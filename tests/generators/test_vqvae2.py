@@ -14,7 +14,8 @@ from flwr_replay.config.halves import load_generator
 from flwr_replay.errors import ConfigError, WireError
 from flwr_replay.generators.autoencoder import VQVAE2Config, build_generator
 from flwr_replay.generators.base import by_level
-from flwr_replay.learning.training import step, torch_rng
+from flwr_replay.learning.training import torch_rng
+from flwr_replay.models.layers import step
 from flwr_replay.wire.weights import encoded, load_arrays
 
 CONF = Path(__file__).parents[2] / "conf" / "generator"

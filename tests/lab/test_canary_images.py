@@ -13,8 +13,8 @@ from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.lab.canaries import Canaries
 from flwr_replay.lab.canary_images import ImageCanaries
 from flwr_replay.learning.tasks import make_task
-from flwr_replay.learning.training import batches, step
-from flwr_replay.models.layers import as_input
+from flwr_replay.learning.training import batches
+from flwr_replay.models.layers import as_input, step
 from flwr_replay.models.zoo import backbone
 from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.secret import Stream

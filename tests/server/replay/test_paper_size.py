@@ -6,7 +6,8 @@ import torch
 from flwr_replay.config.compose import compose
 from flwr_replay.generators.codes import pack_codes, unpack_codes
 from flwr_replay.generators.plan import ReplayPlan
-from flwr_replay.learning.training import step, torch_rng
+from flwr_replay.learning.training import torch_rng
+from flwr_replay.models.layers import step
 
 
 @pytest.fixture(scope="module")
