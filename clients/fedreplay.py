@@ -16,7 +16,7 @@ from flwr_replay.institution.budget import DPTraining
 from flwr_replay.institution.noisy import NoisyUpload
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.augment import changed
-from flwr_replay.learning.latents import BLOCK, pack, rows_per_chunk, shift_each
+from flwr_replay.learning.latents import ROWS_TOGETHER, pack, rows_per_chunk, shift_each
 from flwr_replay.learning.training import (
     batches,
     held_out,
@@ -151,8 +151,8 @@ class FedReplayClient(FedStatsClient):
     def blocks(self, encoder: nn.Module, views: Tensor | None, first: int, stop: int) -> Iterator[Tensor]:
         """Encode rows `first` to `stop` of the upload, in parts of whole blocks."""
         total = len(self.institution.train) if views is None else len(views)
-        for begin in range(first - first % BLOCK, stop, BLOCK):
-            block = self.encode_rows(encoder, views, torch.arange(begin, min(begin + BLOCK, total)))
+        for begin in range(first - first % ROWS_TOGETHER, stop, ROWS_TOGETHER):
+            block = self.encode_rows(encoder, views, torch.arange(begin, min(begin + ROWS_TOGETHER, total)))
             yield block[max(0, first - begin) : stop - begin]
 
     def encode_rows(self, encoder: nn.Module, views: Tensor | None, rows: Tensor) -> Tensor:

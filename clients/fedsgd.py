@@ -37,7 +37,7 @@ from flwr_replay.wire.weights import load_arrays
 __all__ = ["FedSGDClient"]
 
 KEPT, ASKED = "gradient", "asked"  # key of the state, and of the request's digest in it
-BLOCK = 256  # most examples in memory at once; batch norm normalises over these rows
+ROWS_AT_ONCE = 256  # most examples in memory at once; batch norm normalises over these rows
 ROWS = 4096  # the same under DP, where groups are smaller
 
 
@@ -50,8 +50,8 @@ class FedSGDClient(InstitutionClient):
         model = self.scratch_model(request.arrays)
         if self.budget and self.budget.plan.covers(GRADIENT):
             return self.under_dp(request, model, self.budget)
-        refuse_single_batches(model, len(data), BLOCK)
-        number = math.ceil(len(data) / at_once(data.x, BLOCK, model))
+        refuse_single_batches(model, len(data), ROWS_AT_ONCE)
+        number = math.ceil(len(data) / at_once(data.x, ROWS_AT_ONCE, model))
         parts = list(zip(torch.chunk(data.x, number), torch.chunk(data.y, number), strict=True))
         blocks, total = ((as_input(x_B), y_B) for x_B, y_B in parts), len(data)
         if sampler := self.replay_sampler(request):  # every block gets its part of the replayed examples

@@ -31,7 +31,7 @@ from flwr_replay.wire.records import StateDict, opened
 
 __all__ = ["DrawsClient", "FedStatsClient"]
 
-BLOCK = 256  # examples whose features are clipped at once
+ROWS_AT_ONCE = 256  # examples whose features are clipped at once
 KEPT, MADE_BY, ONCE = "class-sums", "made-by", 1  # key of the state, of the encoder in it, and its only number
 
 
@@ -125,7 +125,7 @@ class FedStatsClient(InstitutionClient):
         clip = request.clip * (WITH_LABEL if task else 1)
         sums = torch.zeros(head.out_features, 1 + features, dtype=torch.float64)
         products_FF = sums.new_zeros(*(features,) * 2 if request.products else (0, 0))
-        for rows_B in map(torch.from_numpy, blocks(of_N, BLOCK)):
+        for rows_B in map(torch.from_numpy, blocks(of_N, ROWS_AT_ONCE)):
             labels_B, of_B = train.y[rows_B].cpu(), torch.from_numpy(of_N)[rows_B]
             features_BF = features_NF[rows_B]
             if task:

@@ -30,7 +30,7 @@ from flwr_replay.attacks.latents import invert as invert_latents
 from flwr_replay.attacks.latents import latents_of, learned_decoder, mixes, nearest_auxiliary
 from flwr_replay.attacks.search import Search, tuned
 from flwr_replay.config.sections import require
-from flwr_replay.learning.latents import BLOCK
+from flwr_replay.learning.latents import ROWS_TOGETHER
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.models.layers import as_input
 
@@ -102,7 +102,7 @@ class Attacker:
         them; for all, if the encoder mixes them.
         """
         mixed = mixes(encoder)
-        batch, tuned_on = (len(latents_n), len(latents_n)) if mixed else (BLOCK, TUNED_ON)
+        batch, tuned_on = (len(latents_n), len(latents_n)) if mixed else (ROWS_TOGETHER, TUNED_ON)
 
         def matched() -> tuple[Tensor, dict[str, float]]:
             def attack(search: Search, latents: Tensor = latents_n if mixed else latents_n[:few]) -> Tensor:

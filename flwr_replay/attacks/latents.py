@@ -32,7 +32,7 @@ from flwr_replay.attacks.search import Search, minimise, total_variation
 from flwr_replay.generators.autoencoder import VQVAE2
 from flwr_replay.generators.base import AT_ONCE
 from flwr_replay.generators.codes import unpack_codes
-from flwr_replay.learning.latents import BLOCK, pack, unpack
+from flwr_replay.learning.latents import ROWS_TOGETHER, pack, unpack
 from flwr_replay.learning.training import at_once, batches, torch_rng
 from flwr_replay.models import has_batch_norm
 from flwr_replay.models.layers import as_input
@@ -50,7 +50,7 @@ def mixes(encoder: nn.Module) -> bool:
     return encoder.training and has_batch_norm(encoder)
 
 
-def latents_of(encoder: nn.Module, images_nCHW: Tensor, dtype: str = "float32", batch: int = BLOCK) -> Tensor:
+def latents_of(encoder: nn.Module, images_nCHW: Tensor, dtype: str = "float32", batch: int = ROWS_TOGETHER) -> Tensor:
     """Send auxiliary images through the encoder, and through the rounding that the victim's latents had.
 
     Images are uint8 or in [0, 1], on the encoder's device; latents (n, ...) float32. They travel as float32, float16 or

@@ -26,7 +26,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 LEFT = re.compile(r"\..+\.tmp|\.write-.+")  # a temporary file that a killed process has left
 DAY = 86_400  # seconds
 MOMENT = 0.1  # seconds
-BLOCK = 2**20  # bytes per read
+BYTES_AT_ONCE = 2**20  # bytes per read
 CHECKSUM = "crc32"  # the key of a JSON file's own checksum
 LARGEST = 2**64  # Flower's node ids are below
 Form = Mapping[Any, Any]  # of a JSON object, as for `fits`
@@ -264,7 +264,7 @@ def tally(path: Path, before: tuple[int, int] = (0, 0), end: int | None = None) 
     size, crc = before
     with reading(path), open(path, "rb") as file:
         file.seek(size)
-        while block := file.read(BLOCK if end is None else min(BLOCK, end - size)):
+        while block := file.read(BYTES_AT_ONCE if end is None else min(BYTES_AT_ONCE, end - size)):
             size, crc = size + len(block), crc32(block, crc)
     return size, crc
 

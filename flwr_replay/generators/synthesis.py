@@ -120,7 +120,7 @@ class SynthesisPlan:
         """Return how many steps a training on so many images has; none where a checkpoint is given."""
         return 0 if self.generator.checkpoint else self.fresh(0, torch.device("cpu")).steps(examples)
 
-    def slices(self, examples: int) -> int:
+    def pieces(self, examples: int) -> int:
         """Return how many messages a training on so many images takes, if none is cut short by the clock."""
         return max(1, ceil(self.steps(examples) / self.generator.slice_steps))
 

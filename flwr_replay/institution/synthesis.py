@@ -38,7 +38,7 @@ __all__ = ["SynthesisStages"]
 TRAIN, DRAW, KEEP = "train-slice", "draw-buffer", "keep-buffer"
 PER_CLASS = 16  # images drawn to measure how different they are, from each other and from real ones
 COMPARED = 512  # real images at most
-BLOCK = 256  # images drawn from one seed, so that buffers of all sizes begin with the same images
+DRAWN_TOGETHER = 256  # images drawn from one seed, so that buffers of all sizes begin with the same images
 AT_ONCE, CHARGED_AT_ONCE = 10, 50  # steps between two looks at the clock; under DP each is a charge on the disk
 
 
@@ -211,8 +211,8 @@ class SynthesisStages:
     def drawn(self, run: str, size: int, *purpose: object) -> StateDict:
         """Draw images, uint8, and labels. The same purpose draws the same: a smaller size has the first of them."""
         generator, classes, parts = self.complete(run), self.classes(self.images()), list[Tensor]()
-        labels = classes[torch.arange(-(-size // BLOCK) * BLOCK) % len(classes)]
-        for i, block in enumerate(torch.split(labels, BLOCK)):
+        labels = classes[torch.arange(-(-size // DRAWN_TOGETHER) * DRAWN_TOGETHER) % len(classes)]
+        for i, block in enumerate(torch.split(labels, DRAWN_TOGETHER)):
             drawn = generator.sample(block, torch_rng(self.identity, "drawn", *purpose, i))
             parts.append(drawn.mul(255).round().clamp(0, 255).byte())
         return {"images": torch.cat(parts)[:size].numpy(), "labels": labels[:size].numpy()}

@@ -45,7 +45,7 @@ __all__ = ["NOT_ANEW", "OfChange", "of_weights"]
 
 MOST_BEHIND = 128  # images behind one answer that a search looks for
 PLAIN = ("fedavg", "fedavgm", "fedsgd", "cwt")  # methods whose first visit is nothing but the steps simulated here
-BLOCK = 256  # examples whose gradient FedSGD computes at once
+ROWS_AT_ONCE = 256  # examples whose gradient FedSGD computes at once
 MOST_STEPS = 64  # of local training that are simulated
 NOT_ANEW = (
     "A digest proves the originals; what was sent could not be computed anew from them, for the method adds something, "
@@ -225,7 +225,7 @@ class OfChange(Trial):
     def _gradient_anew(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """Add up the gradients of blocks, as FedSGD's institutions do."""
         once = self.evidence.config.features_once  # then institutions had features of them
-        number = math.ceil(len(x) / at_once(x, BLOCK, None if once else self.model))
+        number = math.ceil(len(x) / at_once(x, ROWS_AT_ONCE, None if once else self.model))
         blocks = list(zip(torch.chunk(x, number), torch.chunk(y, number), strict=True))
         parts = [(len(b) / len(y), change_of(self.model, self.task.loss, a, b, LocalSteps())) for a, b in blocks]
         return {name: sum((share * part[name] for share, part in parts), torch.tensor(0.0)) for name in self.change}

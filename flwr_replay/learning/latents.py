@@ -22,7 +22,7 @@ from flwr_replay.payloads.fedreplay import Latents
 from flwr_replay.wire.bounds import LARGEST, largest
 
 __all__ = [
-    "BLOCK",
+    "ROWS_TOGETHER",
     "LatentStore",
     "bytes_by_cut",
     "check_chunk",
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 AT_ONCE = 2**20  # bytes of latents that are read together, at least one batch
-BLOCK = 32  # rows encoded together, always the same ones: their last bits depend on the size of the batch
+ROWS_TOGETHER = 32  # rows encoded together, always the same ones: their last bits depend on the size of the batch
 UPLOAD = {"filled": int, "total": int, "raw-bytes": int}  # keys of upload.json; each array adds its length and checksum
 ENVELOPE = 2048  # most bytes of a chunk's names, array headers and statistics
 
@@ -93,7 +93,7 @@ def check_reach(encoder: nn.Module, input_shape: tuple[int, ...] | None, device:
     """
     if input_shape is None:
         return
-    noise = torch.rand(BLOCK, *input_shape, generator=torch.Generator().manual_seed(0))
+    noise = torch.rand(ROWS_TOGETHER, *input_shape, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         most = float(encoder.eval()(noise.to(device)).abs().max())
     if not most <= LARGEST:  # NaN fails, too
@@ -162,7 +162,7 @@ def rows_per_chunk(row_values: int, label_bytes: int, dtype: str, chunk_bytes: i
             f"strategy.chunk-mb must hold at least one example's latents; got {chunk_bytes / 1e6:g} MB for "
             f"{row_bytes / 1e6:.3g} MB: raise chunk-mb, or choose a deeper cut or a smaller latent-dtype"
         )
-    return int(rows if rows < BLOCK else rows - rows % BLOCK)
+    return int(rows if rows < ROWS_TOGETHER else rows - rows % ROWS_TOGETHER)
 
 
 def shift_each(images: Tensor, reach: int, offsets_B2: Tensor) -> Tensor:

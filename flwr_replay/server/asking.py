@@ -93,7 +93,7 @@ def wait_for_nodes(
             advice = "start more SuperNodes (a simulation: --federation-config num-supernodes=N) or lower nodes"
             if away := who():
                 others = f"if the others' officers agree, whose pages and policies were for {number}"
-                less = " and every peers.txt without it: masks need three clinics or more," if masked else ""
+                less = " and every peers.txt without it: masks need three institutions or more," if masked else ""
                 advice = f"start its SuperNode, or go on with nodes={joined}{less} {others}"
             raise RunError(
                 f"this run needs at least {minimum} institutions; {joined} joined within {seconds:g} s{away}: {advice}"

@@ -192,11 +192,11 @@ class Buffers:
             images, labels = opened(whole), None
         exchanges: list[Exchange] = []
         for member in self.exchanger.members:
-            slices = self.plan.slices(member.num_examples)
+            pieces = self.plan.pieces(member.num_examples)
             margin = {} if self.plan.generator.keeps_distance else {"margin": None}
             last = GeneratorSlice.blank(**margin)
             answer = replace(last, diversity=None, precision=None, margin=None)
-            exchanges += [(member, TrainSlice(run=run), reply, n) for reply, n in ((answer, slices - 1), (last, 1))]
+            exchanges += [(member, TrainSlice(run=run), reply, n) for reply, n in ((answer, pieces - 1), (last, 1))]
             if self.size:
                 buffer = Buffer.blank(images=images, labels=labels)
                 exchanges.append((member, self.draw(0), buffer, draws.get(member.name, 0)))

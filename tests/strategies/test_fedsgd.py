@@ -45,7 +45,7 @@ class Double(nn.Module):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_it_is_full_batch_gradient_descent_on_the_union_in_float64(tmp_path, monkeypatch, momentum):
-    monkeypatch.setattr(fedsgd, "BLOCK", 10)  # several blocks each, and one block that is not full
+    monkeypatch.setattr(fedsgd, "ROWS_AT_ONCE", 10)  # several blocks each, and one block that is not full
     torch.set_num_threads(1)
     rng, sizes = np.random.default_rng(0), [37, 11, 1]
     x, y = rng.normal(size=(49, 6, 1, 1)).astype(np.float32), rng.integers(0, 3, 49)
