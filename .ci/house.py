@@ -1,4 +1,4 @@
-"""Count the house, and fail on a circle, an arrow up or a room or file that is too big.
+"""Count the house, and fail on a circle, an arrow up, a room or file that is too big, or two classes of one name.
 
 A room is a module or package directly inside flwr_replay. An arrow is an import from one room in another, wherever it
 stands in a file. The floors are those of .importlinter; an arrow up, or along a floor, runs against them. A circle is
@@ -7,8 +7,10 @@ of files, in one room or in several.
     python .ci/house.py SITE        # SITE: the folder in which the package lies as it is installed
 """
 
+import ast
 import configparser
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import grimp
@@ -17,7 +19,8 @@ import networkx as nx
 ROOT = Path(__file__).parents[1]
 MOST = 4000  # lines of a room
 LONGEST = 400  # lines of a file
-FOLDERS = ("benchmarks", "clients", "docs", "flwr_replay", "simulations", "strategies", "tests")
+PRODUCT = ("clients", "flwr_replay", "simulations", "strategies")
+FOLDERS = ("benchmarks", "docs", *PRODUCT, "tests")
 
 
 def lines(site, room):
@@ -25,6 +28,16 @@ def lines(site, room):
     place = site / "flwr_replay" / room
     files = place.rglob("*.py") if place.is_dir() else [place.with_suffix(".py")]
     return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+def twice():
+    """Return the names that several classes have, each with the classes' places."""
+    places = defaultdict(list)
+    for file in (file for folder in PRODUCT for file in sorted((ROOT / folder).rglob("*.py"))):
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    return [f"{name} in {' and '.join(where)}" for name, where in places.items() if len(where) > 1]
 
 
 def main():
@@ -51,7 +64,7 @@ def main():
     print(f"{len(rooms)} rooms on {len(floors)} floors, {len(arrows)} arrows, {len(up)} up; {len(circles)} circles")
     print(f"{sum(size.values())} lines; the biggest rooms: ", end="")
     print(", ".join(f"{room} {size[room]}" for room in sorted(size, key=size.get, reverse=True)[:5]))
-    faults = {"arrow up": up, "circle": circles}
+    faults = {"arrow up": up, "circle": circles, "class name used twice": twice()}
     faults |= {f"room of more than {MOST} lines": big, f"file of more than {LONGEST} lines": long}
     for fault, places in faults.items():
         for place in places:

@@ -193,7 +193,7 @@ LEAKS = (
 )
 
 
-class Look(NamedTuple):
+class ImageFile(NamedTuple):
     """One file: its form and its digest."""
 
     size: str  # height x width, pixels
@@ -249,7 +249,7 @@ def checked(folder: Path) -> tuple[list[str], bool]:
     return [*lines, *(wrong or ["nothing is wrong"])], not wrong
 
 
-def _look(row: ManifestRow) -> Look:
+def _look(row: ManifestRow) -> ImageFile:
     from PIL import Image, UnidentifiedImageError
 
     shown = picture(row.file, "RGB", row.where)
@@ -259,7 +259,7 @@ def _look(row: ManifestRow) -> Look:
             mode = Image.open(file).mode
         except UnidentifiedImageError:
             mode = "DICOM"
-    return Look(f"{shown.height} x {shown.width}", mode, digest)
+    return ImageFile(f"{shown.height} x {shown.width}", mode, digest)
 
 
 def _named(group: Iterable[ManifestRow]) -> str:
