@@ -11,12 +11,11 @@ backbone's weights in a file: nothing is downloaded.
 `n` images, `A` and `B` batches, `C` channels, `H` height, `W` width, `F` numbers in an image's vector, `K` features.
 """
 
-from __future__ import annotations
-
 import warnings
 from itertools import pairwise
 from math import sqrt
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -91,7 +90,7 @@ class LocalFeatures(Look):
         """Return the last layer's features, averaged over places: (B, K)."""
         return self.maps(x_BCHW)[-1].mean((2, 3))
 
-    def learn(self, x_nCHW: Tensor, y_n: Tensor) -> LocalFeatures:
+    def learn(self, x_nCHW: Tensor, y_n: Tensor) -> Self:
         """Train on an institution's images, uint8 or in [0, 1], and their classes; return itself, frozen."""
         optimizer = torch.optim.Adam(self.parameters(), lr=RATE)
         for step in range(STEPS):
@@ -103,7 +102,7 @@ class LocalFeatures(Look):
             optimizer.step()
         return self.freeze()
 
-    def freeze(self) -> LocalFeatures:
+    def freeze(self) -> Self:
         """Learn no more; return itself."""
         self.learned = True
         return self.requires_grad_(False)

@@ -4,8 +4,6 @@ In a simulation an institution owns one part of a data set. In a deployment the 
 owns: `--node-config 'name="a" data="/data/a" state="/var/lib/flwr-replay" policy="/etc/flwr-replay/policy.yaml"'`.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +11,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -51,7 +49,7 @@ class Shard:
     raw_bytes: int
 
     @classmethod
-    def of(cls, examples: Examples, device: torch.device) -> Shard:
+    def of(cls, examples: Examples, device: torch.device) -> Self:
         """Move examples to a device; on the CPU nothing is copied."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # a memory map; nobody writes
@@ -92,7 +90,7 @@ class Institution:
         self.reports_losses &= not self.policy.min_count
 
     @classmethod
-    def from_arrays(cls, name: str, train: Given, test: Given | None = None, device: str = "cpu") -> Institution:
+    def from_arrays(cls, name: str, train: Given, test: Given | None = None, device: str = "cpu") -> Self:
         """Make an institution of examples that are in memory, as a user's own ClientApp has them.
 
         Parameters

@@ -15,13 +15,11 @@ No option and no message leads here. `flwr_replay.client_app` must not import th
 `m` canaries, `D` rows of the institution, `d` parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import log, log1p, sqrt
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -54,7 +52,7 @@ class Canaries:
     number_D: Tensor  # of the canary in each row, int64; −1: none
 
     @classmethod
-    def tossed(cls, canaries: int, examples: int, seed: int) -> Canaries:
+    def tossed(cls, canaries: int, examples: int, seed: int) -> Self:
         """Choose rows and toss a fair coin for each; refuse fewer than two, or as many as there are examples."""
         require(
             2 <= canaries < examples,

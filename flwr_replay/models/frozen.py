@@ -3,13 +3,11 @@
 `B` batch, `C` channels, `H` height, `W` width.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -89,14 +87,14 @@ class Frozen(nn.Module):
         """Say whether inputs (B, ...) are features, and no images."""
         return tuple(x.shape[1:]) in (self.shape, self.stored)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Frozen:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the layers, which can then be moved to a device, and share the weights, which never change."""
-        twin = Frozen.__new__(Frozen)
+        twin = type(self).__new__(type(self))
         memo |= {id(self): twin, **{id(buffer): buffer for buffer in self.stages.buffers()}}
         vars(twin).update(copy.deepcopy(vars(self), memo))
         return twin
 
-    def train(self, mode: bool = True) -> Frozen:
+    def train(self, mode: bool = True) -> Self:
         """Stay in evaluation mode."""
         return super().train(False) if self.training else self
 

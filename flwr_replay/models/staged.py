@@ -3,12 +3,10 @@
 `B` batch, `C` channels, `H` height, `W` width.
 """
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TypeVar, overload
+from typing import Self, TypeVar, overload
 
 import torch
 from torch import fx, nn
@@ -44,7 +42,7 @@ class TracedPart(fx.GraphModule):
     stages: tuple[str, ...]  # from input to output
 
     @classmethod
-    def of(cls, model: nn.Module, graph: fx.Graph, stages: tuple[str, ...]) -> TracedPart:
+    def of(cls, model: nn.Module, graph: fx.Graph, stages: tuple[str, ...]) -> Self:
         """Return the part of a model that a graph computes."""
         part = cls(model, graph)
         part.stages = stages

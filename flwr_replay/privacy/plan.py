@@ -1,7 +1,5 @@
 """Which mechanisms of a run are trained under DP, what they cost an institution, and which claims follow."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -44,7 +42,7 @@ class Passes(NamedTuple):
         cost = SampledGaussian.of_epochs(examples=examples, batch=batch, sigma=sigma, epochs=self.epochs)
         return replace(cost, steps=self.steps) if self.steps else cost
 
-    def in_share(self, share: float) -> Passes:
+    def in_share(self, share: float) -> Self:
         """Return those of an institution that trains in a share of the rounds; what is trained before is not less."""
         by_round = self.mechanism in ("classifier", "proxy", GRADIENT)
         return self._replace(epochs=round(share * self.epochs)) if by_round else self

@@ -6,13 +6,12 @@ p-value is never below k!^(1-N), that of N equal orders of k methods, which the 
 Letters: N blocks (seeds of one data set, or data sets), k methods.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from math import factorial, sqrt
+from typing import Self
 
 import numpy as np
 
@@ -31,7 +30,7 @@ class MeanRanks:
     by_method: Mapping[str, Mapping[str, float]]
 
     @classmethod
-    def of(cls, values: Mapping[str, Mapping[str, float]], higher_is_better: bool) -> MeanRanks | None:
+    def of(cls, values: Mapping[str, Mapping[str, float]], higher_is_better: bool) -> Self | None:
         """Rank methods in the blocks that all have; None for fewer than three methods or `FEWEST` such blocks.
 
         >>> values = {"a": {"0": 0.1, "1": 0.5, "2": 0.2, "3": 0.3, "4": 0.2, "5": 0.9}}

@@ -6,13 +6,11 @@ The head says which run, who sent it, who can open it, in which exchange, and wh
 named arrays as they would have travelled. `flwr_replay/ciphers/seal.py` seals and opens; nothing here can.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from flwr.app import Array, ArrayRecord
@@ -61,7 +59,7 @@ class Head(NamedTuple):
         return NUMBERS.pack(self.receivers.index(self.sender), self.exchange, self.weight) + texts
 
     @classmethod
-    def unpack(cls, data: bytes) -> Head:
+    def unpack(cls, data: bytes) -> Self:
         """Undo `pack`; a WireError if it is no head."""
         try:
             place, exchange, weight = NUMBERS.unpack_from(data)

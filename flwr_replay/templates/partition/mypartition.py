@@ -1,7 +1,5 @@
 """A partition: each institution has neighbouring classes, and some examples of all."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """Model and data of the study: plain PyTorch and NumPy."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Any
 

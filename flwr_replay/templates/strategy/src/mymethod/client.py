@@ -1,7 +1,5 @@
 """MyMethod: the institution's half; the server's half is `strategy.py`."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What travels in MyMethod: as in FedAvg, and how far each institution has moved the model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flwr_replay.payloads.common import Train, Trained

@@ -10,8 +10,6 @@ Travels: the weights, to every institution (`TrainMyMethod`) and back (`TrainedM
         θ ← Σ_k (n_k / n) (θ + min(1, c / d_k) (θ_k - θ))
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
