@@ -1,16 +1,11 @@
 """What a strategy's options declare to the rest of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from flwr_replay.config.sections import Named
+from flwr_replay.config.sections import Named, TaskConfig
 from flwr_replay.errors import ConfigError
-
-if TYPE_CHECKING:
-    from flwr_replay.config.sections import TaskConfig
 
 __all__ = ["StrategyConfig", "Traits", "refuse_stray"]
 
@@ -44,7 +39,7 @@ class Traits:
             if not isinstance(value, kind):
                 raise ConfigError(f"{trait.name} must be a {kind.__name__}; got {value!r}: write it so in traits")
 
-    def inherited(self) -> Traits:
+    def inherited(self) -> Self:
         """Return those of a subclass that states none: it has other steps, for which its parent cannot speak."""
         return replace(self, mixes=False, summed=False, supports_draws=False, dp_mechanisms=())
 

@@ -3,19 +3,15 @@
 Source: Kalra et al. 2023 (ProxyFL), Algorithm 1, lines 7-10.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.errors import RunError, WireError
-
-if TYPE_CHECKING:
-    from flwr_replay.wire.records import StateDict
+from flwr_replay.wire.records import StateDict
 
 __all__ = ["mixed", "parcel", "sender_name"]
 
