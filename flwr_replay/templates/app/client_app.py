@@ -1,5 +1,7 @@
 """A user's own ClientApp, as Flower's quickstart writes it; nothing in it is changed."""
 
+from __future__ import annotations
+
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from task import load_data, net

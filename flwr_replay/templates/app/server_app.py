@@ -1,5 +1,7 @@
 """A user's own ServerApp with cyclic weight transfer in place of FedAvg: one line is changed, beside its imports."""
 
+from __future__ import annotations
+
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp

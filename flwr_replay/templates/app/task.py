@@ -1,5 +1,7 @@
 """A user's own model, data and training: plain PyTorch that knows nothing of flwr-replay."""
 
+from __future__ import annotations
+
 from collections import OrderedDict
 
 import numpy as np
