@@ -217,9 +217,8 @@ def planned_privacy(strategy: Movement, rounds: int, names: Sequence[str]) -> li
     counts = {member.name: member.num_examples for member in strategy.members}
     whole, shares = sum(counts.values()), shares_of(strategy, rounds)
     what, read = " and ".join(plan.mechanisms), "the sums" if plan.institutions else "these"
-    text = [
-        f"Privacy by institution, at the end of the run: of its {what}, against whoever reads {read}, the server too"
-    ]
+    whom = f"whoever reads {read}, the server too" if plan.colluders or not plan.institutions else "the server"
+    text = [f"Privacy by institution, at the end of the run: of its {what}, against {whom}"]
     for name in names:
         examples = whole if plan.pooled else counts[name]
         epsilon, delta = plan.planned(examples, shares[name])

@@ -10,6 +10,7 @@ from typing import ClassVar
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
+from flwr_replay.config.sections import require
 from flwr_replay.movements.base import Outcome
 from flwr_replay.movements.participation import AtOnce, number_chosen
 from flwr_replay.server.members import Member
@@ -22,6 +23,15 @@ class Relay(AtOnce):
     """Base of the methods without a global model; in this base each institution keeps its own."""
 
     answer: ClassVar[type[Payload]]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "config_type" in vars(cls):
+            require(
+                cls.config_type.traits.own_models and not cls.config_type.traits.global_model,
+                f"in a relay institutions have models of their own, and the server none; {cls.config_type.__name__} "
+                "does not say so: write own_models=True, global_model=False in its traits",
+            )
 
     @abstractmethod
     def train_request(self, exchange: int, member: Member) -> Request:

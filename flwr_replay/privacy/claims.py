@@ -28,8 +28,10 @@ def sentence(plan: PrivacyPlan, stages: Mapping[str, type[Payload]]) -> str:
     sums = summed[0] if len(plan.mechanisms) == 1 and summed else ""
     neighbours = ONE_PATIENT if sums else ONE_EXAMPLE
     if plan.institutions:
-        neighbours += f" It is that of the sum of {plan.institutions} institutions, {plan.trust}. If masks are "
-        neighbours += "broken, the larger epsilon counts, that of each institution's own messages."
+        neighbours += f" It is that of the sum of {plan.institutions} institutions, {plan.trust}. "
+        if not plan.colluders:
+            neighbours += "Another of them knows its own share of the noise: against it a larger epsilon counts. "
+        neighbours += "If masks are broken, that of each institution's own messages does, which is the largest."
     named = [*plan.mechanisms, *(["label counts"] if plan.counted else [])]
     covered = " and ".join([", ".join(named[:-1]), named[-1]] if named[1:] else named)
     if plan.end_to_end and sums:

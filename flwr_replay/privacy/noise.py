@@ -20,7 +20,8 @@ def noise_of(plan: PrivacyPlan, examples: int, share: float = 1.0) -> list[dict[
         DP-SGD the sensitivity is C, and there are `sampling-rate` q = `batch` / `examples`, and `steps`, as many as an
         institution takes that stays to the end. For latents the sensitivity is 2C, and labels have `label-epsilon`.
         For label counts it is 1, and there is no C. Of noise that is shared, sigma is that of the sum of
-        `institutions`, `trust` how many of them may be what, and `alone` the epsilon of one's own messages.
+        `institutions`, `trust` how many of them may be what, `alone` the epsilon of one's own messages, and with
+        colluders=0 `among` that of the sum against another of them.
     """
     config = plan.config
     if plan.local:
@@ -42,8 +43,9 @@ def noise_of(plan: PrivacyPlan, examples: int, share: float = 1.0) -> list[dict[
             }
         )
         if plan.institutions:
-            alone = plan.alone(*plan.planned(examples, share))
-            noise[-1] |= {"institutions": plan.institutions, "trust": plan.trust, "alone": alone}
+            planned = plan.planned(examples, share)
+            noise[-1] |= {"institutions": plan.institutions, "trust": plan.trust, "alone": plan.alone(*planned)}
+            noise[-1] |= {} if plan.colluders else {"among": plan.among(*planned)}
     return noise + ([{"mechanism": COUNTS, "sigma": config.count_sigma}] if plan.counted else [])
 
 
@@ -62,7 +64,9 @@ def shown_noise(noise: Sequence[Mapping[str, Any]]) -> str:
             line += f", sampling rate {entry['sampling-rate']:.3g} ({entry['batch']:,} of {entry['examples']:,})"
             line += f", up to {entry['steps']:,} steps"
         if "alone" in entry:
-            line += f", on the sum of {entry['institutions']}, {entry['trust']}; epsilon without masks "
+            line += f", on the sum of {entry['institutions']}, {entry['trust']}; "
+            line += f"epsilon against another of them {rounded_up(entry['among'])}, " if "among" in entry else ""
+            line += "epsilon without masks "
             line += rounded_up(entry["alone"])
         if "label-epsilon" in entry:
             line += f", noise 2 C sigma; labels: randomised response, epsilon {entry['label-epsilon']:g}"

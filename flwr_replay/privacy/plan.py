@@ -186,6 +186,11 @@ class PrivacyPlan:
         """Return the epsilon of one institution's messages without masks, where that of the sums is this one."""
         return gaussian_epsilon(sqrt(self.honest) / gaussian_noise(epsilon, delta), delta)
 
+    def among(self, epsilon: float, delta: float) -> float:
+        """Return the epsilon of the sums against another institution: with colluders=0 its own share hides nothing."""
+        others = max(1, self.honest - (not self.colluders))
+        return gaussian_epsilon(sqrt(self.honest / others) / gaussian_noise(epsilon, delta), delta)
+
     def planned(self, examples: int, share: float = 1.0) -> tuple[float, float]:
         """Return epsilon and delta, as its account states them, of an institution that stays to the end.
 
@@ -309,8 +314,11 @@ class PrivacyPlan:
                 return "not protected: its noise comes from the run's seed"
             proof = NO_PROOF if self.unproven else "-DP of each replaced example" if self.local else "-DP"
             shown = f"({rounded_up(epsilon)}, {rounded_up(delta, 2)}){proof}"
-            alone = f" in the sum of {self.institutions}, {self.trust}; alone {rounded_up(self.alone(epsilon, delta))}"
-            return shown + alone if self.institutions else shown
+            if not self.institutions:
+                return shown
+            other = "" if self.colluders else f"; {rounded_up(self.among(epsilon, delta))} against another of them"
+            alone = rounded_up(self.alone(epsilon, delta))
+            return f"{shown} in the sum of {self.institutions}, {self.trust}{other}; alone {alone}"
         return "declared public" if field.public else "none"
 
     def promise(self, answer: type[Payload], field: Field) -> float:

@@ -22,7 +22,10 @@ from flwr_replay.payloads.common import RollCall
 from flwr_replay.payloads.fedsgd import Differentiate
 from flwr_replay.payloads.fedstats import Summarise, pairs_of
 from flwr_replay.privacy.accounting import noise_for
+from flwr_replay.privacy.claims import sentence
 from flwr_replay.privacy.discrete import BITS
+from flwr_replay.privacy.gaussian import gaussian_epsilon, gaussian_noise
+from flwr_replay.privacy.noise import noise_of, shown_noise
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.wire.masked import MASKED
 from flwr_replay.wire.records import opened
@@ -96,6 +99,11 @@ def test_the_sum_has_its_noise_once_also_without_the_shares_of_those_who_help(fo
     sigma = noise_for(2, DELTA, [(1.0, 5 if "dp=gradient" in options else 1)])
     honest = 2**BITS * math.sqrt(len(NAMES) - colluders) * plan.step(*plan.mechanisms, N, len(one[1]))
     assert sigma < honest < 1.001 * sigma
+    left = len(NAMES) - max(1, colluders)  # shares that another institution, which knows its own, does not know
+    known = gaussian_epsilon(math.sqrt((len(NAMES) - colluders) / left) / gaussian_noise(2, DELTA), DELTA)
+    assert plan.among(2, DELTA) == pytest.approx(known, rel=1e-6)
+    assert ("epsilon against another of them" in shown_noise(noise_of(plan, N))) == (not colluders)
+    assert ("against it a larger epsilon counts" in sentence(plan, {})) == (not colluders)
 
 
 @pytest.mark.parametrize("options", ALL)
