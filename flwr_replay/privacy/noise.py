@@ -5,7 +5,7 @@ from typing import Any
 
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.local import LATENTS
-from flwr_replay.privacy.plan import COUNTS, PrivacyPlan
+from flwr_replay.privacy.plan import COUNTS, STATISTICS, PrivacyPlan
 
 __all__ = ["noise_of", "shown_noise"]
 
@@ -19,9 +19,9 @@ def noise_of(plan: PrivacyPlan, examples: int, share: float = 1.0) -> list[dict[
         `mechanism`; `sigma`, the noise multiplier: the noise's standard deviation over the sensitivity; `clip`, C. For
         DP-SGD the sensitivity is C, and there are `sampling-rate` q = `batch` / `examples`, and `steps`, as many as an
         institution takes that stays to the end. For latents the sensitivity is 2C, and labels have `label-epsilon`.
-        For label counts it is 1, and there is no C. Of noise that is shared, sigma is that of the sum of
-        `institutions`, `trust` how many of them may be what, `alone` the epsilon of one's own messages, and with
-        colluders=0 `among` that of the sum against another of them.
+        For label counts it is 1, and there is no C; that of statistics is the method's own option. Of noise that is
+        shared, sigma is that of the sum of `institutions`, `trust` how many of them may be what, `alone` the epsilon of
+        one's own messages, and with colluders=0 `among` that of the sum against another of them.
     """
     config = plan.config
     if plan.local:
@@ -35,7 +35,7 @@ def noise_of(plan: PrivacyPlan, examples: int, share: float = 1.0) -> list[dict[
             {
                 "mechanism": passes.mechanism,
                 "sigma": cost.sigma,
-                "clip": config.clip_of(passes.mechanism),
+                **({} if passes.mechanism == STATISTICS else {"clip": config.clip_of(passes.mechanism)}),
                 "sampling-rate": cost.rate,
                 "batch": passes.batch or examples,
                 "examples": examples,

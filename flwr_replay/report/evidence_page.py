@@ -31,8 +31,8 @@ PAGE = "evidence"
 NOT_RUN = {
     "attacks": "No attack was run on this run's messages: `flwr-replay privacy attack RUN`, where they were recorded.",
     "audit": "No audit by canaries was given: `flwr-replay privacy audit` on the same options, then --audit FILE.",
-    "sacroml": "SACRO-ML was not run. `uv run docs/examples/sacroml/attack.py MODEL DATA REPORT`, in a checkout, runs "
-    "it on what `flwr-replay export` wrote, in an environment of its own. Beside pandas 3, as here, "
+    "sacroml": "This page has no SACRO-ML report. `uv run docs/examples/sacroml/attack.py MODEL DATA REPORT` in a "
+    "checkout makes one of what `flwr-replay export` wrote, in an environment of its own. Beside pandas 3, as here, "
     "sacroml 2.0.1 gets acro 0.4.2: later ones want pandas below 3.",
 }
 CONTROLS = (  # asked by, what is asked, what is here
@@ -73,10 +73,14 @@ CONTROLS = (  # asked by, what is asked, what is here
         "`data check`: unreadable and double images, patients in two splits",
     ),
     ("DSPT 1.8", "risks are understood and managed", "attacks, audits and their limits; no register of risks"),
+    ("DSPT: Staff Responsibilities", "staff know their duties", "the officer's page, to sign; else none"),
     ("DSPT: Training", "staff are trained", "none"),
     ("DSPT: Managing Data Access", "access is managed", "none: as SATRE 3.2.3"),
+    ("DSPT: Process Reviews", "processes are reviewed each year", "none"),
     ("DSPT: Responding to Incidents", "incidents are reported", "none"),
+    ("DSPT: Continuity Planning", "a plan for when systems fail", "runs resume, budgets survive a restart; no plan"),
     ("DSPT: Unsupported Systems", "no unsupported software", "versions above; nothing checks them against advisories"),
+    ("DSPT: IT Protection", "systems are protected", "the guard, against messages of a run only"),
     ("DSPT: Accountable Suppliers", "suppliers are accountable", "none: open source, without warranty"),
 )
 

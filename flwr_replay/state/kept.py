@@ -28,6 +28,7 @@ from flwr_replay.wire.recording import FOLDER
 __all__ = ["DECODED", "KeptOfRun", "bytes_of", "kept", "ledger_bytes", "remove", "retire"]
 
 GOES = (".safetensors", ".npy", ".png")
+EVIDENCE = "evidence.*"  # as `flwr_replay.report.evidence_page` names it
 RECEIPT = "receipt.json"  # of a state directory that was removed: what is kept beside it, and what is gone
 
 
@@ -97,7 +98,7 @@ def remove(state: Path, runs: Sequence[str]) -> None:
 
 
 def retire(state: Path, receipt: Path) -> None:
-    """Remove a state directory; a new folder keeps the ledger, and each run's account, options and counts.
+    """Remove a state directory; a new folder keeps the ledger, evidence, and each run's account, options and counts.
 
     `receipt.json` in it has the SHA-256 of every file that is kept, and names every file that was removed, with its
     bytes. The receipt is whole before anything is removed. No process may work there meanwhile. Whoever joins again has
@@ -115,7 +116,8 @@ def retire(state: Path, receipt: Path) -> None:
     below = [file for file in files_below(state / RUNS, at_work=True) if file not in spare]
     with new_folder(receipt) as new:
         sums = {}
-        for file in [*(part for part in parts(state / LEDGER) if part.exists()), *below]:
+        ledger = (part for part in parts(state / LEDGER) if part.exists())
+        for file in [*ledger, *sorted(state.glob(EVIDENCE)), *below]:
             name, content = file.relative_to(state), read_bytes(file)
             private_folder((new / name).parent)
             write_atomic(new / name, content)

@@ -1,12 +1,14 @@
 """Epsilon and its inverse beside other implementations, numerical integration, and the numbers of Qu et al. 2022."""
 
 import logging
+from functools import reduce
 from math import inf, log
 
 import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting.pld import PLDAccountant
+from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -96,6 +98,8 @@ def test_where_every_step_takes_all_examples_epsilon_is_exact(steps, delta):
     found, theirs = epsilon(mechanisms, delta), other.get_epsilon(delta)  # theirs is rounded up to its grid
     assert found == epsilon(mechanisms, delta, "prv")
     assert found <= theirs <= found + 0.01 * max(1.0, found)
+    below = [from_gaussian_mechanism(sigma, pessimistic_estimate=False).self_compose(n) for sigma, n in steps]
+    assert reduce(lambda one, other: one.compose(other), below).get_epsilon_for_delta(delta) <= found
     almost = [SampledGaussian(1 - 1e-9, *these) for these in steps]
     assert 0.85 * epsilon(almost, delta) < found < epsilon(almost, delta)
 

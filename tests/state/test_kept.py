@@ -86,6 +86,7 @@ def test_who_leaves_for_good_keeps_what_shows_what_has_left_and_nothing_else(tmp
     state, receipt = tmp_path / "north", tmp_path / "receipt"
     files = {
         "ledger.jsonl": b"{}\n",
+        "evidence.html": b"signed",
         "identity.key": b"secret",
         "decoded/a.images": b"patients",
         "messages/000001.safetensors": b"weights",
@@ -103,7 +104,7 @@ def test_who_leaves_for_good_keeps_what_shows_what_has_left_and_nothing_else(tmp
     assert not state.exists()
     left = {file.relative_to(receipt).as_posix(): file.read_bytes() for file in receipt.rglob("*") if file.is_file()}
     told = json.loads(left.pop("receipt.json"))
-    evidence = {"ledger.jsonl", "runs/r/privacy.jsonl", "runs/r/options.json"}
+    evidence = {"ledger.jsonl", "evidence.html", "runs/r/privacy.jsonl", "runs/r/options.json"}
     assert {name: content for name, content in left.items() if name in files} == {n: files[n] for n in evidence}
     assert told["kept"] == {name: hashlib.sha256(content).hexdigest() for name, content in left.items()}
     assert told["removed"].keys() == files.keys() - evidence

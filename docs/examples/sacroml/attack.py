@@ -20,11 +20,11 @@ model, data = torch.export.load(sys.argv[1]).module(), np.load(sys.argv[2])
 
 
 def probabilities(split):
-    """Return the model's, a row for each image: (N, classes)."""
+    """Return the model's, as it is exported, a row for each image: (N, classes)."""
     images = torch.from_numpy(data[f"{split}_images"]).float() / 255  # as the model card says
     images_BCHW = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2)
     with torch.no_grad():
-        return torch.cat([model(batch).softmax(1) for batch in images_BCHW.split(256)]).numpy()
+        return torch.cat([model(batch) for batch in images_BCHW.split(256)]).numpy()
 
 
 target = Target(proba_train=probabilities("train"), proba_test=probabilities("test"))
