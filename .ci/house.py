@@ -1,5 +1,7 @@
 """Count the house, and fail on a circle, an arrow up, a room or file that is too big, or two classes of one name.
 
+Fails, too, if a room has no fault in benchmarks/mutations.txt, or a fault there fits its file no longer.
+
 A room is a module or package directly inside flwr_replay. An arrow is an import from one room in another, wherever it
 stands in a file. The floors are those of .importlinter; an arrow up, or along a floor, runs against them. A circle is
 of files, in one room or in several.
@@ -9,6 +11,7 @@ of files, in one room or in several.
 
 import ast
 import configparser
+import runpy
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -40,6 +43,15 @@ def twice():
     return [f"{name} in {' and '.join(where)}" for name, where in places.items() if len(where) > 1]
 
 
+def unfit():
+    """Return what is wrong with the list of faults by hand."""
+    try:
+        runpy.run_path(str(ROOT / "benchmarks/mutations.py"))["listed"]([""])
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
 def main():
     """Count, print and judge."""
     site = Path(sys.argv[1])
@@ -64,7 +76,7 @@ def main():
     print(f"{len(rooms)} rooms on {len(floors)} floors, {len(arrows)} arrows, {len(up)} up; {len(circles)} circles")
     print(f"{sum(size.values())} lines; the biggest rooms: ", end="")
     print(", ".join(f"{room} {size[room]}" for room in sorted(size, key=size.get, reverse=True)[:5]))
-    faults = {"arrow up": up, "circle": circles, "class name used twice": twice()}
+    faults = {"arrow up": up, "circle": circles, "class name used twice": twice(), "faults by hand": unfit()}
     faults |= {f"room of more than {MOST} lines": big, f"file of more than {LONGEST} lines": long}
     for fault, places in faults.items():
         for place in places:

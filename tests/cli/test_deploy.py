@@ -73,6 +73,8 @@ def test_a_proposed_policy_holds_the_server_to_the_noise_on_which_a_study_has_ag
     assert "agree on a delta; got delta=0" in capsys.readouterr().err
     assert command(monkeypatch, "deploy", "init", *words, *STUDY, *noise) == 0
     written = tmp_path / "dep" / "north"
+    ports = {re.search(r"PORT=(\d+)", file.read_text())[1] for file in (tmp_path / "dep").glob("*/clinic.env")}
+    assert len(ports) == 2  # both clinics can work on one machine
     policy = read_policy(written / "policy.yaml")
     assert (policy.max_local_epsilon, policy.max_delta) == (55, 1e-5)
     assert policy.weights == (("extract", ("random",)),)

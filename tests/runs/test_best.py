@@ -4,10 +4,11 @@ import shutil
 from hashlib import sha256
 
 import numpy as np
+import pytest
 
 from flwr_replay.files.tensors import read_tensors
 from flwr_replay.report.run_files import BOUND, CONFIG, RUN_ID, SUMS
-from flwr_replay.runs.checkpoints import BestModel
+from flwr_replay.runs.checkpoints import BestModel, best_of
 
 ONE, TWO = ({"w": np.full(2, value, np.float32)} for value in (1, 2))
 
@@ -59,3 +60,10 @@ def test_the_last_weights_are_kept_again_where_they_are_the_best(tmp_path):
     assert names(best) == ["000002.safetensors"]
     assert path is not None
     np.testing.assert_array_equal(read_tensors(path)["w"], TWO["w"])
+
+
+@pytest.mark.parametrize(("higher", "best"), [(True, 1), (False, 2)])
+def test_the_best_round_is_the_first_one_of_those_at_the_most_institutions(higher, best):
+    rounds = [(1, 3.0, "ab"), (2, 2.0, "ab"), (3, 2.0, "ab"), (4, 3.0, "ab"), (5, 1.0, "a"), (6, 4.0, "b")]
+    history = [(at, {"mae": value}, {name: {"mae": value} for name in names}) for at, value, names in rounds]
+    assert best_of(history, "mae", higher)[0] == best

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,19 @@ from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.comparison import gaps
 from flwr_replay.report.metrics import by_epsilon
 from flwr_replay.report.progress import Display
-from flwr_replay.simulations import boneage, brats, feder, leakage, partitions, proxyfl, replay, retina, skew
+from flwr_replay.simulations import (
+    boneage,
+    brats,
+    encoders,
+    feder,
+    leakage,
+    partitions,
+    private,
+    proxyfl,
+    replay,
+    retina,
+    skew,
+)
 from flwr_replay.studies import study
 from flwr_replay.studies.leakage import share_of_cores
 from flwr_replay.studies.methods import methods_of, named, options_of
@@ -32,7 +45,7 @@ def test_the_parts_fit_the_data_that_they_name():
     app(["study", "feder", "--data", str(mnist.parent), "--only", "iid-8", "--dry-run"], standalone_mode=False)
 
 
-MODULES = (boneage, brats, feder, leakage, partitions, proxyfl, replay, retina, skew)
+MODULES = (boneage, brats, encoders, feder, leakage, partitions, private, proxyfl, replay, retina, skew)
 
 
 def test_every_study_is_known():
@@ -42,7 +55,7 @@ def test_every_study_is_known():
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_every_part_composes(module):
-    """Each part's options with one method at least, and each method with one part's options."""
+    """Each part's options with one method at least, and each method with one part's options; ε is as the label says."""
     seen = set()
     for part in (study._with(part, []) for part in module.PARTS):
         names = [named(method)[1].partition(":")[0] for method in part.methods]
@@ -58,6 +71,8 @@ def test_every_part_composes(module):
             ReplayPlan.of(config)
             SynthesisPlan.of(config)
             PrivacyPlan.of(config)
+            if epsilon := re.search(r"ε (\d+)", method.label):
+                assert config.privacy.limit == int(epsilon[1])
 
 
 @pytest.mark.sampled(2, of="slow studies")
