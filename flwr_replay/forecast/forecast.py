@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from flwr_replay.config.privacy import ON_SUMS
 from flwr_replay.config.sources import idea_of
 from flwr_replay.data.dealt import loaded
 from flwr_replay.engines.simulate import Simulation
@@ -194,6 +195,8 @@ def forecast_page(simulation: Simulation) -> str:
             f"{shown_bytes(samples)} of what is sent up are functions of single patients (kind per-sample). "
             f"{RECONSTRUCT}"
         )
+    if (plan := strategy.settings.privacy) and {*plan.mechanisms} & {*ON_SUMS} and train.patients is None:
+        text.append("These data name no patients, so an epsilon is of one example.")
     if alone := strategy.recorder.notes.get("draws-one"):
         text.append(f"{alone}.")
     if advice := strategy.recorder.notes.get("upload-advice"):
@@ -228,7 +231,7 @@ def planned_privacy(strategy: Movement, rounds: int, names: Sequence[str]) -> li
         shown = f"epsilon {rounded_up(epsilon)} at delta {rounded_up(delta, 2)}"
         how = shown_noise(noise_of(plan, examples, shares[name]))
         text.append(f"  {name}: {shown}{', no proof' if plan.unproven else ''}; {how}")
-    return text
+    return text + ([f"  {noise}"] if (noise := strategy.recorder.notes.get("noise-of-sum")) else [])
 
 
 def _row(field: str, kind: str, messages: str, size: int, protection: str) -> list[str]:

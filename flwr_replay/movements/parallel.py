@@ -78,6 +78,7 @@ class Parallel(AtOnce):
         line = f"the noise of a sum has norm {norm:,.3g}, and {most:,} examples add at most {most:,}"
         if norm > most * sqrt(plan.passes[0].epochs):
             line += ": little can be learnt; choose a larger epsilon"
+        self.recorder.notes["noise-of-sum"] = line
         self.recorder.log(line)
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:

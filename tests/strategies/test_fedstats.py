@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from flwr_replay.config.compose import compose
 from flwr_replay.data.dealt import dealt, loaded
-from flwr_replay.engines.simulate import run_inline
+from flwr_replay.engines.simulate import Simulation, run_inline
 from flwr_replay.errors import ConfigError, DivergedError, FlwrReplayError, WireError
 from flwr_replay.files.tensors import read_tensors
+from flwr_replay.forecast.forecast import forecast_page
 from flwr_replay.learning.heads import discriminants, features_of, linear_head, nearest_means
 from flwr_replay.learning.tasks import Regression
 from flwr_replay.models.layers import as_input
@@ -264,11 +265,15 @@ def test_a_model_without_a_linear_head_is_refused():
 
 @pytest.mark.parametrize(("epsilon", "much"), [("8", False), ("0.01", True)])
 def test_how_large_the_noise_is_beside_the_sum_is_said_before_anything_leaves(tmp_path, caplog, epsilon, much):
-    head_after(tmp_path, "dp=statistics", "delta=1e-5", f"target-epsilon={epsilon}", "rounds=1")
+    options = ["dp=statistics", "delta=1e-5", f"target-epsilon={epsilon}", "rounds=1"]
+    head_after(tmp_path, *options)
+    page = forecast_page(Simulation.of(compose([*JOB, *options])))
+    assert "These data name no patients, so an epsilon is of one example." in page
     said = [record.getMessage() for record in caplog.records]
     [at] = [i for i, line in enumerate(said) if line.startswith("the noise of a sum has norm")]
     assert ("little can be learnt" in said[at]) == much
     assert "1,315 examples add at most 1,315" in said[at]
+    assert said[at] in page
     assert not any(line.startswith("round") for line in said[:at])
 
 
