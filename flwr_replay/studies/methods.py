@@ -142,7 +142,9 @@ def seeds_of(text: str) -> tuple[int, ...]:
         f"(seeds=0-4; seeds=0,5,7; seeds=31, is seed 31 alone); got {text[:80]!r}"
     )
     try:
-        ranges = [[int(digits(end)) for end in part.split("-", 1)] for part in text.split(",") if part.strip()]
+        ranges = [
+            [int(digits(end)) for end in part.split("-", 1)] for part in text.strip().removesuffix(",").split(",")
+        ]
     except ValueError:
         raise ConfigError(rule) from None
     spans = [range(ends[0], ends[-1] + 1) for ends in ranges]

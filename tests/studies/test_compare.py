@@ -313,6 +313,7 @@ def test_a_summary_and_its_pictures_stand_one_seed_and_no_result(tmp_path: Path)
         ("fedavg,cwt", ["runs-dir=x"], {}, "--runs-dir"),
         ("fedavg,cwt", ["seeds=0"], {}, "seeds is a number from 1"),
         ("fedavg,cwt", ["seeds=-2"], {}, "seeds is a number from 1"),
+        ("fedavg,cwt", ["seeds=1,,2"], {}, "seeds is a number from 1"),
         ("fedavg,cwt", ["seeds=1,1"], {}, "without repetition"),
         ("fedavg,cwt", ["seeds=many"], {}, "got 'many'"),
         ("fedavg,cwt", ["rounds"], {}, "key=value"),
