@@ -66,7 +66,7 @@ KINDS = {
     "synthetic": "images that a generator drew",
     "statistic": "counts and sums over an institution's examples",
     "instruction": "what to do, and with which options",
-    "notice": "the institution's name, proof that it is the same one as before, and why it refuses",
+    "notice": "the institution's name; if it answers, proof that it is the same one as before; if it refuses, why",
     "not received": "answers that an interruption lost; only the institutions' own ledgers have their fields",
 }
 HIDDEN = {SEALED: "the server cannot read them", MASKED: "the server reads their mean over institutions only"}
