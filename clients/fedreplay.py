@@ -149,7 +149,7 @@ class FedReplayClient(FedStatsClient):
         )
 
     def blocks(self, encoder: nn.Module, views: Tensor | None, first: int, stop: int) -> Iterator[Tensor]:
-        """Encode rows `first` to `stop` of the upload, in parts of whole blocks."""
+        """Encode rows `first` to `stop` of the upload, together in groups that are always the same."""
         total = len(self.institution.train) if views is None else len(views)
         for begin in range(first - first % ROWS_TOGETHER, stop, ROWS_TOGETHER):
             block = self.encode_rows(encoder, views, torch.arange(begin, min(begin + ROWS_TOGETHER, total)))

@@ -88,8 +88,8 @@ class PairClient(InstitutionClient):
             except BudgetError:  # the budget is used up: θ stays as it is, φ learns on
                 self.budget.rest("proxy", request)
                 rests = True
-        changes = self.augmentation(dp, request.exchange), sampler, self.shuffle(request.exchange, "replay")
-        return MutualLearner(private, common, self.task, request, self.batch_size, dp, rests, *changes)
+        augment, rng = self.augmentation(dp, request.exchange), self.shuffle(request.exchange, "replay")
+        return MutualLearner(private, common, self.task, request, self.batch_size, dp, rests, augment, sampler, rng)
 
     # --- listening by a pool ------------------------------------------------------------------------------------------
 
