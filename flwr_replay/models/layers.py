@@ -60,7 +60,7 @@ class Prepared(nn.Module):
         self.standardize = Standardize(mean, std)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Return (B, channels, size, size), a pixel's channels beside each other: depthwise convolutions are faster so."""
+        """Return (B, channels, size, size), channels last: depthwise convolutions are faster so."""
         if x_BCHW.shape[-1] != self.size:
             side = (self.size, self.size)
             x_BCHW = functional.interpolate(x_BCHW, side, mode=self.mode, antialias=True, align_corners=False)
