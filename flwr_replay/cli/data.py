@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from flwr_replay.cli.places import AsJson, Options, absolute, answer
+from flwr_replay.cli.places import AsJson, Options, absolute, answer, say
+from flwr_replay.errors import one_line
 
 __all__ = ["app"]
 
@@ -62,33 +63,44 @@ def convert(name: str, folder: str) -> None:
     print(write_manifest(name, absolute(folder)))
 
 
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave such images out of the manifest, and list them.")]
+
+
 @app.command("manifest")
 def manifest(
     folder: str,
     patients: Annotated[str, typer.Option("--patients", help="A CSV file with a row for each image.")],
     id_column: Annotated[str, typer.Option("--id", help="Its column with the patients.")],
     file_column: Annotated[str, typer.Option("--file", help="Its column with the images' file names.")] = "file",
+    skip_bad: SkipBad = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write FOLDER/manifest.csv for a folder of class folders, so that a patient's images are kept together.
 
-    Images without a row, rows without an image, and images with two patients are listed; nothing is written then.
+    Images without a row, rows without an image, and images with two patients are listed. Nothing is written then, or
+    with --skip-bad a manifest without these images, and FOLDER/left-out.csv, which says why.
     """
     from flwr_replay.convert import link
 
-    if lines := link(absolute(folder), absolute(patients), id_column, file_column):
-        print("\n".join(lines), file=sys.stderr)
-        sys.exit(2)
-    print(absolute(folder) / "manifest.csv")
+    faults, written = link(absolute(folder), absolute(patients), id_column, file_column, skip_bad)
+    for rule, bad in faults.items():
+        say("\n  ".join(one_line(line) for line in (f"{rule}; {len(bad):,} wrong:", *bad)))
+    if not written:
+        say("nothing was written: mend this, name other columns by --file and --id, or leave images out by --skip-bad")
+    if written or as_json:
+        answer({"manifest": written, "faults": faults}, str(written), as_json)
+    sys.exit(0 if written else 2)
 
 
 @app.command("check")
-def check(folder: str, as_json: AsJson = False) -> None:
+def check(folder: str, skip_bad: SkipBad = False, as_json: AsJson = False) -> None:
     """Look at every image in FOLDER: which cannot be read, which are the same, sizes, modes, classes, patients.
 
-    FOLDER is as for task=folder. Exit code 1: something should be mended before training.
+    FOLDER is as for task=folder. Exit code 1: something should be mended before training. --skip-bad writes
+    FOLDER/manifest.csv without files that cannot be read, and FOLDER/left-out.csv, which says why.
     """
-    from flwr_replay.data.show import checked
+    from flwr_replay.convert.checked import checked
 
-    lines, sound = checked(absolute(folder))
-    answer({"sound": sound, "lines": lines}, "\n".join(lines), as_json)
-    sys.exit(0 if sound else 1)
+    found = checked(absolute(folder), skip_bad)
+    answer(found._asdict(), "\n".join(found.lines), as_json)
+    sys.exit(0 if found.sound else 1)

@@ -160,6 +160,7 @@ def remove(
     place: Annotated[str, typer.Argument(metavar="STATE")],
     receipt: Annotated[str, typer.Argument(metavar="RECEIPT", help="A new folder.")],
     yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Remove an institution's state directory STATE for good: keys, models, images; first stop its SuperNode.
 
@@ -173,7 +174,8 @@ def remove(
     if not yes:
         typer.confirm(f"Remove {folder} with its keys and {len(runs)} runs? No run can go on then", abort=True)
     retire(folder, absolute(receipt))
-    print(f"removed: {folder}; what shows what has left: {absolute(receipt)}")
+    removed = {"removed": folder, "receipt": absolute(receipt)}
+    answer(removed, f"removed: {folder}; what shows what has left: {absolute(receipt)}", as_json)
 
 
 def rehearse(

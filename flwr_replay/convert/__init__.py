@@ -15,18 +15,20 @@ from pathlib import Path, PurePath, PureWindowsPath
 
 from flwr_replay.config.sections import one_of, spelled
 from flwr_replay.convert.brats import brats_rows
+from flwr_replay.convert.checked import write_manifest
 from flwr_replay.convert.listings import boneage_rows, isic_rows, tuberculosis_rows
 from flwr_replay.convert.retina import retina_rows
 from flwr_replay.data.folder import folder_rows
-from flwr_replay.data.manifest import MISSING, SHORTENED, ManifestRow, some
+from flwr_replay.data.manifest import MISSING, SHORTENED, ManifestRow
 from flwr_replay.data.picture import SUFFIXES
 from flwr_replay.data.readers import csv_rows
-from flwr_replay.errors import DataError, one_line
-from flwr_replay.files.atomic import SURROGATE, write_atomic
-from flwr_replay.files.table import csv_text
+from flwr_replay.errors import DataError, refuse_all
+from flwr_replay.files.atomic import SURROGATE
 
 __all__ = ["convert", "link", "patient_rows"]
 
+ALIKE = "patients must differ by more than spelling"
+NAMES = "names must be UTF-8, without spaces at their ends"
 CONVERTERS: dict[str, Callable[[Path], list[ManifestRow]]] = {
     "retina": retina_rows,
     "boneage": boneage_rows,
@@ -49,15 +51,17 @@ def convert(name: str, folder: Path) -> Path:
         If it cannot be written.
     """
     one_of("NAME", name, tuple(CONVERTERS))
-    manifest = _new_manifest(folder)
-    _write(manifest, CONVERTERS[name](folder))
-    return manifest
+    _new_manifest(folder)
+    return write_manifest(folder, CONVERTERS[name](folder), {})
 
 
-def link(folder: Path, table: Path, id_column: str, file_column: str) -> list[str]:
+def link(
+    folder: Path, table: Path, id_column: str, file_column: str, skip: bool = False
+) -> tuple[dict[str, list[str]], Path | None]:
     """Write the manifest of a folder of class folders, with patients from a table (`patient_rows`).
 
-    Returns lines on what does not fit; if there are any, nothing is written.
+    Returns by rule what does not fit, and the manifest. If anything does not, nothing is written, unless to `skip` it:
+    then images without one patient are left out, as `write_manifest` does.
 
     Raises
     ------
@@ -66,38 +70,27 @@ def link(folder: Path, table: Path, id_column: str, file_column: str) -> list[st
     RunError
         If it cannot be written.
     """
-    manifest = _new_manifest(folder)
-    rows, lines = patient_rows(folder, table, id_column, file_column)
-    if not lines:
-        _write(manifest, rows)
-    return lines
+    _new_manifest(folder)
+    rows, faults = patient_rows(folder, table, id_column, file_column)
+    left_out = {str(row.file): f"without one patient in {table}" for row in rows if not row.patient}
+    able = skip and not {ALIKE, NAMES} & faults.keys() and len(left_out) < len(rows)
+    return faults, write_manifest(folder, rows, left_out) if able or not faults else None
 
 
-def _new_manifest(folder: Path) -> Path:
+def _new_manifest(folder: Path) -> None:
     if not folder.is_dir():
         raise DataError(f"FOLDER must be the folder of the images; {folder} is none")
     if (manifest := folder / "manifest.csv").exists():
         raise DataError(f"{manifest} is there already: remove it to write another")
-    return manifest
-
-
-def _write(manifest: Path, rows: list[ManifestRow]) -> None:
-    about: dict[str, list[str | None]] = {
-        "image": [row.file.relative_to(manifest.parent).as_posix() for row in rows],
-        "label": [row.label for row in rows],
-        "patient": [row.patient for row in rows],
-        "site": [row.site for row in rows],
-        "split": [row.split for row in rows],
-    }
-    columns = {column: cells for column, cells in about.items() if any(cells)}
-    write_atomic(manifest, csv_text([columns, *zip(*columns.values(), strict=True)]))
 
 
 Tail = tuple[str, ...]  # the last parts of a path
 
 
-def patient_rows(folder: Path, table: Path, id_column: str, file_column: str) -> tuple[list[ManifestRow], list[str]]:
-    r"""List a folder's images with their patients; return these, and a line on all that does not fit, kind by kind.
+def patient_rows(
+    folder: Path, table: Path, id_column: str, file_column: str
+) -> tuple[list[ManifestRow], dict[str, list[str]]]:
+    r"""List a folder's images, each with its patient if it has one; return these, and by rule what does not fit.
 
     A cell of `file_column` is a file's name or path, of which the last parts count. `C:\scans\A.PNG`, `scans/a.png` and
     `a` name `a.png`; where several folders have one, the cell must say which.
@@ -118,7 +111,10 @@ def patient_rows(folder: Path, table: Path, id_column: str, file_column: str) ->
     wrong: dict[str, list[str]] = defaultdict(list)
     patients: dict[ManifestRow, set[str]] = defaultdict(set)
     spellings: dict[str, str] = {}
-    for where, cells in csv_rows(table, [file_column, id_column]):
+    lacking: list[str] = []
+    lines = csv_rows(table, [file_column, id_column], lacking)
+    refuse_all([f"{fault}; --file and --id say which to read" for fault in lacking], DataError)
+    for where, cells in lines:
         cell, patient, line = cells[file_column], cells[id_column], where.removeprefix(f"{table} ")
         meant = _meant(cell, named, folders)
         if not meant:
@@ -132,15 +128,15 @@ def patient_rows(folder: Path, table: Path, id_column: str, file_column: str) ->
                 continue
             mine.add(patient)
             if (other := spellings.setdefault(spelled(patient).casefold(), patient)) != patient:
-                wrong["patients must differ by more than spelling"].append(f"{line}: {patient} and {other}")
+                wrong[ALIKE].append(f"{line}: {patient} and {other}")
     names = {row: row.file.relative_to(folder).as_posix() for row in images}
     wrong[f"every image must have a row in {table}"] = [name for row, name in names.items() if row not in patients]
     wrong["an image must have one patient"] = [
         f"{names[row]}: {', '.join(sorted(several))}" for row, several in patients.items() if len(several) > 1
     ]
-    wrong["names must be UTF-8, without spaces at their ends"] = [name for name in names.values() if _unfit(name)]
-    lines = [one_line(f"{rule}; {len(bad):,} wrong: {some(bad)}") for rule, bad in wrong.items() if bad]
-    return [replace(row, patient=next(iter(patients[row]), "")) for row in images], lines
+    wrong[NAMES] = [name for name in names.values() if _unfit(name)]
+    whose = {row: own.copy().pop() if len(own := patients[row]) == 1 else "" for row in images}
+    return [replace(row, patient=whose[row]) for row in images], {rule: bad for rule, bad in wrong.items() if bad}
 
 
 def _parts(path: str) -> Tail:

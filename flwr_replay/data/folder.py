@@ -23,7 +23,7 @@ from flwr_replay.data.manifest import SPLITS, ManifestRow, manifest_rows, raws_o
 from flwr_replay.data.picture import fitted, is_picture, picture
 from flwr_replay.data.readers import Raw, data_root
 from flwr_replay.data.subjects import by_subjects
-from flwr_replay.errors import DataError, one_line
+from flwr_replay.errors import DataError, one_line, refuse_all
 from flwr_replay.files.disk import files_below
 from flwr_replay.memory import remembered
 
@@ -56,7 +56,14 @@ def read_folder(task: TaskConfig, kept: DecodedImages | None = None) -> dict[str
         raise DataError(f"{manifest} does not exist: run flwr-replay data convert {task.name} {root}")
     rows, source = folder_rows(root, task.site_column), str(manifest if manifest.is_file() else root)
     divide = partial(by_subjects, rows, task, manifest) if clinical else None
-    return raws_of(rows, task, source, read_image, kept=kept, divide=divide)
+
+    def read(row: ManifestRow, task: TaskConfig) -> NDArray[np.uint8]:
+        try:
+            return read_image(row, task)
+        except DataError as error:
+            raise DataError(f"{error}; `flwr-replay data check` lists all such files") from None
+
+    return raws_of(rows, task, source, read, kept=kept, divide=divide)
 
 
 def folder_rows(root: Path, site_column: str = "site", faults: list[str] | None = None) -> list[ManifestRow]:
@@ -71,7 +78,7 @@ def folder_rows(root: Path, site_column: str = "site", faults: list[str] | None 
         raise DataError(f"task.data-dir must be a folder; {root} is not: set it to the folder with the images")
     manifest = root / "manifest.csv"
     if not manifest.is_file():
-        return _folder_rows(root)
+        return _folder_rows(root, faults)
     if not (rows := manifest_rows(manifest, site_column, "image", faults=faults)) and not faults:
         raise DataError(f"{manifest} must have a row for each image; got none")
     return rows
@@ -151,8 +158,8 @@ def _listed(unread: Counter[str]) -> str:
     return ", ".join(f"{count:,} {kind}" for kind, count in (+unread).most_common(8))
 
 
-def _folder_rows(root: Path) -> list[ManifestRow]:
-    unread: Counter[str] = Counter()
+def _folder_rows(root: Path, faults: list[str] | None) -> list[ManifestRow]:
+    unread, wrong = Counter[str](), list[str]() if faults is None else faults
     folders = sorted(entry for entry in root.iterdir() if entry.is_dir() and not LEFT_BEHIND.fullmatch(entry.name))
     splits = _splits_among(folders)
     for split in ("train", "test"):
@@ -165,8 +172,10 @@ def _folder_rows(root: Path) -> list[ManifestRow]:
     for folder in folders if splits else ():
         if folder not in splits.values():
             unread[f"images in {folder.name}/ beside the splits"] = len(images_below(folder, Counter()))
-    rows = [row for split in SPLITS if split in splits for row in _class_rows(splits[split], split, unread)]
-    rows = rows or _class_rows(root, None, unread)
+    rows = [row for split in SPLITS if split in splits for row in _class_rows(splits[split], split, unread, wrong)]
+    rows = rows or ([] if wrong else _class_rows(root, None, unread, wrong))
+    if faults is None:
+        refuse_all(wrong, DataError)
     written: dict[str, str] = {}
     for row in rows:
         if WHOLE.fullmatch(row.label) and (other := written.setdefault(spelled(row.label), row.label)) != row.label:
@@ -198,7 +207,7 @@ def _splits_among(folders: Sequence[Path]) -> dict[str, Path]:
     return {}
 
 
-def _class_rows(root: Path, split: str | None, unread: Counter[str]) -> list[ManifestRow]:
+def _class_rows(root: Path, split: str | None, unread: Counter[str], wrong: list[str]) -> list[ManifestRow]:
     rows = []
     for folder in sorted(entry for entry in root.iterdir() if not LEFT_BEHIND.fullmatch(entry.name)):
         if not folder.is_dir():
@@ -207,7 +216,7 @@ def _class_rows(root: Path, split: str | None, unread: Counter[str]) -> list[Man
         others: Counter[str] = Counter()
         files = images_below(folder, others)
         if others and not files:
-            raise DataError(
+            wrong.append(
                 f"every folder in {root} is a class; {folder.name}/ has files but no image ({_listed(others)}): "
                 "convert them, or move it elsewhere"
             )
@@ -220,7 +229,7 @@ def _class_rows(root: Path, split: str | None, unread: Counter[str]) -> list[Man
         rows += [ManifestRow(file, folder.name, f"folder {folder}", None, split) for file in files]
         unread += others
         unread[f"empty folders called {folder.name}/"] += not files and not others
-    if not rows:
+    if not rows and not wrong:
         raise DataError(f"{root} must hold a manifest.csv, or a folder of images for each class; got neither")
     return rows
 
@@ -240,8 +249,8 @@ def read_image(row: ManifestRow, task: TaskConfig) -> NDArray[np.uint8]:
 
 def readable(
     read: Callable[[ManifestRow], Read], rows: Sequence[ManifestRow]
-) -> tuple[list[tuple[ManifestRow, Read]], list[str]]:
-    """Read what can be read: return those rows, each with what was read, and a line on every other one."""
+) -> tuple[list[tuple[ManifestRow, Read]], dict[ManifestRow, str]]:
+    """Read what can be read: return those rows, each with what was read, and why not the others."""
 
     def tried(row: ManifestRow) -> Read | DataError:
         try:
@@ -251,4 +260,4 @@ def readable(
 
     images = each(tried, rows)
     good = [(row, image) for row, image in zip(rows, images, strict=True) if not isinstance(image, DataError)]
-    return good, [one_line(image) for image in images if isinstance(image, DataError)]
+    return good, {row: one_line(why) for row, why in zip(rows, images, strict=True) if isinstance(why, DataError)}

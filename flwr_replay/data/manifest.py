@@ -124,10 +124,9 @@ def manifest_rows(
         _refuse_alike({row.site: row.where for row in reversed(rows) if row.site is not None}, "sites")
     except DataError as error:
         wrong += error.args
-    if len(wrong) > MOST:
-        wrong[MOST:] = [f"{len(wrong) - MOST:,} faults more in {path}: mend these first"]
     if faults is None:
-        refuse_all(wrong, DataError)
+        more = [f"{len(wrong) - MOST:,} faults more in {path}: `flwr-replay data check` tells all"]
+        refuse_all([*wrong[:MOST], *(more if len(wrong) > MOST else [])], DataError)
     return rows
 
 

@@ -1,7 +1,6 @@
-"""Data looked at before a run: `flwr-replay data show`, `data images` and `data check`.
+"""Data looked at before a run: `flwr-replay data show` and `data images`.
 
-A partition is shown as text and as a picture. Test images become PNG files, a folder for each label. A folder of images
-is looked at as a whole: all that is wrong with it, at once.
+A partition is shown as text and as a picture. Test images become PNG files, a folder for each label.
 
 Letters: K institutions, C classes or decile groups.
 """
@@ -9,11 +8,8 @@ Letters: K institutions, C classes or decile groups.
 from __future__ import annotations
 
 import io
-from collections import Counter, defaultdict
-from collections.abc import Iterable
-from hashlib import file_digest
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,19 +18,17 @@ from flwr_replay.config.sections import TaskConfig
 from flwr_replay.data.class_counts import extremes, warnings
 from flwr_replay.data.classes import Classes
 from flwr_replay.data.datasets import Dataset, Examples
-from flwr_replay.data.folder import MODES, folder_rows, readable
-from flwr_replay.data.manifest import ManifestRow, words_of
+from flwr_replay.data.folder import MODES
 from flwr_replay.data.partitions import Partition
-from flwr_replay.data.picture import picture
 from flwr_replay.data.skew import is_continuous, ks_matrix, label_histogram, tv_matrix
-from flwr_replay.errors import ConfigError, DataError, RunError, refuse_all
+from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import NAME, make_folder, write_atomic
 from flwr_replay.terminal import fitted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["checked", "show", "write_images"]
+__all__ = ["show", "write_images"]
 
 WIDEST = 20  # the most columns of numbers that are legible in a terminal and a heat map
 PICTURE = "partition.png"
@@ -184,88 +178,3 @@ def write_images(examples: Examples, task: TaskConfig, count: int, out: Path) ->
         make_folder(path.parent, "DIR")
         write_atomic(path, png)
     return len(pictures)
-
-
-MOST = 5  # sizes, modes, or groups of equal files that are named
-LEAKS = (
-    "WARNING: nothing says whose images without a patient are, so the same patient may be trained on and tested: "
-    "metrics are then too good. Write a manifest.csv with a column patient."
-)
-
-
-class ImageFile(NamedTuple):
-    """One file: its form and its digest."""
-
-    size: str  # height x width, pixels
-    mode: str
-    digest: str
-
-
-def checked(folder: Path) -> tuple[list[str], bool]:
-    """Read every image of a folder, laid out as in `flwr_replay.data.folder`; return lines, and whether it is sound.
-
-    It is not if the manifest or a file cannot be read, labels differ by spelling only, equal files have different
-    labels, splits or patients, or a patient is in two splits.
-
-    Raises
-    ------
-    DataError
-        If the layout or the manifest's columns are wrong, so that it is not clear which images there are.
-    """
-    wrong: list[str] = []
-    rows = folder_rows(folder, faults=wrong)
-    if not rows:
-        refuse_all(wrong, DataError)
-    seen, faults = readable(_look, rows)
-    classes = Counter(row.label for row in rows)
-    lines = [f"{len(rows):,} images: {', '.join(f'{label} {count:,}' for label, count in sorted(classes.items()))}"]
-    wrong += [f"cannot be read: {fault}" for fault in faults]
-    try:
-        words_of(rows)
-    except DataError as error:
-        wrong += error.args
-    same: dict[str, list[ManifestRow]] = defaultdict(list)
-    for row, image in seen:
-        same[image.digest].append(row)
-    equal = [group for group in same.values() if len(group) > 1]
-    for group in equal:
-        if len({(row.label, row.split, row.site, row.patient) for row in group}) > 1:
-            wrong.append(f"the same image with other labels, splits or patients: {_named(group)}")
-    splits: dict[tuple[str | None, str], set[str | None]] = defaultdict(set)
-    for row in rows:
-        splits[row.site, row.patient].add(row.split)
-    wrong += [f"in several splits: patient {who}" for (_, who), among in splits.items() if who and len(among) > 1]
-    if equal:
-        lines.append(f"there more than once: {len(equal):,} ({_listed(map(_named, equal))})")
-    for what, values in (("height x width", (s.size for _, s in seen)), ("mode", (s.mode for _, s in seen))):
-        counted = Counter(values)
-        lines.append(f"{what}: {_listed(f'{value} ({count:,})' for value, count in counted.most_common())}")
-    known = sum(bool(row.patient) for row in rows)
-    patients = len({(row.site, row.patient) for row in rows if row.patient})
-    if known:
-        lines.append(f"{patients:,} patients; {len(rows) - known:,} images without one")
-    if 2 * known < len(rows):
-        lines.append(LEAKS)
-    return [*lines, *(wrong or ["nothing is wrong"])], not wrong
-
-
-def _look(row: ManifestRow) -> ImageFile:
-    from PIL import Image, UnidentifiedImageError
-
-    shown = picture(row.file, "RGB", row.where)
-    with open(row.file, "rb") as file:
-        digest = file_digest(file, "sha256").hexdigest()
-        try:
-            mode = Image.open(file).mode
-        except UnidentifiedImageError:
-            mode = "DICOM"
-    return ImageFile(f"{shown.height} x {shown.width}", mode, digest)
-
-
-def _named(group: Iterable[ManifestRow]) -> str:
-    return " = ".join(f"{row.file.parent.name}/{row.file.name}" for row in group)
-
-
-def _listed(values: Iterable[str]) -> str:
-    names = list(values)
-    return ", ".join(names[:MOST]) + f" and {len(names) - MOST} more" * (len(names) > MOST)

@@ -99,7 +99,7 @@ def predictions(model: TrainedModel, rows: list[ManifestRow], base: Path, left_o
     faults: list[str] = [] if left_out is None else left_out
     for start in range(0, len(rows), block):
         part, faulty = readable(partial(read_image, task=task), rows[start : start + block])
-        faults += faulty
+        faults += faulty.values()
         if not part or (faults and left_out is None):
             continue
         x_BCHW = torch.from_numpy(np.stack([image for _, image in part]))

@@ -11,7 +11,7 @@ from flwr_replay.cli.main import app
 SMALL = ["strategy=fedavg", "model=mlp", "model.width=4", "rounds=1", "nodes=2"]
 TEXT_ONLY = {  # they print one line or a table for people, write what they are asked to, or ask
     *("watch", "rehearse", "new strategy", "new app", "new study", "new partition"),
-    *("data show", "data images", "data convert", "data manifest", "deploy remove"),
+    *("data show", "data images", "data convert"),
     *("privacy plot", "privacy digest", "runs plot"),
 }
 KEYS = {
@@ -22,7 +22,8 @@ KEYS = {
     "predict runs/one shown --out answers.csv": {"predictions", "left-out", "out"},
     "export runs/one": {"files"},
     "report runs/one": {"files"},
-    "data check shown": {"sound", "lines"},
+    "data check shown": {"sound", "lines", "unreadable"},
+    "data manifest shown --patients p.csv --id id": {"manifest", "faults"},
     "doctor": {"healthy", "lines"},
     "options partition": {"title", "options", "choices", "chosen"},
     "options ks": {"name", "type", "default", "text", "only"},
@@ -39,6 +40,7 @@ KEYS = {
     "deploy seal-key a": {"line", "pins", "digest"},
     "runs clean runs/one --yes": {"deleted"},
     "deploy state home/state/simulation/institution-1": {"runs", "decoded", "ledger"},
+    "deploy remove home/state/simulation/institution-2 receipt --yes": {"removed", "receipt"},
     "privacy epsilon --examples 100 --batch 10 --noise 1 --epochs 1": {"epsilon", "delta", "noise", "steps"},
 }
 
@@ -60,6 +62,7 @@ def test_every_command_that_a_script_would_read_takes_json():
 def test_the_keys_of_each_answer(flwr_replay):
     assert flwr_replay("run", *SMALL, "run-name=one", "task=digits")[0] == 0
     assert flwr_replay("data", "images", "shown", "--count", "4")[0] == 0
+    Path("p.csv").write_text("file,id\n1.png,7\n")
     for words, keys in KEYS.items():
         code, out, err = flwr_replay(*words.split(), "--json")
         answer = json.loads(out)

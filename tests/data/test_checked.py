@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from folders import draw, drawn, manifest
+from folders import draw, drawn, manifest, read_off
 from harness import command
 
-from flwr_replay.data.show import LEAKS, checked
+from flwr_replay.convert.checked import LEAKS, checked
+from flwr_replay.data import load
+from flwr_replay.errors import DataError
 
 
 def test_all_bad_files_are_named_at_once(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -27,17 +29,59 @@ def test_all_bad_files_are_named_at_once(tmp_path: Path, monkeypatch, capsys) ->
     wrong = [line for line in said.splitlines() if line.startswith(("cannot be read", "the same image"))]
     assert [f"{name}.png" in line for name, line in zip(("a", "b"), wrong[:2], strict=True)] == [True, True]
     assert wrong[2:] == ["the same image with other labels, splits or patients: healthy/0.png = ill/same.png"]
+    assert "--skip-bad writes a manifest.csv without these 2 files, and lists them" in said
+    assert not (tmp_path / "manifest.csv").exists()
+    (tmp_path / "ill" / "same.png").unlink()
+    (tmp_path / "ill" / "big.png").unlink()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("no image")
+    assert command(monkeypatch, "data", "check", str(tmp_path)) == 1  # as if the folder were none
+    said = capsys.readouterr().out
+    assert (said.count("notes/ has files but no image"), said.count("\ncannot be read: ")) == (1, 2)
+
+
+def test_unreadable_files_are_left_out_and_listed(tmp_path: Path, monkeypatch, capsys) -> None:
+    drawn(tmp_path, "healthy", "ill")
+    words = "data", "check", str(tmp_path), "--skip-bad"
+    assert command(monkeypatch, *words) == 0
+    assert not (tmp_path / "manifest.csv").exists()  # nothing to leave out
+    (tmp_path / "healthy" / "a.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"a\.png .* cannot be read: .*; `flwr-replay data check` lists all such files"):
+        load(read_off(tmp_path))
+    capsys.readouterr()
+    assert command(monkeypatch, *words) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("8 images: healthy 4, ill 4\nleft out: ")
+    data = load(read_off(tmp_path))
+    assert len(data.train) + len(data.test) + (len(data.val) if data.val else 0) == 8
+    written = (tmp_path / "manifest.csv").read_text()
+    (tmp_path / "manifest.csv").write_text(written.replace("\n", ",7\n").replace("label,7", "label,age"))
+    (tmp_path / "ill" / "0.png").write_bytes(b"")
+    assert command(monkeypatch, *words) == 2
+    assert "left-out.csv has other columns than" in capsys.readouterr().err
+    (tmp_path / "manifest.csv").write_text(written)
+    assert command(monkeypatch, *words) == 0
+    assert command(monkeypatch, *words) == 0
+    rows = (tmp_path / "left-out.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["image", "healthy/a.png", "ill/0.png"]  # the list goes on
+    assert (tmp_path / "manifest.csv").read_text() == written.replace("ill/0.png,ill\n", "")
+    for file in (tmp_path / "healthy").iterdir():
+        file.write_bytes(b"")
+    for file in (tmp_path / "ill").iterdir():
+        file.write_bytes(b"")
+    assert command(monkeypatch, *words) == 1  # nothing would be left
+    assert (tmp_path / "manifest.csv").read_text() != "image,label\n"
 
 
 def test_what_a_run_refuses_or_leaks_is_wrong(tmp_path: Path) -> None:
     for n in range(2):
         draw(tmp_path / f"{n}.png", 0)
     manifest(tmp_path, "image,label,patient", ["0.png,Normal,p1", "1.png,normal,p2"])
-    lines, sound = checked(tmp_path)
+    sound, lines, _ = checked(tmp_path)
     assert not sound
     assert "labels must differ by more than spelling; got 'normal'" in lines[-2]
     manifest(tmp_path, "image,label,patient", ["0.png,Normal,p1", "1.png,Normal,p2"])
-    assert checked(tmp_path)[0][-1].startswith("the same image with other labels, splits or patients: ")
+    assert checked(tmp_path).lines[-1].startswith("the same image with other labels, splits or patients: ")
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
@@ -46,7 +90,7 @@ def test_a_patient_in_two_splits_is_wrong(tmp_path: Path, split: str) -> None:
         draw(tmp_path / f"{n}.png", n)
     rows = ["0.png,0,p1,train", f"1.png,1,p1,{split}", "2.png,1,,test"]
     manifest(tmp_path, "image,label,patient,split", rows)
-    lines, sound = checked(tmp_path)
+    sound, lines, _ = checked(tmp_path)
     assert sound == (split == "train")
     assert "1 patients; 1 images without one" in lines
     assert LEAKS not in lines  # most images have a patient
@@ -57,7 +101,7 @@ def test_a_folder_whose_images_mostly_have_no_patient_warns(tmp_path: Path) -> N
     for n in range(3):
         draw(tmp_path / f"{n}.png", n)
     manifest(tmp_path, "image,label,patient", ["0.png,0,p1", "1.png,1,", "2.png,1,"])
-    lines, sound = checked(tmp_path)
+    sound, lines, _ = checked(tmp_path)
     assert sound
     assert lines[-3:] == ["1 patients; 2 images without one", LEAKS, "nothing is wrong"]
 
@@ -89,4 +133,6 @@ def test_all_that_a_manifest_lacks_is_said_at_once(tmp_path: Path, monkeypatch, 
     assert ["'image'" in said[0], "'label'" in said[1], "'PatientID'" in said[2], len(said)] == [True] * 3 + [3]
     manifest(tmp_path, "image,label,split", [f"{n}.png,0,{n}" for n in range(30)])
     assert command(monkeypatch, "data", "check", str(tmp_path)) == 1
-    assert "10 faults more in" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("split must be one of") == 30
+    with pytest.raises(DataError, match=r"10 faults more in .*: `flwr-replay data check` tells all"):
+        load(read_off(tmp_path))

@@ -53,17 +53,20 @@ def test_the_folder_is_read_with_its_patients(tmp_path: Path, monkeypatch, capsy
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (ROWS.replace("0003.png,8\n", ""), "every image must have a row in {table}; 1 wrong: well/0003.png"),
-        (ROWS + "4.png,9\n", "every row of {table} must name an image in {folder}; 1 wrong: line 5: 4.png"),
-        (ROWS.replace("0001", "1"), "every row of {table} must name an image in {folder}; 1 wrong: line 2: 1.png"),
-        (ROWS.replace("0001", "well/0001"), "must name an image in {folder}; 1 wrong: line 2: well/0001.png"),
-        (ROWS + "0001.png,9\n", "an image must have one patient; 1 wrong: ill/0001.png: 007, 9"),
-        (ROWS.replace(",007", ",7", 1), "patients must differ by more than spelling; 1 wrong: line 3: 007 and 7"),
-        (ROWS.replace(",8", ",8.0") + "0003.png,8\n", "more than spelling; 1 wrong: line 5: 8 and 8.0"),
-        (ROWS.replace(",8", ", "), "every row of {table} must have a whole value for 'id'; 1 wrong: line 4:\n"),
-        (ROWS.replace(",8", ",1.23457E+11"), "a whole value for 'id'; 1 wrong: line 4: 1.23457E+11"),
-        (ROWS.replace(",8", ",#REF!"), "a whole value for 'id'; 1 wrong: line 4: #REF!"),
-        (ROWS.replace("id", "ID"), "{table} must have a column 'id'"),
+        (ROWS.replace("0003.png,8\n", ""), "every image must have a row in {table}; 1 wrong:\n  well/0003.png"),
+        (ROWS + "4.png,9\n", "every row of {table} must name an image in {folder}; 1 wrong:\n  line 5: 4.png"),
+        (ROWS.replace("0001", "1"), "every row of {table} must name an image in {folder}; 1 wrong:\n  line 2: 1.png"),
+        (ROWS.replace("0001", "well/0001"), "must name an image in {folder}; 1 wrong:\n  line 2: well/0001.png"),
+        (ROWS + "0001.png,9\n", "an image must have one patient; 1 wrong:\n  ill/0001.png: 007, 9"),
+        (ROWS.replace(",007", ",7", 1), "patients must differ by more than spelling; 1 wrong:\n  line 3: 007 and 7"),
+        (ROWS.replace(",8", ",8.0") + "0003.png,8\n", "more than spelling; 1 wrong:\n  line 5: 8 and 8.0"),
+        (ROWS.replace(",8", ", "), "every row of {table} must have a whole value for 'id'; 1 wrong:\n  line 4:\n"),
+        (ROWS.replace(",8", ",1.23457E+11"), "a whole value for 'id'; 1 wrong:\n  line 4: 1.23457E+11"),
+        (ROWS.replace(",8", ",#REF!"), "a whole value for 'id'; 1 wrong:\n  line 4: #REF!"),
+        (
+            ROWS.replace("id", "ID"),
+            "{table} must have a column 'id', between commas or semicolons: known: ID, file; --file and --id say",
+        ),
         (ROWS.encode("utf-16"), "{table} must be a CSV file in UTF-8"),
     ],
 )
@@ -76,14 +79,27 @@ def test_what_does_not_fit_is_a_line_and_nothing_is_written(tmp_path, monkeypatc
 def test_all_that_does_not_fit_is_said_at_once(tmp_path, monkeypatch, capsys) -> None:
     text = ROWS.replace("0003.png,8", "4.png,8") + "0001.png,9\n"
     assert made(tmp_path, monkeypatch, text) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 3
+    out, err = capsys.readouterr()
+    assert (out, [line for line in err.splitlines() if not line.startswith(" ")][-1]) == (
+        "",
+        "nothing was written: mend this, name other columns by --file and --id, or leave images out by --skip-bad",
+    )
+    assert len(err.splitlines()) == 7
+    assert made(tmp_path, monkeypatch, text, "--skip-bad") == 0
+    assert [row.patient for row in folder_rows(tmp_path / "scans")] == ["007"]
+    left_out = (tmp_path / "scans" / "left-out.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in left_out] == ["image", "ill/0001.png", "well/0003.png"]
+    (tmp_path / "scans" / "manifest.csv").unlink()
+    assert made(tmp_path, monkeypatch, ROWS.replace(",007", ",7", 1), "--skip-bad") == 2  # who is who is not known
 
 
 def test_the_folder_decides_between_files_of_one_name(tmp_path, monkeypatch, capsys) -> None:
     names = ["ill/1.png", "well/1.png", "well/a\u0308.PNG"]
     text = "file,id\nILL\\1.png,1\nscans/well/1.png,2\n\u00e4.png,2\n"
     assert made(tmp_path, monkeypatch, text.replace("ILL\\", ""), names=names) == 2
-    assert "must name the folder, too, where several have the file; 1 wrong: line 2: 1.png" in capsys.readouterr().err
+    assert (
+        "must name the folder, too, where several have the file; 1 wrong:\n  line 2: 1.png" in capsys.readouterr().err
+    )
     assert made(tmp_path, monkeypatch, text, names=names) == 0
     assert [row.patient for row in folder_rows(tmp_path / "scans")] == ["1", "2", "2"]
 
@@ -93,7 +109,7 @@ def test_names_that_a_table_cannot_hold_and_a_manifest_that_is_there(tmp_path, m
     draw(latin := tmp_path / "scans" / "ill" / os.fsdecode(b"\xe4.png"))
     assert made(tmp_path, monkeypatch, ROWS + "4.png,9\n") == 2
     rule = "names must be UTF-8, without spaces at their ends"
-    assert f"{rule}; 2 wrong: odd/4.png, ill/\\udce4.png\n" in capsys.readouterr().err
+    assert f"{rule}; 2 wrong:\n  odd/4.png\n  ill/\\udce4.png\n" in capsys.readouterr().err
     latin.unlink()
     (tmp_path / "scans" / " odd").rename(tmp_path / "scans" / "odd")
     assert made(tmp_path, monkeypatch, (ROWS + "4.png,9\n").replace("file", "image"), "--file", "image") == 0
