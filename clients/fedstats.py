@@ -21,7 +21,16 @@ from flwr_replay.learning.tasks import Regression
 from flwr_replay.learning.training import at_once
 from flwr_replay.models.layers import as_input
 from flwr_replay.payloads.common import ExpectsReplay, RunRequest
-from flwr_replay.payloads.fedstats import MOST_FEATURES, PRODUCTS, SUMS, ClassSums, KeepDraws, Summarise, pairs_of
+from flwr_replay.payloads.fedstats import (
+    DRAWS,
+    MOST_FEATURES,
+    PRODUCTS,
+    SUMS,
+    ClassSums,
+    KeepDraws,
+    Summarise,
+    pairs_of,
+)
 from flwr_replay.payloads.replay import Kept
 from flwr_replay.privacy.places import at_places, drawn_places, places_for
 from flwr_replay.privacy.plan import STATISTICS
@@ -171,7 +180,7 @@ class DrawsClient(FedStatsClient):
         """Keep what features are drawn from, if features of this model can be drawn from it."""
         arrays = opened(request.arrays)
         drawn = self.drawn(arrays, request)
-        self.state.save("draws", request.run, request.exchange, arrays)
+        self.state.save(DRAWS, request.run, request.exchange, arrays)
         return Kept(num_examples=len(drawn))
 
     def drawn(self, arrays: StateDict, request: RunRequest) -> Draws:
@@ -187,7 +196,7 @@ class DrawsClient(FedStatsClient):
         """Return what draws features beside the own ones."""
         if not isinstance(request, ExpectsReplay):
             return super().replay_sampler(request)
-        kept = self.state.load("draws", request.run, request.exchange + 1)
+        kept = self.state.load(DRAWS, request.run, request.exchange + 1)
         drawn = self.drawn(kept, request) if kept else ()
         if len(drawn) != (request.replayed or 0):
             raise TrainingError(

@@ -18,6 +18,8 @@ This is the only place where it happens, so no method knows of it. Four rules pr
 - The institutions are those in the file of pinned keys, at least three, the same in the whole run. With shared noise
   some may be missing (privacy.dropouts): masks are then between those whom the request names, and who fails later is
   made up for: `flwr_replay/ciphers/recovery.py`.
+- With replay=statistics an exchange has two sums, each with a request, an answer and masks of its own: of features,
+  perhaps with shared noise, and of weights. The latter's masks depend on what replayed features are drawn from.
 - Weights that are too large leave as random numbers. From then on the institution's masks cancel no more, so a run
   tells once at most that weights of some institution have diverged.
 
@@ -41,7 +43,9 @@ from flwr_replay.ciphers.sealing import Cover, KeyOwner
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import RefusedError
 from flwr_replay.files.atomic import write_once
-from flwr_replay.payloads.common import RollCall, Unmask, Unmasked
+from flwr_replay.files.tensors import digest
+from flwr_replay.payloads.common import ExpectsReplay, RollCall, Unmask, Unmasked
+from flwr_replay.payloads.fedstats import DRAWS
 from flwr_replay.privacy.plan import GRADIENT
 from flwr_replay.wire.fields import RECORD_OF
 from flwr_replay.wire.masked import MASKED, check_room, exact, fixed_point
@@ -67,6 +71,8 @@ class Masking(Cover):
 
     kept: StateDict | None = None  # the answer of this exchange, if there is one already
     asked = history = b""
+    key = KEPT  # of answers like this one
+    shares = False  # whether this answer has a share of noise
 
     def __init__(self, institution: KeyOwner, config: RunConfig, run: str) -> None:
         super().__init__(institution, config, run)
@@ -76,8 +82,7 @@ class Masking(Cover):
                 f"masked=true needs at least {FEWEST} institutions with pinned keys; got {len(self.seal.pins)}: of "
                 "two, each could compute the other's weights from the mean"
             )
-        self.shares = config.privacy.noise == "shared"
-        if self.shares and len(self.seal.pins) != config.nodes:
+        if config.privacy.noise == "shared" and len(self.seal.pins) != config.nodes:
             raise RefusedError(
                 f"noise is shared by all institutions; the run says nodes={config.nodes}, and here "
                 f"{len(self.seal.pins)} have pinned keys: set nodes to their number"
@@ -103,11 +108,16 @@ class Masking(Cover):
             raise RefusedError(f"in a masked run nothing but whole weights leaves; stage {request.stage_name}: refused")
         instructions = config_in(message.content)
         exchange = int(instructions.get("server-round", 0))
+        self.shares = self.config.privacy.noise == "shared" and fields[0].dp in self.config.privacy.mechanisms
         self._bind()
         scalars = {**metrics_in(message.content), **instructions}  # a mean and a scale of labels are statistics
         # with shared noise an answer depends on its own request alone, and who was away has trained less
         own_words = (*OWN, "continues") if self.shares else OWN
         shared = {name: scalars[name] for name in request.by_key() if name in scalars and name not in own_words}
+        if self.config.replay.name != "none":
+            self.key = f"{KEPT}-{request.stage_name}"
+            drawn = self.store.load(DRAWS, self.run, exchange + 1) if issubclass(request, ExpectsReplay) else None
+            shared[DRAWS] = digest(drawn or {})
         self.spare = instructions.get("spare", 0)
         self.others = self._others(instructions.get("cohort", []))
         total, own = instructions.get("total", 0), len(self.institution.data.train)
@@ -120,13 +130,13 @@ class Masking(Cover):
         check_room(opened(record))  # of the request alone, so all institutions refuse it, or none
         self.share, body = own / total, joined_body(record)
         self.asked = sha256(json.dumps(shared, sort_keys=True).encode() + b"\n" + body).digest()
-        kept = self.store.at(KEPT, self.run, exchange)
+        kept = self.store.at(self.key, self.run, exchange)
         if kept and kept[ASKED].tobytes() != self.asked:
             raise RefusedError(
                 f"in a masked run an exchange has one answer; exchange {exchange} is asked again, with another "
                 "request: refused, since the difference of two answers would show what the masks hide"
             )
-        newest = self.store.newest(KEPT, self.run, before=2**64)  # the largest number that Flower sends is below
+        newest = self.store.newest(self.key, self.run, before=2**64)  # the largest number that Flower sends is below
         if not kept and exchange <= newest:
             raise RefusedError(
                 f"in a masked run an exchange of long ago is not repeated; {newest} is answered, {exchange} is asked: "
@@ -144,9 +154,9 @@ class Masking(Cover):
         elif self.shares:  # an answer depends on its own request alone, and who was away answers the next one
             self.history = sha256(self.asked).digest()
         else:
-            before = self.store.at(KEPT, self.run, newest)
+            before = self.store.at(self.key, self.run, newest)
             self.history = sha256((before[HISTORY].tobytes() if before else b"") + self.asked).digest()
-            self.store.save(KEPT, self.run, exchange, self._notes(), self.durable)
+            self.store.save(self.key, self.run, exchange, self._notes(), self.durable)
         return message
 
     def unmasked(self, message: Message) -> Unmasked:
@@ -241,7 +251,7 @@ class Masking(Cover):
                 log(WARNING, "the weights have diverged: random numbers leave; lower training.lr and begin a new run")
                 self.history = secrets.token_bytes(32)  # from now on masks cancel no more
             kept = {**masked, **self._notes(), **recovers}
-            self.store.save(KEPT, self.run, exchange, kept, self.durable)
+            self.store.save(self.key, self.run, exchange, kept, self.durable)
         leaves = {name: array for name, array in kept.items() if name not in NOTES}
         reply.content["arrays"] = array_record(leaves)
         if POINTS in kept:

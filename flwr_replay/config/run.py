@@ -154,7 +154,7 @@ class RunConfig:
         )
         unset = {
             "sealed": (self.sealed, False),
-            "replay": (self.replay.name, "none"),
+            "replay": (self.replay.name, self.replay.name if self.replay.name == "statistics" else "none"),
             "fraction": (self.fraction, 1.0),
             "evaluate-before-mixing": (self.evaluate_before_mixing, False),
             "forgetting": (self.forgetting, False),
@@ -166,6 +166,8 @@ class RunConfig:
         require(self.masked, "shares of noise protect a sum, and nothing less; got masked=false: set masked=true")
         require(self.nodes > 0, "noise=shared needs the number of institutions; got nodes=0: set nodes")
         within("privacy.", self.privacy, colluders=(-1, inf), dropouts=(0, inf))
+        if self.replay.name != "none":  # weights beside the sums come from all
+            _refuse_beside(f"replay={self.replay.name} needs all", {"privacy.dropouts": (self.privacy.dropouts, 0)})
         helping, missing = self.colluders, self.privacy.dropouts
         require(
             helping + missing <= self.nodes - 2 and missing <= self.nodes - 3,

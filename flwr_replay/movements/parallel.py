@@ -24,6 +24,7 @@ from flwr_replay.movements.participation import AtOnce
 from flwr_replay.payloads.common import Trained, Unmask, Unmasked
 from flwr_replay.privacy.shares import check_sums
 from flwr_replay.server.members import Member
+from flwr_replay.server.replay_sums import StatisticsReplay
 from flwr_replay.wire.masked import MASKED, add, blank_masked, mean_of, sums_of
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened
@@ -62,21 +63,29 @@ class Parallel(AtOnce):
         return sum(parameter.numel() for parameter in self.settings.model(0).parameters() if parameter.requires_grad)
 
     @property
+    def noised(self) -> str:
+        """By which mechanism a sum of answers gets noise; empty: by none."""
+        plan, mechanism = self.settings.privacy, self.answer.declared()["arrays"].dp
+        return mechanism if plan and mechanism in ON_SUMS and plan.covers(mechanism) else ""
+
+    @property
     def noise(self) -> float:
         """Standard deviation of a sum's noise, in units of what one patient can add; 0: none."""
         plan = self.settings.privacy
-        if not plan or not {*plan.mechanisms} <= {*ON_SUMS}:
+        if not plan or not self.noised:
             return 0.0
-        return sqrt(sum(plan.share(plan.mechanisms[0], member.num_examples) ** 2 for member in self.members.known))
+        return sqrt(sum(plan.share(self.noised, member.num_examples) ** 2 for member in self.members.known))
 
     def begin_run(self) -> None:
         """Say how large a sum's noise will be beside the sum, before anything leaves."""
-        plan = self.settings.privacy
-        if not plan or not self.noise or self.settings.model is None:
+        plan, of = self.settings.privacy, self
+        if isinstance(self.replay, StatisticsReplay):
+            of = self.replay.statistics
+        if not plan or not of.noise or self.settings.model is None:
             return
-        most, norm = sum(member.num_examples for member in self.members.known), self.noise * sqrt(self.numbers)
+        most, norm = sum(member.num_examples for member in self.members.known), of.noise * sqrt(of.numbers)
         line = f"the noise of a sum has norm {norm:,.3g}, and {most:,} examples add at most {most:,}"
-        if norm > most * sqrt(plan.passes[0].epochs):
+        if norm > most * sqrt(sum(passes.epochs for passes in plan.passes if passes.mechanism == of.noised)):
             line += ": little can be learnt; choose a larger epsilon"
         self.recorder.notes["noise-of-sum"] = line
         self.recorder.log(line)
@@ -151,10 +160,13 @@ class Parallel(AtOnce):
         """Return the global weights, or those that the institution has trained in this exchange."""
         return self.returned.get(member.name) if split in SPLIT_OF else arrays
 
-    def exchange_round(self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord) -> Outcome:
-        """Train in one exchange; add answers under masks as they come."""
+    def exchange_round(
+        self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord, needed: bool = True
+    ) -> Outcome:
+        """Train in one exchange; add answers under masks as they come. If none is `needed`, none may come."""
         messages = self.configure_train(exchange, arrays, config, grid)
-        replies = self.exchanger(grid, exchange, messages, take=self.take if self.settings.hiding.sums_only else None)
+        take = self.take if self.settings.hiding.sums_only else None
+        replies = self.exchanger(grid, exchange, messages, needed, take)
         if self.spare and len(self.arrived) >= self.least:
             self.read_sum(grid)
         return self.aggregate_train(exchange, replies)
@@ -276,11 +288,10 @@ class Parallel(AtOnce):
                 f"{', '.join(lacking)}; {self.recorder.failures_line()}: resume the run when all are there"
             )
         plan, form, n = self.settings.privacy, self.form, sum(answer.num_examples for answer in answers)
-        if not (plan and plan.institutions):
+        if not (plan and plan.institutions and self.noised):
             return replace(answers[0], arrays=mean_of(self.total, like=form), num_examples=n)
-        [mechanism] = plan.mechanisms
-        step = plan.step(mechanism, n, sum(array.size for array in form.values()))
-        sums, scale = sums_of(self.total, form), step * plan.config.clip_of(mechanism) / n
+        step = plan.step(self.noised, n, sum(array.size for array in form.values()))
+        sums, scale = sums_of(self.total, form), step * plan.config.clip_of(self.noised) / n
         check_sums(sums, n / step, len(answers))
         mean = {name: whole * scale for name, whole in sums.items()}
         return replace(answers[0], arrays=mean, num_examples=n)

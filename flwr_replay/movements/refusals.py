@@ -11,6 +11,7 @@ from flwr_replay.errors import ConfigError, refuse_each
 from flwr_replay.learning.draws import frozen_features
 from flwr_replay.learning.training import refuse_single_batches
 from flwr_replay.movements.evaluating import RunState
+from flwr_replay.payloads.fedstats import pairs_of
 from flwr_replay.privacy.dpsgd import refuse_mixing
 from flwr_replay.server.settings import Settings
 
@@ -50,7 +51,9 @@ def _refuse_replay(method: Any, settings: Settings) -> None:
                 "choose one of them, or another replay"
             )
         if settings.model is not None:
-            frozen_features(settings.model(0))
+            features = frozen_features(settings.model(0))
+            if settings.privacy and settings.privacy.institutions:
+                settings.privacy.check_room(pairs_of(features))
     elif replays and not method.traits().supports_replay:
         raise ConfigError(
             f"replay is for serial and parallel methods; got strategy={method.config_type.name}: choose replay=none, "

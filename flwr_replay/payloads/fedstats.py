@@ -16,10 +16,11 @@ from flwr_replay.wire.fields import instruction, model
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import StateDict, Weights
 
-__all__ = ["MOST_FEATURES", "PRODUCTS", "SUMS", "ClassSums", "KeepDraws", "Summarise", "pairs_of"]
+__all__ = ["DRAWS", "MOST_FEATURES", "PRODUCTS", "SUMS", "ClassSums", "KeepDraws", "Summarise", "pairs_of"]
 
 MOST_FEATURES = 4096  # whose products are summed: 8.4 million numbers
 PRODUCTS, SUMS = "products-of-features", "sums-by-class"  # no module of PyTorch's has such a name
+DRAWS = "draws"  # key of an institution's state: what features are drawn from
 
 
 def pairs_of(features: int) -> int:

@@ -11,25 +11,23 @@ Failures: Who fails is asked again before the next exchange. Who comes late is a
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from flwr.app import ArrayRecord
 
+from flwr_replay.config.halves import load_strategy
 from flwr_replay.files.tensors import OF_RUN, read_own, write_tensors
 from flwr_replay.generators.plan import ReplayPlan
-from flwr_replay.learning.draws import frozen_features
-from flwr_replay.payloads.fedstats import PRODUCTS, SUMS, ClassSums, KeepDraws, Summarise, pairs_of
+from flwr_replay.payloads.fedstats import KeepDraws
 from flwr_replay.payloads.replay import Kept
-from flwr_replay.privacy.plan import STATISTICS
 from flwr_replay.server.exchange import Exchange, Exchanger
 from flwr_replay.server.members import Member
 from flwr_replay.server.replay_base import Replay
-from flwr_replay.server.sums import Moments
-from flwr_replay.wire.records import StateDict, opened
+from flwr_replay.wire.records import StateDict
 
 __all__ = ["StatisticsReplay"]
-
-KEPT = ("summed", "held", "variance")
 
 
 class StatisticsReplay(Replay):
@@ -37,17 +35,18 @@ class StatisticsReplay(Replay):
 
     def __init__(self, exchanger: Exchanger, plan: ReplayPlan) -> None:
         super().__init__(exchanger, plan.replay)
-        self.stages, self.classes, self.run = plan.stages, plan.classes, exchanger.settings.run
-        self.summed: list[str] = []  # names of those whose sums are there
+        method, options = load_strategy("fedstats")
+        settings = replace(exchanger.settings, replay_plan=None, fraction=1.0)
+        of_sums = options(head="mlp", clip=plan.replay.clip)  # type: ignore[call-arg]
+        self.statistics: Any = method(of_sums, settings, exchanger.recorder, exchanger)  # the exchange of sums
+        self.stages, self.run = plan.stages, exchanger.settings.run
         self.held: dict[str, list[int]] = {}  # by institution: of how many sums its Gaussians are, how many it draws
-        self.variance = 0.0  # of the noise in all sums together, in units of the clip
         self.current = [0, 0]  # as in `held`, of the newest
 
     @property
-    def features(self) -> int:
-        """F, of the frozen encoder."""
-        assert self.exchanger.settings.model is not None
-        return frozen_features(self.exchanger.settings.model(0))
+    def summed(self) -> list[str]:
+        """Names of those whose sums are there."""
+        return [*self.statistics.held]
 
     @property
     def begun(self) -> bool:
@@ -56,57 +55,26 @@ class StatisticsReplay(Replay):
 
     def complete(self, arrays: StateDict) -> None:
         """Ask who has not sent sums; send Gaussians to all that lack the newest."""
-        members = self.exchanger.members
-        if lacking := [member for member in members if member.name not in self.summed]:
-            messages = [self.exchanger.message(member, self.request, self.extra) for member in lacking]
-            replies = self.exchanger(self.grid, self.exchange, messages, needed=False)
-            self.add({m: ClassSums.decode(reply.content) for m, reply in self.exchanger.answers(replies)})
+        members, before = self.exchanger.members, self.summed
+        if self.statistics.trainers(self.exchange):
+            self.statistics.exchange_round(self.grid, self.exchange, ArrayRecord(), self.extra, needed=False)
+        if self.summed != before:  # a new file: the last checkpoint still refers to the old one
+            write_tensors(self.path, self.statistics.sums, {OF_RUN: self.run})
         if self.summed and (lacking := [member for member in members if self.lacks(member.name)]):
-            keep = self.keep(self.gaussians())
+            keep = self.keep(self.statistics.gaussians)
             messages = [self.exchanger.message(member, keep, self.extra) for member in lacking]
             replies = self.exchanger(self.grid, self.exchange, messages, needed=False)
             self.held |= {member.name: self.current for member, _ in self.exchanger.answers(replies)}
-
-    def add(self, answers: dict[Member, ClassSums]) -> None:
-        """Add sums to those before, in a new file: the last checkpoint still refers to the old one."""
-        plan = self.exchanger.settings.privacy
-        total = self.sums
-        for member, answer in answers.items():
-            for name, array in opened(answer.arrays).items():
-                total[name] = total.get(name, 0.0) + member.num_examples * array.astype(np.float64)
-            if plan and plan.covers(STATISTICS):
-                self.variance += plan.share(STATISTICS, member.num_examples) ** 2
-            self.summed.append(member.name)
-        if answers:
-            write_tensors(self.path, total, {OF_RUN: self.run})
 
     @property
     def path(self) -> Any:
         """Where the sums of these institutions lie."""
         return self.exchanger.recorder.folder("replay") / f"sums-{len(self.summed):05d}.safetensors"
 
-    @property
-    def sums(self) -> StateDict:
-        """Σ_k n_k times what institution k has sent."""
-        return dict(read_own(self.path, self.run)) if self.summed else {}
-
-    def gaussians(self) -> StateDict:
-        """Return what all institutions' sums say."""
-        sums, clip = self.sums, self.options.clip
-        by = Moments.of(sums[SUMS].reshape(self.classes, -1), sums[PRODUCTS], clip, self.variance**0.5)
-        return by.gaussians(clip)
-
     def keep(self, gaussians: StateDict) -> KeepDraws:
         """Send Gaussians, and note how many features are drawn from them."""
         self.current = [len(self.summed), int(gaussians["counts"].sum())]
         return KeepDraws(run=self.run, exchange=self.exchange, arrays=gaussians)
-
-    @property
-    def request(self) -> Summarise:
-        """Ask for sums; nothing but its digest names the encoder."""
-        sums, products = self.classes * (1 + self.features), pairs_of(self.features)
-        clip = self.options.clip
-        return Summarise(run=self.run, exchange=self.exchange, arrays={}, clip=clip, products=products, sums=sums)
 
     def lacks(self, name: str) -> bool:
         """Return whether an institution has no Gaussians of all sums."""
@@ -125,19 +93,19 @@ class StatisticsReplay(Replay):
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold; sums are in a file."""
-        return {name: getattr(self, name) for name in KEPT}
+        return {"summed": self.summed, "held": self.held, "variance": self.statistics.variance}
 
     def restore(self, values: dict[str, Any]) -> None:
         """Restore what `state` returned."""
-        vars(self).update({name: values[name] for name in KEPT})
+        self.held, self.statistics.held = values["held"], tuple(values["summed"])
+        sums = dict(read_own(self.path, self.run)) if self.summed else {}
+        self.statistics.restore(sums, {"held": self.summed, "variance": values["variance"]})
 
     def forecast(self, members: Sequence[Member]) -> list[Exchange]:
         """Every institution sends sums once, and receives Gaussians once."""
-        self.exchange, F, C = 0, self.features, self.classes
-        form = Summarise.added({"sums": C * (1 + F), "products": pairs_of(F)})
+        _, _, C, F = self.statistics.head
         blank: StateDict = {"means": np.zeros((C, F), np.float32), "factor": np.zeros((F, F), np.float32)}
         blank["counts"] = np.zeros(C, np.int64)
         keep, kept = self.keep(blank), Kept.blank()
         self.held = {member.name: [1, sum(m.num_examples for m in members)] for member in members}
-        sums = [(member, self.request, ClassSums.blank(form), 1) for member in members]
-        return [*sums, *((member, keep, kept, 1) for member in members)]
+        return [*self.statistics.forecast({}, 1), *((member, keep, kept, 1) for member in members)]

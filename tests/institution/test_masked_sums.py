@@ -25,6 +25,7 @@ from flwr_replay.wire.masked import MASKED, add, fixed_point, is_masked, mean_of
 from flwr_replay.wire.records import arrays_in, opened
 
 MASK = "masked=true"
+DRAWS = ["replay=statistics", "model.train=head"]
 
 
 def added(answers):
@@ -67,6 +68,7 @@ def sent(ran, stage="train"):
         ["strategy=fedavg", "split=validation"],
         ["strategy=scaffold", "rounds=3"],
         ["strategy=ditto"],
+        ["strategy=fedavgm", *DRAWS],
     ],
 )
 def test_a_masked_run_has_the_mean_of_an_unmasked_one(folder, options):
@@ -125,19 +127,32 @@ def test_a_run_whose_weights_diverge_says_so_and_not_whose(folder, strategy):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("at", [("train", "c", 2), ("train", "a", 1), ("evaluate", "b", 1)])
-def test_a_masked_run_that_breaks_off_ends_with_the_same_bits(folder, at):
+@pytest.mark.parametrize(
+    ("at", "more"),
+    [
+        *((at, []) for at in [("train", "c", 2), ("train", "a", 1), ("evaluate", "b", 1)]),
+        *((at, DRAWS) for at in [("summarise", "c", 1), ("keep-draws", "b", 1), ("train", "c", 1)]),
+    ],
+)
+def test_a_masked_run_that_breaks_off_ends_with_the_same_bits(folder, at, more):
     """Institutions that have answered the exchange send the same bytes once more."""
-    options = ["strategy=fedavg", "rounds=3", "strategy.optimizer-state=keep"]
+    options = ["strategy=fedavg", "rounds=3", "strategy.optimizer-state=keep", *more]
     whole, resumed = masked(folder, *options), broken(masked, folder, *options, breaking=[at])
     assert same(model(whole), model(resumed))
     assert whole.result["final"] == resumed.result["final"]
 
 
-@pytest.mark.parametrize("script", [{"losing": [("train", "b", 2)]}, {"failing": [("train", "b", 2)]}])
-def test_without_an_answer_the_run_says_whose_and_goes_on_when_all_are_there(folder, script):
-    options, name = ["strategy=fedavg", "rounds=3"], f"without-b-{next(iter(script))}"
-    with pytest.raises(RunError, match="needs every institution; exchange 2 has no answer of b") as error:
+@pytest.mark.parametrize(
+    ("script", "more"),
+    [
+        ({"losing": [("train", "b", 2)]}, []),
+        ({"failing": [("train", "b", 2)]}, []),
+        ({"failing": [("summarise", "b", 1)]}, DRAWS),
+    ],
+)
+def test_without_an_answer_the_run_says_whose_and_goes_on_when_all_are_there(folder, script, more):
+    options, name = ["strategy=fedavg", "rounds=3", *more], f"without-b-{next(iter(script))}{len(more)}"
+    with pytest.raises(RunError, match=r"needs every institution; exchange \d has no answer of b") as error:
         masked(folder, *options, name=name, **script)
     assert "resume the run when all are there" in str(error.value)
     resumed = masked(folder, *options, resume=str(folder / "runs" / name))
@@ -182,11 +197,18 @@ def test_under_dp_the_ledger_has_the_epsilon_too(folder):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["fedavg", "fedsgd"])
-def test_a_masked_run_keeps_the_contract(name, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("fedavg", []),
+        ("fedsgd", []),
+        ("fedavg", [*DRAWS, "model=gabor", "dp=statistics+classifier", "sigma=5", "delta=1e-4", "noise=seeded"]),
+    ],
+)
+def test_a_masked_run_keeps_the_contract(name, more, monkeypatch, tmp_path):
     """The forecast is the ledger; a resumed run has the same bits."""
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
-    check_strategy(name, [MASK, "partition.size=60"])
+    check_strategy(name, [MASK, "partition.size=60", *more])
 
 
 @pytest.mark.parametrize(
@@ -200,6 +222,10 @@ def test_a_masked_run_keeps_the_contract(name, monkeypatch, tmp_path):
         (["strategy=fedavg", "evaluate-before-mixing=true"], "leave evaluate-before-mixing out"),
         (["strategy=fedavg", "forgetting=true"], "leave forgetting out"),
         (["strategy=fedavg", "nodes=2"], "at least three institutions; got nodes=2"),
+        (
+            ["strategy=fedavg", *DRAWS, "dp=statistics", "noise=shared", "delta=1e-4", "nodes=8", "dropouts=1"],
+            "got privacy.dropouts=1: leave privacy.dropouts out",
+        ),
     ],
 )
 def test_what_needs_more_than_the_mean_is_refused(options, said):
