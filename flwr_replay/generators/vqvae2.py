@@ -6,6 +6,7 @@ codes of all images. To draw an image, the prior draws codes for a label, and th
 Not in Pennisi et al. 2023, whose generator is StyleGAN2-ADA.
 """
 
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
@@ -21,50 +22,53 @@ from flwr_replay.rng import derived_seed
 from flwr_replay.wire.records import StateDict
 from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
 
-__all__ = ["VQVAE2Config", "VQVAE2Images", "generator_step", "image_generator", "prior_step"]
+__all__ = ["VQVAE2Config", "VQVAE2Images", "generator_steps", "image_generator", "prior_steps"]
 
 
-def generator_step(
+def generator_steps(
     config: VQVAE2Config,
     model: VQVAE2,
     optimizer: torch.optim.Optimizer,
-    epoch: int,
-    x_B: Tensor,
-    rng: torch.Generator,
+    batches: Iterable[tuple[Tensor, torch.Generator]],
+    first: int,
+    in_epoch: int,
     dp: ChargedSteps | None,
     num_replayed: int = 0,
-) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """Take a generator's step on images in [0, 1], the replayed ones first; return its loss, and the loss's terms.
+) -> Iterator[tuple[Tensor | None, dict[str, Tensor]]]:
+    """Take a generator's step on each batch of images in [0, 1], the replayed ones first, with its rng.
 
-    The learning rate is halved every `lr_halving` epochs. Under DP there are neither loss nor terms.
+    Yielded are its loss, and the loss's terms; under DP neither. A batch is drawn just before its step. The rate is
+    halved every `lr_halving` epochs of `in_epoch` steps; `first` is the number of the first step.
     """
-    for group in optimizer.param_groups:
-        group["lr"] = config.lr * 0.5 ** (epoch // config.lr_halving if config.lr_halving else 0)
-    if dp:
-        example_losses = partial(summed_loss, model, rng)
-        dp.step(model, optimizer, example_losses, (x_B,), config.batch_size, num_replayed)
-        return None, {}
-    loss, terms = model.loss(x_B, rng)
-    return step(model, optimizer, loss), terms
+    for at, (x_B, rng) in enumerate(batches, first):
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr * 0.5 ** (at // in_epoch // config.lr_halving if config.lr_halving else 0)
+        if dp:
+            example_losses = partial(summed_loss, model, rng)
+            dp.step(model, optimizer, example_losses, (x_B,), config.batch_size, num_replayed)
+            yield None, {}
+        else:
+            loss, terms = model.loss(x_B, rng)
+            yield step(model, optimizer, loss), terms
 
 
-def prior_step(
+def prior_steps(
     config: PriorConfig,
     prior: CodePrior,
     optimizer: torch.optim.Optimizer,
-    codes_B: Tensor,
-    labels_B: Tensor,
-    rng: torch.Generator,
+    batches: Iterable[tuple[Tensor, Tensor, torch.Generator]],
     dp: ChargedSteps | None,
-) -> Tensor | None:
-    """Take a prior's step on codes and labels; return its loss, under DP none."""
-    draws = dp.uniform(len(codes_B), prior.draws) if dp else prior.uniform(len(codes_B), rng)
+) -> Iterator[Tensor | None]:
+    """Take a prior's step on each batch of codes and labels, with its rng; yield its loss, under DP none."""
     device = next(prior.parameters()).device
-    batch = tuple(part.to(device) for part in (codes_B, labels_B, draws))
-    if dp:
-        dp.step(prior, optimizer, partial(summed_nats, prior), batch, config.batch_size)
-        return None
-    return step(prior, optimizer, prior.loss(*batch))
+    for codes_B, labels_B, rng in batches:
+        draws = dp.uniform(len(codes_B), prior.draws) if dp else prior.uniform(len(codes_B), rng)
+        batch = tuple(tensor.to(device) for tensor in (codes_B, labels_B, draws))
+        if dp:
+            dp.step(prior, optimizer, partial(summed_nats, prior), batch, config.batch_size)
+            yield None
+        else:
+            yield step(prior, optimizer, prior.loss(*batch))
 
 
 class VQVAE2Images(ImageGenerator):
@@ -99,21 +103,30 @@ class VQVAE2Images(ImageGenerator):
         classes: Tensor | None = None,
     ) -> dict[str, float]:
         """Make steps of the generator's training, or of the prior's once the generator is complete."""
-        n, middle, losses, codes = len(labels), self.parts(len(labels))["generator"], list[Tensor | None](), None
-        config, prior, drawn = self.config, self.prior_config, dp.rows(n) if dp else None
+        n, config, prior = len(labels), self.config, self.prior_config
+        middle = self.parts(n)["generator"]
+        first = range(steps.start, min(steps.stop, middle))
+        second = range(max(steps.start, middle) - middle, steps.stop - middle)
         self.generator.train(), self.prior.train()
-        for at in steps:
-            if at < middle:
-                rows = next(drawn) if drawn else rows_of_step(at, n, config.batch_size, self.seed)
-                x_B, rng = as_input(images[rows.to(images.device)]).to(self.device), step_rng(self.seed, at)
-                epoch = at // max(1, n // config.batch_size)
-                losses.append(generator_step(config, self.generator, self.optimizer, epoch, x_B, rng, dp)[0])
-                continue
-            codes = self._codes(images) if codes is None else codes
-            of_prior, rng = derived_seed(self.seed, "prior"), step_rng(self.seed, at - middle, "prior")
-            rows = next(drawn) if drawn else rows_of_step(at - middle, n, prior.batch_size, of_prior)
-            y_B = labels[rows.to(labels.device)]
-            losses.append(prior_step(prior, self.prior, self.prior_optimizer, codes[rows], y_B, rng, dp))
+
+        def batches_of(own: range, batch_size: int, seed: int) -> Iterator[tuple[int, Tensor]]:
+            return zip(own, dp.rows(n) if dp else (rows_of_step(at, n, batch_size, seed) for at in own), strict=False)
+
+        of_images = (
+            (as_input(images[rows.to(images.device)]).to(self.device), step_rng(self.seed, at))
+            for at, rows in batches_of(first, config.batch_size, self.seed)
+        )
+        trained = generator_steps(
+            config, self.generator, self.optimizer, of_images, first.start, max(1, n // config.batch_size), dp
+        )
+        losses = [loss for loss, _ in trained]
+        if second:
+            codes = self._codes(images)
+            of_codes = (
+                (codes[rows], labels[rows.to(labels.device)], step_rng(self.seed, at, "prior"))
+                for at, rows in batches_of(second, prior.batch_size, derived_seed(self.seed, "prior"))
+            )
+            losses += prior_steps(prior, self.prior, self.prior_optimizer, of_codes, dp)
         counted = [loss for loss in losses if loss is not None]
         return {"loss": float(torch.stack(counted).mean()) if counted else 0.0}
 

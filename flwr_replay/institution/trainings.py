@@ -25,7 +25,7 @@ from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.priors import CodePrior
 from flwr_replay.generators.sampler import ReplaySampler, Rows
 from flwr_replay.generators.synthesis import TrainingProgress
-from flwr_replay.generators.vqvae2 import VQVAE2Config, generator_step, prior_step
+from flwr_replay.generators.vqvae2 import VQVAE2Config, generator_steps, prior_steps
 from flwr_replay.institution.budget import DPTraining, PrivacyBudget
 from flwr_replay.institution.owner import Shard
 from flwr_replay.institution.pieces import Pieces, Training
@@ -150,12 +150,21 @@ class GeneratorTraining(ReplayTraining):
         real = dp.batches(self.data) if dp else batches(self.data.x, self.data.y, self.batch_size, shuffle, numbers)
         # under DP how often the model draws depends on secret batches, so replayed examples have another rng
         model_rng = self.rngs("generator", epoch, "private", place) if dp else self.rng
-        for x_B, y_B in real:  # line 10
-            x_k = self.replay_plan.generator_input(x_B, y_B)
-            x_U = torch.cat([self.replays(), x_k]) if self.sampler else x_k  # lines 11-12
-            loss, self.terms = generator_step(  # lines 13-18; Algorithm 3, noise once on the sum
-                self.replay_plan.generator, self.model, self.optimizer, epoch, x_U, model_rng, dp, self.num_replayed
-            )
+        plan, sampler = self.replay_plan, self.sampler
+        inputs = (plan.generator_input(*batch) for batch in real)  # line 10: x_k
+        x_U = (torch.cat([self.replays(), x_k]) if sampler else x_k for x_k in inputs)  # lines 11-12
+        trained = generator_steps(  # lines 13-18; Algorithm 3, noise once on the sum
+            plan.generator,
+            self.model,
+            self.optimizer,
+            ((x, model_rng) for x in x_U),
+            steps.start,
+            self.in_epoch,
+            dp,
+            self.num_replayed,
+        )
+        for loss, terms in trained:
+            self.terms = terms
             yield 1, loss
 
     def replays(self) -> Tensor:
@@ -219,9 +228,10 @@ class PriorTraining(ReplayTraining):
         """Train on batches of codes."""
         epoch, place = divmod(steps.start, self.in_epoch)
         order = torch.split(torch.randperm(len(self.y), generator=self.rngs("prior", epoch)), self.batch_size)
-        for at, rows in enumerate(dp.rows(len(self.y)) if dp else order[place : place + len(steps)], place):
-            batch, rng = (self.codes[rows], self.y[rows]), self.rngs("prior", epoch, "draws", at)
-            yield 1, prior_step(self.config, self.model, self.optimizer, *batch, rng, dp)
+        rows = enumerate(dp.rows(len(self.y)) if dp else order[place : place + len(steps)], place)
+        batches_B = ((self.codes[of], self.y[of], self.rngs("prior", epoch, "draws", at)) for at, of in rows)
+        for loss in prior_steps(self.config, self.model, self.optimizer, batches_B, dp):
+            yield 1, loss
 
     def result(self, budget: PrivacyBudget | None, request: ChargedRequest) -> StateDict:
         """Return the number of examples of each class, under DP with noise."""
