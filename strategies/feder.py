@@ -35,7 +35,7 @@ Failures: Who fails leaves its model as it was sent, and that model goes on, in 
 model that could not begin begins the next time. The model of an absent or undrawn institution waits for it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -51,7 +51,7 @@ from flwr_replay.errors import ConfigError, RunError, refuse_each
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.movements.base import Exchange, Outcome
 from flwr_replay.movements.evaluating import RunState
-from flwr_replay.movements.hops import Cycles, Hops, Queues, Reopening, Turn
+from flwr_replay.movements.hops import Cycles, Hops, Queues, Reopening
 from flwr_replay.movements.relay import Relay
 from flwr_replay.payloads.common import Evaluate, Trained
 from flwr_replay.payloads.feder import TrainOwnWithBuffers, TrainWithBuffers
@@ -151,8 +151,6 @@ class FedER(Relay):
         self.fresh: StateDict = {}  # the weights with which every model begins
         self.models: dict[str, StateDict] = {}  # by the institution where a model began: its weights
         self.trained_at: dict[str, StateDict] = {}  # by institution: the model that it has trained last
-        self.turns: dict[str, Turn] = {}  # by institution: its turn in this round
-        self.held: dict[str, list[int]] = {}  # by institution: the buffers that it has of those it may train on
         self.shown: StateDict | None = None  # the model that all are to test
 
     def new_hops(self, durations: Sequence[float] = ()) -> Hops:
@@ -217,38 +215,30 @@ class FedER(Relay):
             raise RunError(f"no institution could train its generator; {self.recorder.failures_line()}")
         if self.config.buffer and givers and not self.buffers.numbers:
             raise RunError(f"no institution has sent a buffer; {self.recorder.failures_line()}: resume the run")
-        self.held = self.buffers.deliver(grid, exchange, self.wanted(), config)
+        self.buffers.deliver(grid, exchange, self.wanted(), config)
+
+        def following() -> Message | None:  # None until somebody who can train has a model
+            if (turn := self.hops.start()) is None:
+                return None
+            member = self.members.get(turn.institution)
+            assert member is not None
+            return self.message(member, self.train_request(exchange, member), config)
+
+        def take(member: Member, reply: Message) -> None:
+            answer = self.answer.decode(reply.content)
+            self.recorder.saw(answer.examples_seen)
+            if isinstance(answer, Trained):
+                model = opened(answer.arrays)
+                model = self.trained_at[member.name] = {**model, **cut_back(model)}
+                self.models[self.hops.turn(member.name).model] = model
+            self.hops.pass_on(member.name, trained=True)
 
         def as_sent(member: Member) -> None:
             self.hops.pass_on(member.name, trained=False)
 
-        turns = self.configure_train(exchange, arrays, config, grid)
-        self.exchanger(grid, exchange, turns, take=self.take, missed=as_sent, at_once=self.hops.at_once)
+        messages = Reopening(following)
+        self.exchanger(grid, exchange, messages, take=take, missed=as_sent, at_once=self.hops.at_once)
         return self.aggregate_train(exchange, [])
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Ask the institutions to train, each when its turn comes."""
-
-        def following() -> Message | None:
-            if (turn := self.hops.start()) is None:
-                return None
-            self.turns[turn.institution], member = turn, self.members.get(turn.institution)
-            assert member is not None
-            return self.message(member, self.train_request(server_round, member), config)
-
-        return Reopening(following)
-
-    def take(self, member: Member, reply: Message) -> None:
-        """Keep the trained model, and let it go on."""
-        answer = self.answer.decode(reply.content)
-        self.recorder.saw(answer.examples_seen)
-        if isinstance(answer, Trained):
-            model = opened(answer.arrays)
-            model = self.trained_at[member.name] = {**model, **cut_back(model)}
-            self.models[self.turns[member.name].model] = model
-        self.hops.pass_on(member.name, trained=True)
 
     def givers(self) -> set[str]:
         """Return the institutions of whose buffers others may learn in this round."""
@@ -272,7 +262,7 @@ class FedER(Relay):
 
     def train_request(self, exchange: int, member: Member) -> TrainWithBuffers | TrainOwnWithBuffers:
         """Ask to train a model on the institution's examples, and on buffers unless the model begins here."""
-        turn, held = self.turns[member.name], self.held.get(member.name, [])
+        turn, held = self.hops.turn(member.name), self.buffers.held.get(member.name, [])
         buffers = [number for number in self.memory(member.name, [turn.before]) if turn.before and number in held]
         common: dict[str, Any] = {
             "exchange": exchange,
@@ -359,7 +349,7 @@ class FedER(Relay):
         travelling = self.travelling(arrays)
         answer = TrainedOwn.blank() if self.stays else Trained.blank(travelling)
         begun: set[str] = set()  # models that have been trained
-        self.held = {name: list(self.buffers.numbers.values()) for name in members}
+        self.buffers.held = {name: list(self.buffers.numbers.values()) for name in members}
         alike: dict[tuple[str, bool, int], tuple[Request, int]] = {}  # requests of one size, and how many there are
         delivered = {name: set[tuple[int, int]]() for name in members}
         drawn = {name: set[int]() for name in members}
@@ -370,7 +360,6 @@ class FedER(Relay):
             for name, numbers in self.wanted().items():
                 delivered[name] |= {(exchange * self.buffers.refreshed, number) for number in numbers}
             while turn := self.hops.start():
-                self.turns[turn.institution] = turn
                 request: Request = self.train_request(exchange, members[turn.institution])
                 fresh = not self.settings.hiding.readable and turn.model not in begun  # the institution makes it
                 if isinstance(request, TrainWithBuffers):

@@ -73,8 +73,11 @@ class Cycles:
         """Begin the next turn, None while nobody can; all may train at a time."""
         if not self.left:
             return None
-        name = self.left.pop(0)
-        return Turn(name, self.at[name], self.before.get(name, ""))
+        return self.turn(self.left.pop(0))
+
+    def turn(self, institution: str) -> Turn:
+        """Return the turn that an institution has begun."""
+        return Turn(institution, self.at[institution], self.before.get(institution, ""))
 
     def pass_on(self, institution: str, trained: bool) -> None:
         """End a turn: the model stays; one that could not begin begins when this institution is asked next."""
@@ -133,7 +136,12 @@ class Queues:
         name = min(ready, key=lambda name: (self._ends(name), name))
         ends, (_, model) = self._ends(name), self.waiting[name].pop(0)
         self.free[name], self.training[name], self.left = ends, model, self.left - 1
-        return Turn(name, model, self.last.get(model, ""))
+        return self.turn(name)
+
+    def turn(self, institution: str) -> Turn:
+        """Return the turn that an institution has begun."""
+        model = self.training[institution]
+        return Turn(institution, model, self.last.get(model, ""))
 
     def _ends(self, name: str) -> float:
         """Return when an institution would end the turn of the first model of its queue."""
