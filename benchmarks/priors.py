@@ -103,7 +103,7 @@ def quality(args):
             test = torch.from_numpy(data.test.x), torch.from_numpy(data.test.y)
             form = ImageForm(task.channels, task.size, task.classes)
             made = VQVAE2Images(config.generator, config.prior, form, seed, device)
-            middle = made.parts(len(y))["generator"]
+            middle = made.mechanisms(len(y))["generator"]
             if trained is None:
                 made.train(x, y, range(middle))
                 trained = made.generator.state_dict()

@@ -126,12 +126,12 @@ class FedReplayClient(FedStatsClient):
             raise WireError(f"an upload has rows 0 to {total}; the server asks for those from {first} on")
         stated = {}
         if self.budget and self.budget.plan.local:
-            blocks = self.blocks(encoder, views, 0, total)
-            rows = NoisyUpload(self.budget, self.budget.plan.local, request).rows(blocks, total, first, stop)
+            groups = self.groups(encoder, views, 0, total)
+            rows = NoisyUpload(self.budget, self.budget.plan.local, request).rows(groups, total, first, stop)
             stated = self.spent(request.run)
         else:
-            parts = [pack(block, request.latent_dtype) for block in self.blocks(encoder, views, first, stop)]
-            codes, scales = zip(*parts, strict=True)
+            packed = [pack(group, request.latent_dtype) for group in self.groups(encoder, views, first, stop)]
+            codes, scales = zip(*packed, strict=True)
             own = (torch.arange(first, stop) % len(train)).to(train.y.device)
             rows = {"latents": np.concatenate(codes), "labels": train.y[own].cpu().numpy()}
             rows |= {} if scales[0] is None else {"scales": np.concatenate(scales)}
@@ -148,12 +148,12 @@ class FedReplayClient(FedStatsClient):
             **stated,
         )
 
-    def blocks(self, encoder: nn.Module, views: Tensor | None, first: int, stop: int) -> Iterator[Tensor]:
+    def groups(self, encoder: nn.Module, views: Tensor | None, first: int, stop: int) -> Iterator[Tensor]:
         """Encode rows `first` to `stop` of the upload, together in groups that are always the same."""
         total = len(self.institution.train) if views is None else len(views)
         for begin in range(first - first % ROWS_TOGETHER, stop, ROWS_TOGETHER):
-            block = self.encode_rows(encoder, views, torch.arange(begin, min(begin + ROWS_TOGETHER, total)))
-            yield block[max(0, first - begin) : stop - begin]
+            group = self.encode_rows(encoder, views, torch.arange(begin, min(begin + ROWS_TOGETHER, total)))
+            yield group[max(0, first - begin) : stop - begin]
 
     def encode_rows(self, encoder: nn.Module, views: Tensor | None, rows: Tensor) -> Tensor:
         """Encode rows of the upload: row r is view r // n of example r mod n."""

@@ -52,16 +52,16 @@ class FedSGDClient(InstitutionClient):
             return self.under_dp(request, model, self.budget)
         refuse_single_batches(model, len(data), ROWS_AT_ONCE)
         number = math.ceil(len(data) / at_once(data.x, ROWS_AT_ONCE, model))
-        parts = list(zip(torch.chunk(data.x, number), torch.chunk(data.y, number), strict=True))
-        blocks, total = ((as_input(x_B), y_B) for x_B, y_B in parts), len(data)
-        if sampler := self.replay_sampler(request):  # every block gets its part of the replayed examples
+        stored = list(zip(torch.chunk(data.x, number), torch.chunk(data.y, number), strict=True))
+        batches, total = ((as_input(x_B), y_B) for x_B, y_B in stored), len(data)
+        if sampler := self.replay_sampler(request):  # every batch gets its share of the replayed examples
             size, draws = math.ceil(len(data) / number), self.shuffle(request.exchange, "replay")
-            blocks = sampler.mixed_batches(blocks, size, draws)
-            total += len(parts) * sampler.beside(size)
-        for x_B, y_B in changed(iter(blocks), self.augmentation(None, request.exchange)):
+            batches = sampler.mixed_batches(batches, size, draws)
+            total += len(stored) * sampler.beside(size)
+        for x_B, y_B in changed(iter(batches), self.augmentation(None, request.exchange)):
             loss = self.task.loss(model(x_B), y_B) * (len(y_B) / total)
-            loss.backward()  # g_k ← g_k + ∇L of this block, weighted
-            losses.append(loss.detach() * len(parts))  # their mean is the loss over all examples
+            loss.backward()  # g_k ← g_k + ∇L of this batch, weighted
+            losses.append(loss.detach() * len(stored))  # their mean is the loss over all examples
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
         tensors = {**model.state_dict(), **gradients}  # of a frozen or unused parameter 0
         arrays = array_record({name: tensor.cpu().numpy() for name, tensor in tensors.items()})
@@ -113,7 +113,7 @@ class FedSGDClient(InstitutionClient):
         return budget.noisy(GRADIENT, dict(zip(names, scaled, strict=True)), step, stream)
 
     def clipped(self, model: nn.Module, data: Shard, rows_N: Tensor, size: int, clip: float) -> list[Tensor]:
-        """Sum the clipped gradients of the examples in these rows, in blocks of this size; -1: nobody's, zeros."""
+        """Sum the clipped gradients of the examples in these rows, in groups of this size; -1: nobody's, zeros."""
 
         def losses(x_B: Tensor, y_B: Tensor, real_B: Tensor) -> Tensor:
             return self.task.losses(model(x_B), y_B) * real_B
@@ -121,8 +121,8 @@ class FedSGDClient(InstitutionClient):
         sums = [torch.zeros_like(parameter) for parameter in trained_parameters(model)]
         for rows_B in torch.split(rows_N, max(1, at_once(data.x, ROWS, model) // size) * size):
             x_B, y_B = (at_places(of, rows_B) for of in (data.x, data.y))
-            block = as_input(x_B).double(), y_B, (rows_B != NOBODY).double().to(x_B.device)
-            summed, _ = clipped_sums(model, losses, block, clip, size)
+            batch = as_input(x_B).double(), y_B, (rows_B != NOBODY).double().to(x_B.device)
+            summed, _ = clipped_sums(model, losses, batch, clip, size)
             sums = [before + of for before, of in zip(sums, summed, strict=True)]
         return sums
 

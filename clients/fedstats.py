@@ -134,14 +134,14 @@ class FedStatsClient(InstitutionClient):
         clip = request.clip * (WITH_LABEL if task else 1)
         sums = torch.zeros(head.out_features, 1 + features, dtype=torch.float64)
         products_FF = sums.new_zeros(*(features,) * 2 if request.products else (0, 0))
-        for rows_B in map(torch.from_numpy, blocks(of_N, ROWS_AT_ONCE)):
+        for rows_B in map(torch.from_numpy, groups(of_N, ROWS_AT_ONCE)):
             labels_B, of_B = train.y[rows_B].cpu(), torch.from_numpy(of_N)[rows_B]
             features_BF = features_NF[rows_B]
             if task:
                 features_BF, labels_B = labelled(features_BF, task.learned(labels_B), request.clip), labels_B.long() * 0
             about_B = features_BF, labels_B, of_B, head.out_features, clip, bool(request.products)
-            for total, of_block in zip((sums, products_FF), class_sums(*about_B), strict=True):
-                total += of_block
+            for total, of_group in zip((sums, products_FF), class_sums(*about_B), strict=True):
+                total += of_group
         parts = {f"{name}.weight": sums[:, 1 : 1 + width], f"{name}.bias": sums[:, 0]}
         if request.sums:
             parts = {SUMS: sums.flatten()}
@@ -206,7 +206,7 @@ class DrawsClient(FedStatsClient):
         return drawn or None
 
 
-def blocks(of_N: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:
+def groups(of_N: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:
     """Return row numbers in groups of about this size, larger where the examples of one patient need it."""
     order_N = np.argsort(of_N, kind="stable")
     first_P = np.flatnonzero(np.diff(of_N[order_N], prepend=-1))

@@ -17,7 +17,7 @@ of all institutions has this noise once (`flwr_replay.privacy.shares`).
 
 Deviations: The step is that of the configured optimizer, whose momentum the server keeps; training.momentum=0 is
 McMahan's SGD. C is the option fraction. A round has one step, so FedSGD needs many more rounds than FedAvg. An
-institution sums its gradient over blocks of up to 256 examples. Batch norm normalises over a block, and its running
+institution sums its gradient over batches of up to 256 examples. Batch norm normalises over a batch, and its running
 statistics are averaged. With lr_by_noise the rate is bounded by the noise.
 """
 

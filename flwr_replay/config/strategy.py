@@ -48,10 +48,10 @@ def refuse_stray(half: type[Any]) -> None:
     """Refuse traits that a class states by themselves."""
     stray = {trait.name: vars(half)[trait.name] for trait in fields(Traits) if trait.name in vars(half)}
     if stray:
-        block = ", ".join(f"{name}={value!r}" for name, value in stray.items())
+        written = ", ".join(f"{name}={value!r}" for name, value in stray.items())
         raise ConfigError(
             f"a method's traits stand in its options; {half.__name__} states {', '.join(stray)} by itself: write "
-            f"traits = Traits({block}) in {half.__name__.removesuffix('Config')}Config"
+            f"traits = Traits({written}) in {half.__name__.removesuffix('Config')}Config"
         )
 
 

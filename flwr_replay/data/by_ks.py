@@ -1,10 +1,10 @@
 """A partition with a given skew: the mean pairwise Kolmogorov-Smirnov statistic of the institutions' labels.
 
-A random share of the examples is sorted by label and dealt in K consecutive blocks. The rest is dealt IID. If none are
+A random share of the examples is sorted by label and dealt in K consecutive runs. The rest is dealt IID. If none are
 sorted, the institutions differ by chance only. If all are sorted, they differ as much as equal sizes allow. Bisection
 finds the share.
 
-The largest possible skew depends on the labels: with a rare class, most blocks have the same labels. `partition.drop`
+The largest possible skew depends on the labels: with a rare class, most runs have the same labels. `partition.drop`
 then leaves out examples of the most frequent class, as few as needed.
 """
 
@@ -78,13 +78,13 @@ def deal_by_ks(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int, 
 
 
 def _deal(order: Indices, codes: Indices, share: int, nodes: int) -> list[Indices]:
-    """Deal the first `share` examples of an order in sorted blocks, the rest in order; sizes differ by at most one."""
+    """Deal the first `share` examples of an order in sorted runs, the rest in order; sizes differ by at most one."""
     by_label = order[:share][np.argsort(codes[order[:share]], kind="stable")]
-    blocks = np.array_split(by_label, nodes)
+    runs = np.array_split(by_label, nodes)
     sizes = [len(part) for part in np.array_split(order, nodes)]
-    ends = np.cumsum([size - len(block) for size, block in zip(sizes, blocks, strict=True)])
+    ends = np.cumsum([size - len(run) for size, run in zip(sizes, runs, strict=True)])
     rest = np.split(order[share:], ends[:-1])
-    return [np.concatenate(pair) for pair in zip(blocks, rest, strict=True)]
+    return [np.concatenate(pair) for pair in zip(runs, rest, strict=True)]
 
 
 def _bisect(achieved: Callable[[int], float], target: float, total: int) -> tuple[int, float]:
@@ -100,7 +100,7 @@ def _bisect(achieved: Callable[[int], float], target: float, total: int) -> tupl
 
 
 def _most(counts_C: Indices, nodes: int) -> float:
-    """Compute the KS if all examples are sorted and dealt in equal blocks, the largest for equal sizes."""
+    """Compute the KS if all examples are sorted and dealt in equal runs, the largest for equal sizes."""
     sizes = np.full(nodes, counts_C.sum() // nodes)
     sizes[: counts_C.sum() % nodes] += 1
     ends_K, ends_C = np.cumsum(sizes)[:, None], np.cumsum(counts_C)[None]

@@ -264,8 +264,8 @@ def tally(path: Path, before: tuple[int, int] = (0, 0), end: int | None = None) 
     size, crc = before
     with reading(path), open(path, "rb") as file:
         file.seek(size)
-        while block := file.read(BYTES_AT_ONCE if end is None else min(BYTES_AT_ONCE, end - size)):
-            size, crc = size + len(block), crc32(block, crc)
+        while data := file.read(BYTES_AT_ONCE if end is None else min(BYTES_AT_ONCE, end - size)):
+            size, crc = size + len(data), crc32(data, crc)
     return size, crc
 
 

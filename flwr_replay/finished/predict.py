@@ -95,10 +95,10 @@ def predictions(model: TrainedModel, rows: list[ManifestRow], base: Path, left_o
     numbers = {row: classes.number(row.label, row.where) for row in rows if row.label and model.classes}
     columns = ["label", *(["right"] if model.classes else [])] if labelled else []
     lines: list[list[object]] = [["image", "predicted", *columns, *(f"p({name})" for name in model.classes)]]
-    block = at_once(torch.empty(1, task.channels, task.size, task.size), 256, model)
+    together = at_once(torch.empty(1, task.channels, task.size, task.size), 256, model)
     faults: list[str] = [] if left_out is None else left_out
-    for start in range(0, len(rows), block):
-        part, faulty = readable(partial(read_image, task=task), rows[start : start + block])
+    for start in range(0, len(rows), together):
+        part, faulty = readable(partial(read_image, task=task), rows[start : start + together])
         faults += faulty.values()
         if not part or (faults and left_out is None):
             continue

@@ -72,12 +72,12 @@ class ImageGenerator(ABC):
     """
 
     @abstractmethod
-    def parts(self, examples: int) -> dict[str, int]:
+    def mechanisms(self, examples: int) -> dict[str, int]:
         """Return the steps of the whole training on so many images: by mechanism, in the order of the training."""
 
     def steps(self, examples: int) -> int:
         """Return the number of all steps."""
-        return sum(self.parts(examples).values())
+        return sum(self.mechanisms(examples).values())
 
     @abstractmethod
     def train(
@@ -99,7 +99,7 @@ class ImageGenerator(ABC):
         steps : range
             The numbers of the steps to make; those before have been made.
         dp : ChargedSteps or None
-            Takes all steps that depend on the images, which belong to one of the `parts`; None: there is no DP.
+            Takes all steps that depend on the images, which belong to one of the `mechanisms`; None: there is no DP.
         classes : Tensor or None
             Under DP: those that the institution declares, (k,), int64.
 

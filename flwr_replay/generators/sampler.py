@@ -132,8 +132,8 @@ class CodeSampler(ReplaySampler):
         self.cached: Tensor | None = None
         values = self.decoded(torch.arange(1))[0].numel()
         if len(self) * values <= replay_plan.replay.cache_mb * 1e6:
-            blocks = torch.split(torch.arange(len(self)), replay_plan.at_once)
-            self.cached = torch.cat([self.decoded(rows) for rows in blocks])
+            all_rows = torch.split(torch.arange(len(self)), replay_plan.at_once)
+            self.cached = torch.cat([self.decoded(rows) for rows in all_rows])
 
     def decoded(self, rows: Tensor) -> Tensor:
         """Decode images (B, C, H, W) to bytes, as real images are kept."""

@@ -159,7 +159,7 @@ class StyleGAN2(ImageGenerator):
         self.before, self.after = (side - form.size) // 2, (side - form.size + 1) // 2
         with seeded(derived_seed(seed, "stylegan2")), torch.device("cpu"):
             self.generator, self.discriminator = networks(config, form)
-        self.privacy: PrivacyLoss | None = None  # made when the second part begins
+        self.privacy: PrivacyLoss | None = None  # made when its steps begin
         # Half as fast again on a CPU as the other order.
         self.generator.to(device).to(memory_format=torch.channels_last)
         self.discriminator.to(device).to(memory_format=torch.channels_last)
@@ -179,7 +179,7 @@ class StyleGAN2(ImageGenerator):
         c = every / (every + 1) if every else 1.0
         return torch.optim.Adam(groups, lr=self.config.lr * c, betas=(BETAS[0] ** c, BETAS[1] ** c), eps=1e-8)
 
-    def parts(self, examples: int) -> dict[str, int]:
+    def mechanisms(self, examples: int) -> dict[str, int]:
         """Return the steps without and with privacy loss, however many images there are."""
         return {"generator": self.config.steps + self.config.privacy_steps * self.config.keeps_distance}
 

@@ -86,7 +86,7 @@ class VQVAE2Images(ImageGenerator):
         self.optimizer = torch.optim.Adam(self.generator.parameters(), lr=config.lr)
         self.prior_optimizer = torch.optim.Adam(self.prior.parameters(), lr=prior.lr)
 
-    def parts(self, examples: int) -> dict[str, int]:
+    def mechanisms(self, examples: int) -> dict[str, int]:
         """Return the batches of all epochs of both."""
         generator, prior = self.config, self.prior_config
         return {
@@ -104,7 +104,7 @@ class VQVAE2Images(ImageGenerator):
     ) -> dict[str, float]:
         """Make steps of the generator's training, or of the prior's once the generator is complete."""
         n, config, prior = len(labels), self.config, self.prior_config
-        middle = self.parts(n)["generator"]
+        middle = self.mechanisms(n)["generator"]
         first = range(steps.start, min(steps.stop, middle))
         second = range(max(steps.start, middle) - middle, steps.stop - middle)
         self.generator.train(), self.prior.train()

@@ -36,19 +36,19 @@ class FeatureSource:
     dtype: ClassVar[type[np.float32]] = np.float32
 
     task: TaskConfig
-    parts: Mapping[str, Examples]  # by split
+    splits: Mapping[str, Examples]  # by split
     encoder: Frozen
     device: torch.device
 
     @property
     def total(self) -> int:
         """How many examples there are."""
-        return sum(map(len, self.parts.values()))
+        return sum(map(len, self.splits.values()))
 
     @property
     def needs(self) -> int:
         """The bytes of the images that are kept, too."""
-        return sum(part.x.nbytes for part in self.parts.values() if mapped(part.x))
+        return sum(own.x.nbytes for own in self.splits.values() if mapped(own.x))
 
     @property
     def form(self) -> str:
@@ -58,8 +58,8 @@ class FeatureSource:
     @property
     def key(self) -> str:
         """All that the features depend on, as a digest: images, encoder, device, threads, versions, own code."""
-        images = [[split, mapped(part.x) or part.digest] for split, part in self.parts.items()]
-        first = next(part.x[:1] for part in self.parts.values() if len(part))
+        images = [[split, mapped(own.x) or own.digest] for split, own in self.splits.items()]
+        first = next(own.x[:1] for own in self.splits.values() if len(own))
         probe = digest({"x": self.encoded(first)}) if self.encoder.alone else ""
         made_by = [self.device.type, torch.get_num_threads(), versions(PACKAGES), probe]
         return digest_of([FORMAT, self.form, images, made_by])
@@ -78,12 +78,12 @@ class FeatureSource:
 
     def divide(self) -> Mapping[str, Indices]:
         """Return the indices of the examples in each split."""
-        return {split: np.arange(len(part)) for split, part in self.parts.items()}
+        return {split: np.arange(len(own)) for split, own in self.splits.items()}
 
     def examples(self, members: Mapping[str, Indices]) -> Iterator[NDArray[Any]]:
         """Encode split by split; yield some at a time."""
         for split in members:
-            x = self.parts[split].x
+            x = self.splits[split].x
             for first in range(0, len(x), self.together):
                 yield self.encoded(x[first : first + self.together])
 
@@ -102,11 +102,10 @@ def featured(dataset: Dataset, task: TaskConfig, encoder: Frozen, device: torch.
     The encoder has the same bits for every image, whichever others it is computed with: on a CPU, and with equal
     numbers of threads.
     """
-    parts = {split: part for split, part in vars(dataset).items() if isinstance(part, Examples)}
-    made = decoded(FeatureSource(task, parts, encoder.to(device), device), kept)
-    bytes_of = {split: part.x.itemsize * prod(part.x.shape[1:]) for split, part in parts.items()}
+    splits = {split: own for split, own in vars(dataset).items() if isinstance(own, Examples)}
+    made = decoded(FeatureSource(task, splits, encoder.to(device), device), kept)
+    bytes_of = {split: own.x.itemsize * prod(own.x.shape[1:]) for split, own in splits.items()}
     changed: dict[str, Any] = {
-        split: replace(part, x=made[split][1], image_bytes=bytes_of[split], images=part)
-        for split, part in parts.items()
+        split: replace(own, x=made[split][1], image_bytes=bytes_of[split], images=own) for split, own in splits.items()
     }
     return replace(dataset, **changed)

@@ -30,17 +30,17 @@ from flwr_replay.institution.budget import DPTraining, PrivacyBudget
 from flwr_replay.institution.owner import Shard
 from flwr_replay.payloads.common import ChargedRequest
 
-__all__ = ["Pieces", "Training", "part_at"]
+__all__ = ["Pieces", "Training", "mechanism_at"]
 
 
 class Training(ABC):
     """A training in steps numbered from 0, which can stop after any and go on later."""
 
-    parts: Mapping[str, int]  # by mechanism, in the order of the training: steps
+    mechanisms: Mapping[str, int]  # in the order of the training: the steps of each
 
     @abstractmethod
     def block(self, step: int, charged: bool) -> int:
-        """Return how many steps are taken together from this one on, under DP or not; the part may end before."""
+        """Return how many steps are taken together from this one on, under DP or not; the mechanism may end before."""
 
     @abstractmethod
     def take(self, steps: range, dp: DPTraining | None) -> Iterator[tuple[int, Tensor | None]]:
@@ -78,7 +78,7 @@ class Pieces:
         Raises
         ------
         PrivacyError
-            If the budget does not allow a first block of a part, nor the whole of one before the last; or if the
+            If the budget does not allow a first block of a mechanism, nor the whole of one before the last; or if the
             account states less than before.
         DivergedError
             If a loss is not finite.
@@ -86,14 +86,14 @@ class Pieces:
         first, losses = done.steps, list[Tensor]()
         total = first + done.steps_left
         end = min(total, first + most)
-        charged = self.budget if any(map(self.covers, training.parts)) else None  # if one part is, all are
+        charged = self.budget if any(map(self.covers, training.mechanisms)) else None  # if one is, all are
         while done.steps < end and (done.steps == first or self.in_time):
-            part = part_at(training.parts, done.steps)
-            steps = range(done.steps, min(end, part.end, done.steps + training.block(done.steps, bool(charged))))
+            trained = mechanism_at(training.mechanisms, done.steps)
+            steps = range(done.steps, min(end, trained.end, done.steps + training.block(done.steps, bool(charged))))
             try:
-                dp = charged.begin_steps(part.mechanism, steps, request) if charged else None
+                dp = charged.begin_steps(trained.mechanism, steps, request) if charged else None
             except BudgetError:
-                if part.end < total or done.steps == part.start:  # what was trained would be of no use
+                if trained.end < total or done.steps == trained.start:  # what was trained would be of no use
                     raise
                 done.steps_left = 0  # what a crash had repeated was charged twice
                 break
@@ -104,7 +104,7 @@ class Pieces:
                     break
         numbers = torch.stack(losses).cpu().numpy() if losses else np.zeros(0, np.float32)
         if not np.isfinite(numbers).all():
-            what = part.mechanism
+            what = trained.mechanism
             raise DivergedError(f"the loss of a {what} must stay finite; it is not: lower {what}.lr")
         return numbers
 
@@ -141,13 +141,13 @@ class MechanismSteps(NamedTuple):
     end: int
 
 
-def part_at(parts: Mapping[str, int], step: int) -> MechanismSteps:
-    """Return the part to which a step belongs.
+def mechanism_at(mechanisms: Mapping[str, int], step: int) -> MechanismSteps:
+    """Return the mechanism that a step trains.
 
-    >>> part_at({"generator": 20, "prior": 5}, 20)
+    >>> mechanism_at({"generator": 20, "prior": 5}, 20)
     MechanismSteps(mechanism='prior', start=20, end=25)
     """
-    ends = [*accumulate(parts.values())]
+    ends = [*accumulate(mechanisms.values())]
     i = bisect_right(ends, step)
-    mechanism, steps = [*parts.items()][i]
+    mechanism, steps = [*mechanisms.items()][i]
     return MechanismSteps(mechanism, ends[i] - steps, ends[i])

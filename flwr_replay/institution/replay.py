@@ -91,8 +91,8 @@ class GenerativeStages:
         sampler = self.sampler(request.run, request.exchange, request.replayed)
         self.draw("codes", request, model, sampler)
         if sampler:
-            blocks = torch.split(torch.arange(len(sampler)), self.replay_plan.at_once)
-            replayed_codes = [model.encode(sampler.take(rows)[0]) for rows in blocks]
+            all_rows = torch.split(torch.arange(len(sampler)), self.replay_plan.at_once)
+            replayed_codes = [model.encode(sampler.take(rows)[0]) for rows in all_rows]
             codes, labels = [torch.cat(replayed_codes).cpu(), *codes], [sampler.labels.numpy(), *labels]
         return Codes(
             codes=pack_codes(torch.cat(codes).numpy(), model.codebook_size),
@@ -270,6 +270,6 @@ def drawn(drawing: Drawing, replay_plan: ReplayPlan, device: torch.device) -> ND
     load_arrays(prior, drawing.prior)
     classes = torch.repeat_interleave(torch.arange(len(drawing.counts)), torch.tensor(drawing.counts))
     rng = torch_rng(replay_plan.seed, "drawn codes", drawing.source)
-    blocks = torch.split(classes.to(device), replay_plan.at_once)
-    codes = [prior.sample(labels, rng).cpu() for labels in blocks]
+    labels = torch.split(classes.to(device), replay_plan.at_once)
+    codes = [prior.sample(labels_B, rng).cpu() for labels_B in labels]
     return pack_codes(torch.cat(codes).numpy(), model.codebook_size)

@@ -28,7 +28,7 @@ from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.institution.pieces import Pieces, Training
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.payloads.replay import Kept
-from flwr_replay.payloads.synthetic import Buffer, DrawBuffer, GeneratorSlice, KeepBuffer, TrainSlice
+from flwr_replay.payloads.synthetic import Buffer, DrawBuffer, KeepBuffer, TrainedPiece, TrainPiece
 from flwr_replay.rng import derived_seed
 from flwr_replay.state.store import StateStore
 from flwr_replay.wire.records import StateDict
@@ -47,7 +47,7 @@ class OwnTraining(Training):
 
     def __init__(self, generator: ImageGenerator, data: Shard, classes: Tensor) -> None:
         self.generator, self.data, self.classes = generator, data, classes
-        self.parts = generator.parts(len(data))
+        self.mechanisms = generator.mechanisms(len(data))
         self.figures: dict[str, float] = {}  # of the last block
 
     def block(self, step: int, charged: bool) -> int:
@@ -74,7 +74,7 @@ class SynthesisStages:
 
     # --- the generator ------------------------------------------------------------------------------------------------
 
-    def train_slice(self, request: TrainSlice) -> GeneratorSlice:
+    def train_slice(self, request: TrainPiece) -> TrainedPiece:
         """Train for some steps, and save: an interrupted message costs at most its own steps.
 
         Processes that want the same generator train it by turns: each goes on from where the one before it has stopped.
@@ -93,7 +93,7 @@ class SynthesisStages:
             elif self.plan.checkpoint(self.institution.name):
                 done = self.measured(done, generator, data)
         values = asdict(done) | ({"loss": None} if self.budget else {})
-        return GeneratorSlice(num_examples=len(data), **values, **self.pieces.spent(request.run))
+        return TrainedPiece(num_examples=len(data), **values, **self.pieces.spent(request.run))
 
     def measured(self, done: TrainingProgress, generator: ImageGenerator, data: Shard) -> TrainingProgress:
         """Add the diversity, None where all real images are the same, and the precision of images that it draws.
@@ -212,8 +212,8 @@ class SynthesisStages:
         """Draw images, uint8, and labels. The same purpose draws the same: a smaller size has the first of them."""
         generator, classes, parts = self.complete(run), self.classes(self.images()), list[Tensor]()
         labels = classes[torch.arange(-(-size // DRAWN_TOGETHER) * DRAWN_TOGETHER) % len(classes)]
-        for i, block in enumerate(torch.split(labels, DRAWN_TOGETHER)):
-            drawn = generator.sample(block, torch_rng(self.identity, "drawn", *purpose, i))
+        for i, labels_B in enumerate(torch.split(labels, DRAWN_TOGETHER)):
+            drawn = generator.sample(labels_B, torch_rng(self.identity, "drawn", *purpose, i))
             parts.append(drawn.mul(255).round().clamp(0, 255).byte())
         return {"images": torch.cat(parts)[:size].numpy(), "labels": labels[:size].numpy()}
 

@@ -55,8 +55,8 @@ class ReplayTraining(Training):
     def __init__(self, config: VQVAE2Config | PriorConfig, model: nn.Module, in_epoch: int, rngs: Rngs) -> None:
         self.model, self.batch_size, self.in_epoch, self.rngs = model, config.batch_size, in_epoch, rngs
         self.optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
-        self.parts = {self.mechanism: config.epochs * in_epoch}
-        self.done, self.losses = TrainingProgress(steps_left=self.parts[self.mechanism]), np.zeros(0, np.float32)
+        self.mechanisms = {self.mechanism: config.epochs * in_epoch}
+        self.done, self.losses = TrainingProgress(steps_left=self.mechanisms[self.mechanism]), np.zeros(0, np.float32)
         self.further: StateDict = {}  # of a complete training: what the last answer holds beside weights and losses
 
     def block(self, step: int, charged: bool) -> int:

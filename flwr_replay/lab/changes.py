@@ -223,11 +223,11 @@ class OfChange(Trial):
         yield (self._gradient_anew(x, y), torch.arange(len(y))) if self.gradient else self._trained_anew(x, y)
 
     def _gradient_anew(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """Add up the gradients of blocks, as FedSGD's institutions do."""
+        """Add up the gradients of batches, as FedSGD's institutions do."""
         once = self.evidence.config.features_once  # then institutions had features of them
         number = math.ceil(len(x) / at_once(x, ROWS_AT_ONCE, None if once else self.model))
-        blocks = list(zip(torch.chunk(x, number), torch.chunk(y, number), strict=True))
-        parts = [(len(b) / len(y), change_of(self.model, self.task.loss, a, b, LocalSteps())) for a, b in blocks]
+        batches = list(zip(torch.chunk(x, number), torch.chunk(y, number), strict=True))
+        parts = [(len(b) / len(y), change_of(self.model, self.task.loss, a, b, LocalSteps())) for a, b in batches]
         return {name: sum((share * part[name] for share, part in parts), torch.tensor(0.0)) for name in self.change}
 
     def _trained_anew(self, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor]:

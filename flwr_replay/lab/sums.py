@@ -156,8 +156,8 @@ class Release:
             names = [*([SUMS] if frozen else [f"{head}.weight", f"{head}.bias"]), *([PRODUCTS] if asked else [])]
 
             def added(x: Tensor, y: Tensor) -> Tensor:
-                blocks = torch.split(as_input(x), at_once(x, 256, model))
-                features_NF = torch.cat([features_of(model, block, first=frozen) for block in blocks]).float()
+                batches = torch.split(as_input(x), at_once(x, 256, model))
+                features_NF = torch.cat([features_of(model, x_B, first=frozen) for x_B in batches]).float()
                 sums, products = class_sums(features_NF, y, torch.arange(len(y)), layer.out_features, norm, asked)
                 by_class = [sums.flatten()] if frozen else [sums[:, 1:].flatten(), sums[:, 0]]
                 return torch.cat([*by_class, packed(products)])

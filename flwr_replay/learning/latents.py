@@ -151,7 +151,7 @@ def check_chunk(
 
 
 def rows_per_chunk(row_values: int, label_bytes: int, dtype: str, chunk_bytes: int) -> int:
-    """Return how many examples fit a chunk, with labels and scales; whole blocks, if at least one block fits.
+    """Return how many examples fit a chunk, with labels and scales; whole groups, if at least one fits.
 
     One example's latents have `row_values` of this dtype as they travel. Raises `WireError` if not even one fits.
     """

@@ -15,11 +15,11 @@ from flwr_replay.payloads.replay import Kept, Trains
 from flwr_replay.wire.fields import instruction, statistic, synthetic
 from flwr_replay.wire.payload import Request
 
-__all__ = ["Buffer", "DrawBuffer", "GeneratorSlice", "KeepBuffer", "TrainSlice"]
+__all__ = ["Buffer", "DrawBuffer", "KeepBuffer", "TrainPiece", "TrainedPiece"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GeneratorSlice(Trains):
+class TrainedPiece(Trains):
     """How far the training of an institution's generator is; the generator stays there."""
 
     num_examples: int = statistic("examples", public=True)
@@ -34,7 +34,7 @@ class GeneratorSlice(Trains):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainSlice(Spending, Request, stage="train-slice", answer=GeneratorSlice):
+class TrainPiece(Spending, Request, stage="train-slice", answer=TrainedPiece):
     """Train your generator for some more steps on your own images."""
 
     run: str = instruction()

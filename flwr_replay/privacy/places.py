@@ -31,15 +31,15 @@ def drawn_places(examples: int, size: int, stream: Stream) -> Tensor:
     order_N = torch.argsort(place_N, stable=True)
     count_B = torch.bincount(place_N, minlength=size)
     first_B = count_B.cumsum(0) - count_B
-    block_N = torch.arange(examples) - first_B[place_N[order_N]]
+    group_N = torch.arange(examples) - first_B[place_N[order_N]]
     places = torch.full((int(count_B.max()), size), NOBODY)
-    places[block_N, place_N[order_N]] = order_N
+    places[group_N, place_N[order_N]] = order_N
     return places
 
 
 def at_places(rows: Tensor, place_B: Tensor) -> Tensor:
     """Return a group: the rows at these places, zeros where nobody is."""
     place_B = place_B.to(rows.device)
-    block = rows.index_select(0, place_B.clamp(min=0))
-    block[place_B == NOBODY] = 0
-    return block
+    group = rows.index_select(0, place_B.clamp(min=0))
+    group[place_B == NOBODY] = 0
+    return group

@@ -3,7 +3,7 @@
 Source: Demšar 2006, Statistical comparisons of classifiers over multiple data sets, JMLR 7, section 3.2. Deviation: a
 p-value is never below k!^(1-N), that of N equal orders of k methods, which the F distribution falls below for few N.
 
-Letters: N blocks (seeds of one data set, or data sets), k methods.
+Letters: N cases (seeds of one data set, or data sets), k methods.
 """
 
 from collections.abc import Mapping
@@ -19,19 +19,19 @@ from flwr_replay.report.charts import Chart, Row, dots
 
 __all__ = ["FEWEST", "MeanRanks"]
 
-FEWEST = 5  # blocks; of three, the true standard deviation may be six times the measured one
+FEWEST = 5  # cases; of three, the true standard deviation may be six times the measured one
 LEVEL = 0.05
 
 
 @dataclass(frozen=True)
 class MeanRanks:
-    """By method its rank in each block, 1 for the best; equal values share the mean of their ranks."""
+    """By method its rank in each case, 1 for the best; equal values share the mean of their ranks."""
 
     by_method: Mapping[str, Mapping[str, float]]
 
     @classmethod
     def of(cls, values: Mapping[str, Mapping[str, float]], higher_is_better: bool) -> Self | None:
-        """Rank methods in the blocks that all have; None for fewer than three methods or `FEWEST` such blocks.
+        """Rank methods in the cases that all have; None for fewer than three methods or `FEWEST` such cases.
 
         >>> values = {"a": {"0": 0.1, "1": 0.5, "2": 0.2, "3": 0.3, "4": 0.2, "5": 0.9}}
         >>> values |= {"b": {str(n): 0.4 for n in range(5)}, "c": {str(n): 0.4 for n in range(5)}}
@@ -40,13 +40,13 @@ class MeanRanks:
         """
         from scipy.stats import rankdata
 
-        blocks = [block for block in next(iter(values.values()), {}) if all(block in own for own in values.values())]
-        if len(values) < 3 or len(blocks) < FEWEST:
+        cases = [case for case in next(iter(values.values()), {}) if all(case in own for own in values.values())]
+        if len(values) < 3 or len(cases) < FEWEST:
             return None
         sign = -1 if higher_is_better else 1
-        ranks_kN = rankdata([[sign * own[block] for block in blocks] for own in values.values()], axis=0)
+        ranks_kN = rankdata([[sign * own[case] for case in cases] for own in values.values()], axis=0)
         return cls(
-            {name: dict(zip(blocks, map(float, own), strict=True)) for name, own in zip(values, ranks_kN, strict=True)}
+            {name: dict(zip(cases, map(float, own), strict=True)) for name, own in zip(values, ranks_kN, strict=True)}
         )
 
     @cached_property
@@ -99,7 +99,7 @@ class MeanRanks:
 
     @property
     def chart(self) -> Chart:
-        """A dot for the rank in each block, a bar at their mean; of methods that differ lines do not overlap."""
+        """A dot for the rank in each case, a bar at their mean; of methods that differ lines do not overlap."""
         half = self.apart / 2
         return dots(
             {name: Row(self.by_method[name], mean, (mean - half, mean + half)) for name, mean in self.means.items()}

@@ -23,7 +23,7 @@ from flwr_replay.errors import WireError
 from flwr_replay.files.tensors import OF_RUN, read_own, write_tensors
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.payloads.replay import Kept
-from flwr_replay.payloads.synthetic import Buffer, DrawBuffer, GeneratorSlice, KeepBuffer, TrainSlice
+from flwr_replay.payloads.synthetic import Buffer, DrawBuffer, KeepBuffer, TrainedPiece, TrainPiece
 from flwr_replay.server.exchange import Exchange, Exchanger
 from flwr_replay.server.members import Member
 from flwr_replay.server.pieces import Asking
@@ -97,9 +97,9 @@ class Buffers:
         """Send message after message until every generator is complete, or its institution fails."""
         members = [m for m in self.exchanger.members if m.name not in self.trained or m in self.drew_none]
         self.drew_none.clear()
-        request = TrainSlice(exchange=exchange, run=self.exchanger.settings.run)
+        request = TrainPiece(exchange=exchange, run=self.exchanger.settings.run)
         totals = {member: self.plan.steps(member.num_examples) for member in members}
-        answers = Asking(self.exchanger, None, grid, exchange, extra).train(totals, request, GeneratorSlice)
+        answers = Asking(self.exchanger, None, grid, exchange, extra).train(totals, request, TrainedPiece)
         for name, (*_, last) in answers.items():
             self.trained.add(name)
             losses = [answer.loss for answer in answers[name] if answer.loss is not None]
@@ -194,9 +194,9 @@ class Buffers:
         for member in self.exchanger.members:
             pieces = self.plan.pieces(member.num_examples)
             margin = {} if self.plan.generator.keeps_distance else {"margin": None}
-            last = GeneratorSlice.blank(**margin)
+            last = TrainedPiece.blank(**margin)
             answer = replace(last, diversity=None, precision=None, margin=None)
-            exchanges += [(member, TrainSlice(run=run), reply, n) for reply, n in ((answer, pieces - 1), (last, 1))]
+            exchanges += [(member, TrainPiece(run=run), reply, n) for reply, n in ((answer, pieces - 1), (last, 1))]
             if self.size:
                 buffer = Buffer.blank(images=images, labels=labels)
                 exchanges.append((member, self.draw(0), buffer, draws.get(member.name, 0)))

@@ -23,7 +23,7 @@ from flwr_replay.payloads.fedsgd import Differentiate
 from flwr_replay.payloads.fedstats import Summarise
 from flwr_replay.payloads.replay import Codes, TrainedPrior
 from flwr_replay.payloads.splitnn import Half
-from flwr_replay.payloads.synthetic import DrawBuffer, TrainSlice
+from flwr_replay.payloads.synthetic import DrawBuffer, TrainPiece
 from flwr_replay.report.officer_page import write_officer_page
 from flwr_replay.report.pages import write_page
 from flwr_replay.report.summary import summary
@@ -145,7 +145,7 @@ STYLE += ["generator.steps=2", "generator.batch_size=16", "generator.privacy_los
 
 
 def drawn(server):
-    while (reply := server.send(TrainSlice(run="r"))) and not refusal(reply) and metrics(reply)["steps-left"]:
+    while (reply := server.send(TrainPiece(run="r"))) and not refusal(reply) and metrics(reply)["steps-left"]:
         pass
     return server.send(DrawBuffer(run="r", buffer=12, buffer_refresh="never", exchange=1))
 

@@ -20,7 +20,7 @@ from flwr_replay.generators.synthesis import SynthesisPlan, TrainingProgress
 from flwr_replay.payloads.common import Train
 from flwr_replay.payloads.feder import TrainOwnWithBuffers, TrainWithBuffers
 from flwr_replay.payloads.local import EvaluateOwn
-from flwr_replay.payloads.synthetic import DrawBuffer, KeepBuffer, TrainSlice
+from flwr_replay.payloads.synthetic import DrawBuffer, KeepBuffer, TrainPiece
 from flwr_replay.privacy.accounting import epsilon
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.wire.records import config_in, metrics_in
@@ -43,7 +43,7 @@ def folder(tmp_path):
 
 def draw(server, run, images=12, refresh="never", exchange=1):
     """Have the generator trained, and images drawn."""
-    while (reply := server.send(TrainSlice(run=run))) and not refusal(reply) and metrics(reply)["steps-left"]:
+    while (reply := server.send(TrainPiece(run=run))) and not refusal(reply) and metrics(reply)["steps-left"]:
         pass
     return server.send(DrawBuffer(run=run, buffer=images, buffer_refresh=refresh, exchange=exchange))
 
@@ -122,14 +122,14 @@ def test_a_generator_that_another_process_keeps_just_as_it_is_looked_for_counts(
         return False
 
     monkeypatch.setattr("flwr_replay.institution.synthesis.in_use", ended_meanwhile)
-    assert "generators from 0 to 1; got 2" in refusal(server.send(TrainSlice(run="r")))
+    assert "generators from 0 to 1; got 2" in refusal(server.send(TrainPiece(run="r")))
 
 
 def test_a_generator_that_another_process_has_begun_counts_before_it_is_kept(folder):
     server = HostileServer(folder, *FEDER, policy="limits: {generators: 1}")
     with alone(private_folder(folder / "state/a/generators" / "another")):
-        assert "generators from 0 to 1; got 2" in refusal(server.send(TrainSlice(run="r")))
-    assert not refusal(server.send(TrainSlice(run="r")))
+        assert "generators from 0 to 1; got 2" in refusal(server.send(TrainPiece(run="r")))
+    assert not refusal(server.send(TrainPiece(run="r")))
 
 
 @pytest.mark.parametrize("options", [[], [ALL]], ids=["the server leaves them out", "all"])
@@ -144,7 +144,7 @@ def test_a_server_learns_no_path_of_an_institutions_file(folder, monkeypatch):
     for name in ("one", "two"):
         plan.write(folder / name, plan.fresh(0, torch.device("cpu")), TrainingProgress(steps=6), to_disk=False)
         monkeypatch.setattr("hostile_server.node_configs", declaring(**{"generator-checkpoint": str(folder / name)}))
-        reply = HostileServer(folder, *FEDER).send(TrainSlice(run="r"))
+        reply = HostileServer(folder, *FEDER).send(TrainPiece(run="r"))
     assert "generator.checkpoint is another file now" in refusal(reply)
     assert str(folder) not in refusal(reply)
     server = HostileServer(folder, *TASK, "strategy=cwt")  # a run that draws no images needs no generator

@@ -22,7 +22,7 @@ from flwr_replay.payloads.common import RollCall, Train
 from flwr_replay.payloads.fedavgshare import Give
 from flwr_replay.payloads.fedreplay import Encode, Extract
 from flwr_replay.payloads.replay import EncodeImages, KeepCodes, KeepPrior, TrainGenerator
-from flwr_replay.payloads.synthetic import TrainSlice
+from flwr_replay.payloads.synthetic import TrainPiece
 from flwr_replay.rng import derived_seed
 from flwr_replay.state.store import StateStore
 from flwr_replay.wire.payload import REQUESTS
@@ -348,7 +348,7 @@ def test_a_generator_is_not_built_before_its_size_is_known_to_fit(folder, monkey
     monkeypatch.setattr(guard, "_available", lambda second: 5 * 10**7)
     for module in (autoencoder, stylegan2, priors):
         monkeypatch.setattr(module, "seeded", None)  # whoever builds one fails otherwise
-    asked = TrainGenerator(run="x", replayed=0) if "strategy=fedavg" in options else TrainSlice(run="x")
+    asked = TrainGenerator(run="x", replayed=0) if "strategy=fedavg" in options else TrainPiece(run="x")
     for request in (RollCall(strategy="x", run="x"), asked):
         assert "generator and prior of this run has" in refusal(server.send(request))
 

@@ -12,7 +12,7 @@ from harness import SHARDS, write_shards
 from hostile_server import HostileServer, drawn_at, refusal, weights
 from PIL import Image
 
-from flwr_replay.clients.fedstats import blocks
+from flwr_replay.clients.fedstats import groups
 from flwr_replay.data.datasets import load
 from flwr_replay.learning.heads import features_of
 from flwr_replay.models.layers import as_input
@@ -152,7 +152,7 @@ def test_a_patient_adds_at_most_one_whatever_the_features(made, images):
 
         def summed(features_NF, of, clip=clip, products=products):
             of_N, total = np.unique(of, return_inverse=True)[1], 0.0
-            for rows in map(torch.from_numpy, blocks(of_N, 256)):
+            for rows in map(torch.from_numpy, groups(of_N, 256)):
                 about = features_NF[rows], labels_N[rows], torch.from_numpy(of_N)[rows], 3, clip, products
                 sums, products_FF = class_sums(*about)
                 total += torch.cat([sums.flatten(), packed(products_FF)])
@@ -163,12 +163,12 @@ def test_a_patient_adds_at_most_one_whatever_the_features(made, images):
         assert added.norm() <= 1 + 1e-9
 
 
-def test_examples_in_blocks_keep_patients_together_and_memory_bounded():
+def test_examples_in_groups_keep_patients_together_and_memory_bounded():
     rng = np.random.default_rng(0)
     for size in (1, 7, 256):
         for patients in (1, 5, 90, 1000):
             of = np.unique(rng.integers(0, patients, 500), return_inverse=True)[1]
-            found = blocks(of, size)
+            found = groups(of, size)
             assert sorted(np.concatenate(found)) == list(range(500))
             owners = [set(of[rows]) for rows in found]
             assert sum(map(len, owners)) == of.max() + 1

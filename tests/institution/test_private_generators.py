@@ -23,9 +23,9 @@ from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.institution.budget import DPTraining, PrivacyBudget
 from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.owner import Institution
-from flwr_replay.institution.pieces import part_at
+from flwr_replay.institution.pieces import mechanism_at
 from flwr_replay.institution.synthesis import SynthesisStages
-from flwr_replay.payloads.synthetic import DrawBuffer, TrainSlice
+from flwr_replay.payloads.synthetic import DrawBuffer, TrainPiece
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 from flwr_replay.privacy.dpsgd import clipped_sums
 from flwr_replay.privacy.plan import PrivacyPlan
@@ -185,7 +185,7 @@ def stages_of(folder, *options, name="feder, stylegan2", change=0, seed=0):
 
 
 def trained(stages, run="r"):
-    while stages.train_slice(TrainSlice(run=run)).steps_left:
+    while stages.train_slice(TrainPiece(run=run)).steps_left:
         pass
     return stages.draw_buffer(DrawBuffer(run=run, buffer=12, buffer_refresh="never"))
 
@@ -227,10 +227,10 @@ def test_a_training_ends_where_the_budget_ends(tmp_path, spent):
     cost = stages_of(tmp_path).budget.plan.cost("generator", 40, 1)
     limit = epsilon([replace(cost, steps=6)], 1 / 40)
     stages = stages_of(tmp_path, f"privacy.epsilon={limit}")
-    stages.budget.begin_steps("generator", range(spent), TrainSlice(run="r"))  # as by a crash
+    stages.budget.begin_steps("generator", range(spent), TrainPiece(run="r"))  # as by a crash
     if spent == 6:
         with pytest.raises(BudgetError, match="steps of generator would make"):
-            stages.train_slice(TrainSlice(run="r"))
+            stages.train_slice(TrainPiece(run="r"))
         return
     buffer = trained(stages)
     assert stages.trained_so_far("r")[1].steps == 4  # of 6: the second slice would be one step too many
@@ -272,8 +272,8 @@ def test_images_out_of_range_are_clipped_and_not_told(tmp_path):
 
 @pytest.mark.parametrize("private", [False, True])
 def test_parts_of_a_training(private, tmp_path):
-    assert part_at({"generator": 2, "prior": 3}, 1)[1:] == (0, 2)
-    assert part_at({"generator": 2, "prior": 3}, 4)[1:] == (2, 5)
+    assert mechanism_at({"generator": 2, "prior": 3}, 1)[1:] == (0, 2)
+    assert mechanism_at({"generator": 2, "prior": 3}, 4)[1:] == (2, 5)
 
 
 # --- StyleGAN2 --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.generators.vqvae2 import VQVAE2Images
 from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.synthesis import SynthesisStages
-from flwr_replay.payloads.synthetic import TrainSlice
+from flwr_replay.payloads.synthetic import TrainPiece
 from flwr_replay.report.progress import Display
 from flwr_replay.report.summary import summary
 from flwr_replay.state.store import StateStore
@@ -41,7 +41,7 @@ def test_processes_that_want_one_generator_train_it_by_turns(tmp_path, monkeypat
     monkeypatch.setattr(VQVAE2Images, "train", watched)
 
     def trained(stages):
-        while stages.train_slice(TrainSlice(run="r")).steps_left:
+        while stages.train_slice(TrainPiece(run="r")).steps_left:
             pass
         return stages.complete("r").state()
 
@@ -53,7 +53,7 @@ def test_processes_that_want_one_generator_train_it_by_turns(tmp_path, monkeypat
 
 def test_a_message_that_has_waited_longer_than_a_slice_lasts_still_takes_steps(tmp_path):
     stages = stages_of(tmp_path, "generator.slice_seconds=1e-9")
-    assert stages.train_slice(TrainSlice(run="r")).steps == 10
+    assert stages.train_slice(TrainPiece(run="r")).steps == 10
 
 
 def test_a_simulation_in_which_nobody_has_images_of_a_class_ends_before_anything_is_written(tmp_path):

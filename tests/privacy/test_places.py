@@ -1,4 +1,4 @@
-"""Places in blocks: nobody's depends on who else is there."""
+"""Places in groups: nobody's depends on who else is there."""
 
 from types import SimpleNamespace
 
@@ -24,6 +24,6 @@ def test_an_example_less_moves_nobody_to_another_place(seed, examples, size):
     place_N, places = placed(draws, size)
     rest_N, _ = placed(torch.cat([draws[:gone], draws[gone + 1 :]]), size)
     assert torch.equal(rest_N, torch.cat([place_N[:gone], place_N[gone + 1 :]]))
-    assert (places >= 0).any(1).all()  # no block is empty
+    assert (places >= 0).any(1).all()  # no group is empty
     rows = torch.arange(1, examples + 1)
     assert all(torch.equal(at_places(rows, place_B), place_B + 1) for place_B in places)

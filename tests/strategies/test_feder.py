@@ -14,7 +14,7 @@ from flwr_replay.errors import ConfigError, DataError, FlwrReplayError, RefusedE
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.synthesis import SynthesisStages
-from flwr_replay.payloads.synthetic import Buffer, KeepBuffer, TrainSlice
+from flwr_replay.payloads.synthetic import Buffer, KeepBuffer, TrainPiece
 from flwr_replay.runs.execute import Job
 from flwr_replay.state.store import StateStore
 from flwr_replay.strategies.feder import FedER
@@ -297,10 +297,10 @@ def test_a_generator_learns_only_images_in_0_to_1(tmp_path, low, high, fine):
     institution.state_root = tmp_path
     stages = SynthesisStages(institution, StateStore(institution), SynthesisPlan.of(compose(JOB)))
     if fine:
-        assert stages.train_slice(TrainSlice(run="r")).steps_left == 0
+        assert stages.train_slice(TrainPiece(run="r")).steps_left == 0
     else:
         with pytest.raises(DataError, match=r"numbers in \[0, 1\]; got others: rescale them"):
-            stages.train_slice(TrainSlice(run="r"))
+            stages.train_slice(TrainPiece(run="r"))
 
 
 @pytest.mark.sampled(1)

@@ -67,7 +67,7 @@ def test_a_loss_that_no_picture_can_show_costs_its_sender_only(tmp_path):
     write_shards(tmp_path, SIZES)
     ran = run(tmp_path, JOB, node_configs(tmp_path, tmp_path / "state"), after=after)
     assert {failure["institution"] for failure in ran.result["failures"]} == {"a"}
-    assert all("GeneratorSlice.loss must be float, finite" in failure["reason"] for failure in ran.result["failures"])
+    assert all("TrainedPiece.loss must be float, finite" in failure["reason"] for failure in ran.result["failures"])
     assert {row["institution"] for row in lines(ran.folder / "generator.jsonl")} == {"b", "c"}
 
 
