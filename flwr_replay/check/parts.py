@@ -9,6 +9,7 @@ import torch
 from flwr_replay.attacks.attacker import Auxiliary
 from flwr_replay.config.compose import compose
 from flwr_replay.config.parts import allow
+from flwr_replay.data import Dataset, Examples, partition
 from flwr_replay.data.partitions import DEALERS
 from flwr_replay.files.tensors import digest
 from flwr_replay.lab.membership import Seen, own_scores
@@ -32,20 +33,22 @@ def check_partition(choice: str, overrides: Sequence[str] = ()) -> None:
     Raises
     ------
     AssertionError
-        If one seed does not deal alike twice, the labels are changed, or an institution gets nothing.
+        If one seed does not deal alike twice, or an institution gets nothing.
     ConfigError
-        If an example is dealt twice, or what is dealt is no array of indices.
+        If an example is dealt twice, what is dealt is no array of indices, or the names are not each institution's.
     """
     config = compose([f"partition={choice}", *overrides])
     allow(config.own_parts)  # whoever checks it has named it
-    labels = np.repeat(np.arange(10), 60)
+    examples = Examples(np.zeros((600, 1, 1, 1), np.uint8), np.repeat(np.arange(10), 60))
+    data = Dataset("labels", examples, examples)
     for nodes in (2, 5):
-        dealt_labels = labels.copy()
-        first, again = (DEALERS[config.partition.name](dealt_labels, config.partition, nodes, 0, ()) for _ in range(2))
-        assert np.array_equal(dealt_labels, labels), "a partition must leave the labels as they are"
-        same = all(np.array_equal(a, b) for a, b in zip(first.parts, again.parts, strict=True))
-        assert same, "one seed must deal alike: draw from np.random.default_rng(seed)"
+        first, again = (DEALERS[config.partition.name](data, config.partition, nodes, 0) for _ in range(2))
+        alike = [np.array_equal(a, b) for a, b in zip(first.parts, again.parts, strict=True)]
+        assert all([*alike, first.names == again.names]), (
+            "one seed must deal alike: draw from np.random.default_rng(seed)"
+        )
         assert all(len(part) for part in first.parts), f"each of {nodes} institutions must get examples"
+        partition(data, config.partition, nodes, 0)
 
 
 def check_attack(choice: str) -> None:

@@ -30,7 +30,7 @@ CAPS = 2048  # coarse steps in the search for the fewest examples to drop
 def deal_by_ks(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int, classes: Sequence[str] = ()) -> Dealt:
     """Deal examples so that the mean pairwise KS statistic is `config.ks`, within 0.02.
 
-    The parameters are those of every `Dealer`. Of `config`, `drop` allows leaving out examples of the most frequent
+    The parameters are a `LabelDealer`'s. Of `config`, `drop` allows leaving out examples of the most frequent
     class, and `size` is the number of examples per institution, 0 for as many as possible.
 
     Returns

@@ -28,7 +28,7 @@ def deal_by_majority(
 ) -> Dealt:
     """Deal each institution a share p of one class, and the rest of its examples from the other classes.
 
-    The parameters are those of every `Dealer`. Of `config`, `p` is the share of the major class, `majors` says whether
+    The parameters are a `LabelDealer`'s. Of `config`, `p` is the share of the major class, `majors` says whether
     two institutions may have the same one, `rest` is the rule for the other classes, and `size` is the number of
     examples per institution, 0 for as many as possible. Of one seed, both rules for the rest have the same majors.
 

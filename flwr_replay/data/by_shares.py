@@ -35,7 +35,7 @@ def deal_by_shares(
 ) -> Dealt:
     """Deal each institution its share of every class.
 
-    The parameters are those of every `Dealer`. Of `config`, `size` is the number of examples per institution, 0 for as
+    The parameters are a `LabelDealer`'s. Of `config`, `size` is the number of examples per institution, 0 for as
     many as possible; a file's column `size` says it for each.
 
     Returns

@@ -28,7 +28,7 @@ class ClassCounts:
     counts_KC: NDArray[np.int64]
     majors_K: NDArray[np.int64]  # each institution's major class, as an index into `values_C`
     equal: float  # examples of each other class in an equal remainder
-    uniform_size: int  # the largest `partition.size` that `partition.rest=uniform` has room for
+    uniform_size: int = 0  # the largest `partition.size` that `partition.rest=uniform` has room for; 0: not dealt so
     names: tuple[str, ...] = ()  # of all classes, by number; empty: they are called by their numbers
 
     def report(self, names: Sequence[str]) -> dict[str, Any]:
@@ -82,10 +82,12 @@ def warnings(skew: Mapping[str, Any]) -> list[str]:
     classes = skew["classes"]
     by_name = classes["institutions"]
     count, value, name = min((n, c, name) for name, own in by_name.items() for c, n in own["starved"].items())
+    room = classes["uniform-size"]
+    uniform = f"set partition.rest=uniform (partition.size={room} at most), or a smaller partition.size"
     return [
         f"warning: classes starve at {number} of {len(by_name)} institutions, with less than a quarter of an equal "
         f"remainder's {classes['equal-remainder']:.0f} examples; {name} has {count} of class {value}: "
-        f"set partition.rest=uniform (partition.size={classes['uniform-size']} at most), or a smaller partition.size"
+        f"{uniform if room else 'deal more evenly'}"
     ]
 
 

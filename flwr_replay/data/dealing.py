@@ -3,7 +3,7 @@
 `partition=dirichlet` deals shares of each class drawn from a Dirichlet distribution: flwr-datasets'
 `DirichletPartitioner`. `partition=mypkg.data:deal` is a partition of the user's own:
 
-    def deal(labels: ndarray, nodes: int, seed: int) -> list of `nodes` index arrays
+    def deal(labels: ndarray, nodes: int, seed: int) -> list of `nodes` index arrays, or a `Dealt`
 
 Labels are of examples, or of patients where the data name them, who are dealt as a whole.
 """
@@ -24,7 +24,7 @@ from flwr_replay.errors import ConfigError
 from flwr_replay.rng import derived_seed
 from flwr_replay.terminal import installing
 
-__all__ = ["Dealer", "Dealt", "Indices", "deal_by_dirichlet", "deal_by_function"]
+__all__ = ["Dealt", "Indices", "LabelDealer", "deal_by_dirichlet", "deal_by_function"]
 
 Indices = NDArray[np.int64]
 
@@ -32,13 +32,15 @@ Indices = NDArray[np.int64]
 class Dealt(NamedTuple):
     """One data set, dealt."""
 
-    parts: Sequence[Indices]  # K arrays of indices into the labels; no index is in two of them
+    parts: Sequence[Indices]  # K arrays of indices into what is dealt; no index is in two of them
     names: tuple[str, ...] = ()  # of the institutions; empty: they are numbered
     dropped: int = 0  # examples left out to reach a target
     classes: ClassCounts | None = None  # of each institution, where the partition is about classes
+    test: Sequence[Indices] | None = None  # the same of test examples; None: as `partition.test` says
+    val: Sequence[Indices] | None = None
 
 
-class Dealer(Protocol):
+class LabelDealer(Protocol):
     """Deals labels to institutions; the same seed deals alike."""
 
     def __call__(
@@ -98,11 +100,14 @@ def deal_by_function(
     ------
     ConfigError
         If the function cannot be imported, fails, or returns no such arrays: of another number, with indices that are
-        no integers, out of range, or dealt twice.
+        no integers, out of range, or dealt twice; or no such names, counts or number of those left out.
     """
     option, deal = f"partition={config.deal}", import_part("partition", config.deal)
     with users_code(ConfigError, f"{option}, called with {len(y)} labels, nodes={nodes} and seed={seed}, failed"):
-        parts = [np.asarray(part) for part in deal(y.copy(), nodes, seed)]
+        found = deal(y.copy(), nodes, seed)
+        found = found if isinstance(found, Dealt) else Dealt(found)
+        parts, names = [np.asarray(part) for part in found.parts], tuple(map(str, found.names))
+        dropped, counts = int(found.dropped), found.classes and found.classes.counts_KC.shape[0]
     require(len(parts) == nodes, f"{option} must return {nodes} arrays, one for each institution; got {len(parts)}")
     for part in parts:
         if part.size and (part.ndim != 1 or not np.issubdtype(part.dtype, np.integer)):
@@ -116,4 +121,8 @@ def deal_by_function(
     require(not len(wrong), f"{option} deals indices from 0 to {len(y) - 1}; got {wrong[:1]}: count from 0")
     twice = indices[times > 1]
     require(not len(twice), f"{option} must deal an example once; index {twice[:1]} came twice: leave one out")
-    return Dealt(dealt)
+    left = len(y) - len(indices)
+    require(0 <= dropped <= left, f"{option} must drop no more than it leaves out, {left}; got dropped={dropped}")
+    require(counts in (None, nodes), f"{option} must count the classes of {nodes} institutions; got {counts}")
+    require(found.test is None is found.val, f"{option} deals training examples: leave test and val out")
+    return Dealt(dealt, names, dropped, found.classes)

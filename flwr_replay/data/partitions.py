@@ -4,7 +4,7 @@ Letters: N examples, K institutions, C classes. A partition holds ascending indi
 or validation example has at most one owner, each test example exactly one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -18,13 +18,15 @@ from flwr_replay.data.by_majority import deal_by_majority
 from flwr_replay.data.by_shares import deal_by_shares
 from flwr_replay.data.class_counts import ClassCounts
 from flwr_replay.data.datasets import Dataset, Examples
-from flwr_replay.data.dealing import Dealer, Dealt, Indices, deal_by_dirichlet, deal_by_function
+from flwr_replay.data.dealing import Dealt, Indices, LabelDealer, deal_by_dirichlet, deal_by_function
 from flwr_replay.data.skew import is_continuous, ks_matrix, label_groups, mean_pairwise, tv_matrix
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.files.atomic import NAME
 from flwr_replay.rng import derived_rng
 
 __all__ = ["Partition", "institution_name", "institution_names", "partition", "patients_of", "site_names"]
+
+Dealer = Callable[[Dataset, PartitionConfig, int, int], Dealt]  # from data, options, K and a seed to parts of examples
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +117,7 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
       (Kalra et al. 2023, section 4.1); see `by_majority`.
     - ks: with a given mean pairwise KS statistic (Qu et al. 2022, section 4.1); see `by_ks`.
     - shares: stated shares of each class at each institution; see `by_shares`.
-    - natural: by the sites that the data name.
+    - natural: by the sites that the data name, test and validation examples, too.
     - dirichlet: flwr-datasets' `DirichletPartitioner`; see `dealing`.
     - own: by a function of the user's; see `dealing`.
 
@@ -125,7 +127,7 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
     Test examples are dealt IID in equal shards. With `config.test="mirror"`, each class (or decile of a continuous
     label) is dealt in the proportions of its training examples. So are validation examples always, since an institution
     has none but of its own mix: who has a tenth of a class's training examples gets a tenth of its validation examples,
-    and those of training examples that are nobody's are left out. natural deals both by site.
+    and those of training examples that are nobody's are left out.
 
     There are K `nodes`. The same seed gives the same partition.
 
@@ -146,20 +148,11 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
         not config.contrast or dataset.train.x.dtype == np.uint8,
         f"partition.contrast needs images of bytes; got {dataset.train.x.dtype}: leave it at 0",
     )
-    val = dataset.val if dataset.val is not None and len(dataset.val) else None
-    dropped, classes, val_shards, patients = 0, None, None, patients_of(dataset.train)
-    if config.name == "natural":
-        names = _institutions_of(dataset, config, nodes)
-        train, test = _by_site(dataset.train, names), _by_site(dataset.test, names)
-        val_shards = _by_site(val, names) if val else None
-    else:
-        names = institution_names(nodes)
-        _refuse_counting(patients, config)
-        dealt = DEALERS[config.name](patients.labels, config, nodes, seed, dataset.classes)
-        names = _checked_names(dealt.names) or names
-        dropped, classes = dealt.dropped, dealt.classes
-        train = patients.examples(dealt.parts)
+    dealt = DEALERS[config.name](dataset, config, nodes, seed)
+    names, train, test, val_shards = _checked_names(dealt.names, nodes), dealt.parts, dealt.test, dealt.val
+    if test is None:
         test = _shards(dataset.test, "test", dataset.train, train, config, seed)
+        val = dataset.val if dataset.val is not None and len(dataset.val) else None
         val_shards = _shards(val, "val", dataset.train, train, config, seed) if val else None
     shards = {"train": train, "test": test, "val": val_shards or []}
     for split, parts in shards.items():
@@ -185,9 +178,9 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
         val=None if val_shards is None else tuple(np.sort(part) for part in val_shards),
         ks=mean_pairwise(ks_matrix(labels)),
         tv=mean_pairwise(tv_matrix(labels)),
-        dropped=dropped,
+        dropped=dealt.dropped,
         contrast=config.contrast,
-        classes=classes,
+        classes=dealt.classes,
     )
 
 
@@ -202,16 +195,6 @@ def _deal_iid(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int, c
     )
     order = derived_rng(seed, "partition", "iid").permutation(len(y))
     return Dealt(np.array_split(order[: config.size * nodes or len(y)], nodes))
-
-
-DEALERS: dict[str, Dealer] = {  # by name of the group partition; natural is dealt by the data's own sites
-    "iid": _deal_iid,
-    "ks": deal_by_ks,
-    "majority": deal_by_majority,
-    "shares": deal_by_shares,
-    "dirichlet": deal_by_dirichlet,
-    "own": deal_by_function,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,14 +229,51 @@ def patients_of(examples: Examples) -> Patients:
     return Patients(np.asarray(values, labels.dtype), members)
 
 
-def _refuse_counting(patients: Patients, config: PartitionConfig) -> None:
-    """Refuse options that count examples of a class, where patients with several examples are dealt."""
-    counts = {"partition=majority": config.name == "majority", "partition.drop": config.name == "ks" and config.drop}
-    for option in (option for option, used in counts.items() if used and patients.members is not None):
-        raise ConfigError(
-            f"{option} counts single examples; these data name patients with several, who are dealt as a whole: choose "
-            "another partition, or leave the column patient out"
-        )
+def _by_labels(deal: LabelDealer) -> Dealer:
+    """Deal patients by their labels, each with all examples; refuse options that count examples of a class."""
+
+    def dealer(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) -> Dealt:
+        patients = patients_of(dataset.train)
+        counts = {
+            "partition=majority": config.name == "majority",
+            "partition.drop": config.name == "ks" and config.drop,
+        }
+        for option in (option for option, used in counts.items() if used and patients.members is not None):
+            raise ConfigError(
+                f"{option} counts single examples; these data name patients with several, who are dealt as a whole: "
+                "choose another partition, or leave the column patient out"
+            )
+        dealt = deal(patients.labels, config, nodes, seed, dataset.classes)
+        return dealt._replace(parts=patients.examples(dealt.parts))
+
+    return dealer
+
+
+def _deal_by_site(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) -> Dealt:
+    names = site_names(dataset)
+    require(config.size == 0, f"partition=natural takes every example of a site; got partition.size={config.size}")
+    require(
+        nodes == len(names),
+        f"partition=natural has as many institutions as the data have sites, {len(names)}; got nodes={nodes}: "
+        f"set nodes={len(names)}",
+    )
+
+    def owned(split: Examples) -> list[Indices]:
+        return [np.flatnonzero(split.sites == name) for name in names]
+
+    val = owned(dataset.val) if dataset.val else None
+    return Dealt(owned(dataset.train), names, test=owned(dataset.test), val=val)
+
+
+DEALERS: dict[str, Dealer] = {  # by name of the group partition
+    "iid": _by_labels(_deal_iid),
+    "ks": _by_labels(deal_by_ks),
+    "majority": _by_labels(deal_by_majority),
+    "shares": _by_labels(deal_by_shares),
+    "dirichlet": _by_labels(deal_by_dirichlet),
+    "own": _by_labels(deal_by_function),
+    "natural": _deal_by_site,
+}
 
 
 def site_names(dataset: Dataset) -> tuple[str, ...]:
@@ -272,36 +292,25 @@ def site_names(dataset: Dataset) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(site) for site in (*dataset.train.sites, *dataset.test.sites)))
 
 
-def _institutions_of(dataset: Dataset, config: PartitionConfig, nodes: int) -> tuple[str, ...]:
-    names = _checked_names(site_names(dataset))
-    require(config.size == 0, f"partition=natural takes every example of a site; got partition.size={config.size}")
-    require(
-        nodes == len(names),
-        f"partition=natural has as many institutions as the data have sites, {len(names)}; got nodes={nodes}: "
-        f"set nodes={len(names)}",
-    )
-    return names
-
-
-def _checked_names(names: tuple[str, ...]) -> tuple[str, ...]:
+def _checked_names(names: tuple[str, ...], nodes: int) -> tuple[str, ...]:
     for name in names:
         require(
             NAME.fullmatch(name) is not None,
             "an institution's name must be at most 160 letters, digits, spaces, dots, hyphens and underscores, a "
             f"letter or digit first; got {name!r}: rename it where the data name it",
         )
-    return names
-
-
-def _by_site(examples: Examples, names: Sequence[str]) -> list[Indices]:
-    return [np.flatnonzero(examples.sites == name) for name in names]
+    require(
+        not names or len(set(names)) == len(names) == nodes,
+        f"a partition must name each of {nodes} institutions, or none; got {', '.join(names)}",
+    )
+    return names or institution_names(nodes)
 
 
 # ------------------------------------------------------------------------------------------------- test examples
 
 
 def _shards(
-    held: Examples, split: str, train: Examples, parts: list[Indices], config: PartitionConfig, seed: int
+    held: Examples, split: str, train: Examples, parts: Sequence[Indices], config: PartitionConfig, seed: int
 ) -> list[Indices]:
     """Deal test or validation examples, each patient's all to the same institution."""
     rng, patients = derived_rng(seed, "partition", split), patients_of(held)

@@ -18,9 +18,9 @@ from flwr_replay.config.parts import VARIABLE, allow, check_allowed
 from flwr_replay.config.quoting import digits
 from flwr_replay.config.run import RECORD, RunConfig
 from flwr_replay.config.sections import BATCH, Range, TaskConfig
-from flwr_replay.data import Dataset, institution_names, load
+from flwr_replay.data import Dataset, load
 from flwr_replay.data.datasets import bounded, dataset_of
-from flwr_replay.data.dealt import dealt, loaded, pooled
+from flwr_replay.data.dealt import dealt, loaded, names_of, pooled
 from flwr_replay.data.decoded import FOLDER, DecodedImages
 from flwr_replay.data.own import raws_of
 from flwr_replay.errors import ConfigError, RefusedError, nearest
@@ -274,10 +274,7 @@ def _private_model(config: RunConfig, owned: Mapping[str, str]) -> str:
 
 def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) -> Institution:
     check_allowed(config.own_parts, os.environ.get(VARIABLE, ""), f"export {VARIABLE}='package.module:function'")
-    named = config.partition.name == "natural" or config.partition.file  # by the data, or by a table
-    names = dealt(config.task, config.partition, nodes, config.seed).names if named else ()
-    root = _root(owned, "state/simulation")
-    all_names = names or institution_names(nodes)
+    root, all_names = _root(owned, "state/simulation"), names_of(config.task, config.partition, nodes, config.seed)
     private, sizes, classes = config.strategy.private_models, config.training.batch_sizes, config.generator.classes
     return Institution(
         name=all_names[k],

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from flwr_replay.attacks.attacker import Attacker, Attempt
 from flwr_replay.attacks.catalogue import LAST, MATCHING
 from flwr_replay.attacks.gradients import LocalSteps, change_of, is_statistic
-from flwr_replay.data.partitions import institution_names
+from flwr_replay.data.dealt import names_of
 from flwr_replay.errors import DataError, RunError
 from flwr_replay.files.tensors import StateDict
-from flwr_replay.lab.evidence import NO_MODEL, UNKNOWN_NETWORK, Answer, Evidence, Exhibit, begun_with, visit
+from flwr_replay.lab.evidence import ALL, NO_MODEL, UNKNOWN_NETWORK, Answer, Evidence, Exhibit, begun_with, visit
 from flwr_replay.lab.judge import NEAR, OTHERS, Originals, OtherOriginals, check_replay, same_data
 from flwr_replay.lab.trials import Trial, drawn_rows
 from flwr_replay.learning.tasks import make_task
@@ -102,10 +102,10 @@ class OfChange(Trial):
     @property
     def batch_size(self) -> int:
         """Return the institution's batch size; a simulation's options say which it was dealt."""
-        sizes, nodes = self.training.batch_sizes, self.evidence.config.nodes
-        names = institution_names(nodes)
-        if not sizes or self.exhibit.institution not in names:
-            return self.training.batch_size
+        sizes, config = self.training.batch_sizes, self.evidence.config
+        if not sizes or not config.nodes or config.clinics or self.exhibit.institution == ALL:
+            return self.training.batch_size  # in a deployment each has its own
+        names = names_of(config.task, config.partition, config.nodes, config.seed)
         return sizes[names.index(self.exhibit.institution) % len(sizes)]
 
     def add(self, note: str) -> None:
