@@ -73,6 +73,8 @@ def seal_key(
 def evidence(
     place: Annotated[str, typer.Argument(metavar="RUN", autocompletion=of_runs)],
     audit: Annotated[str, typer.Option("--audit", help="The audit.json of a run with the same options.")] = "",
+    sacroml: Annotated[str, typer.Option("--sacroml", help="SACRO-ML's report.json on the exported model.")] = "",
+    model: Annotated[str, typer.Option("--model", help="With --sacroml: the exported file that it attacked.")] = "",
     policy: Annotated[
         str,
         typer.Option("--policy", help="Its min-count holds here, too. Default, of a state: policy.yaml of its folder."),
@@ -87,6 +89,7 @@ def evidence(
     from flwr_replay.deploy.own_evidence import write_own_evidence
     from flwr_replay.files.atomic import read_json
     from flwr_replay.institution.policy import read_policy
+    from flwr_replay.lab.sacroml import sacroml_found
     from flwr_replay.lab.sentences import sentence
     from flwr_replay.report.evidence_page import write_evidence
     from flwr_replay.report.run_files import CONFIG, RESULT, read_result
@@ -101,18 +104,21 @@ def evidence(
     least, results = read_policy(rules).min_count, read_json(attacked)["attacks"] if attacked.exists() else []
     names = read_result(folder).get("floored") if (folder / RESULT).exists() else []
     names = [folder.name] if own and (folder / COUNTS).exists() else names
-    if results and names and not (rules if own else least):
+    if model and not sacroml:
+        raise ConfigError(f"--model goes with --sacroml; got {model} alone: give the report, too")
+    if (results or sacroml) and names and not (rules if own else least):
         raise ConfigError(
             f"attacks are quoted under a policy's min-count; {', '.join(names)} had one: give it, --policy FILE"
         )
     sentences = [sentence(result, least) for result in results]
+    found = sacroml_found(absolute(sacroml), least, absolute(model) if model else None) if sacroml else None
     if own:
-        page, data = write_own_evidence(folder, rules, sentences)
+        page, data = write_own_evidence(folder, rules, sentences, found)
     else:
         report = read_json(made) if audit or made.exists() else None
         if report and least:  # what the page says, without numbers of guesses
             report = {name: report[name] for name in ("institution", "kind", "canaries", "claim", "refuted")}
-        page, data = write_evidence(folder, sentences, report)
+        page, data = write_evidence(folder, sentences, report, found)
     answer({"files": [page, data]}, f"the page: {page}\nthe same as JSON: {data}", as_json)
 
 

@@ -1,7 +1,7 @@
 """An institution's own evidence: what its ledger, its state and its policy show, without the coordinator's word."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -12,7 +12,7 @@ from flwr_replay.files.atomic import read_bytes, read_json, read_text, write_ato
 from flwr_replay.files.lines import parts, read_lines
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.privacy.account import CHARGES
-from flwr_replay.report.evidence_page import CONTROLS, NOT_RUN, PAGE, code_digest, kinds_in, seen_by, table
+from flwr_replay.report.evidence_page import CONTROLS, PAGE, code_digest, kinds_in, sacroml_values, seen_by, table
 from flwr_replay.report.progress import shown_bytes
 from flwr_replay.report.run_page import versions_table
 from flwr_replay.report.templates import render
@@ -30,7 +30,9 @@ CLAIM = (
 )
 
 
-def write_own_evidence(state: Path, policy_file: Path | None, attacks: Sequence[str]) -> tuple[Path, Path]:
+def write_own_evidence(
+    state: Path, policy_file: Path | None, attacks: Sequence[str], sacroml: Mapping[str, Any] | None = None
+) -> tuple[Path, Path]:
     """Write `evidence.html` and `evidence.json` into an institution's state directory; return their paths.
 
     Parameters
@@ -41,6 +43,8 @@ def write_own_evidence(state: Path, policy_file: Path | None, attacks: Sequence[
         The policy in force now; None: there is none.
     attacks : sequence of str
         Sentences on what the institution's own attacks on its record found.
+    sacroml : Mapping or None
+        What `sacroml_found` returns.
 
     Raises
     ------
@@ -74,9 +78,11 @@ def write_own_evidence(state: Path, policy_file: Path | None, attacks: Sequence[
         "small-cells": floor,
         "policy": read_text(policy_file) if policy_file else "",
         "attacks": list(attacks),
+        "sacroml": sacroml,
         "versions": here,
         "sha256": {
             **{path.name: sha256(read_bytes(path)).hexdigest() for path in parts(state / LEDGER) if path.exists()},
+            **(sacroml["model"] if sacroml else {}),
             "the package's code, where this was written": code_digest(),
         },
     }
@@ -100,7 +106,7 @@ def write_own_evidence(state: Path, policy_file: Path | None, attacks: Sequence[
         policy=told["policy"] or "There is no policy here: everything may leave.",
         attacks=told["attacks"] or ["No attack was run on this record: `flwr-replay privacy attack STATE --run RUN`."],
         audit="An audit by canaries is the coordinator's: see there.",
-        sacroml=NOT_RUN["sacroml"],
+        **sacroml_values(sacroml),
         sums=table("SHA-256", ["file", "digest"], list(told["sha256"].items())),
         versions=versions_table("Versions here, now", here),
         controls=table("What is asked, and what is here", ["asked by", "asked", "here"], CONTROLS),

@@ -25,15 +25,26 @@ from flwr_replay.report.templates import render
 from flwr_replay.wire.masked import MASKED
 from flwr_replay.wire.sealed import SEALED
 
-__all__ = ["CONTROLS", "NOT_RUN", "PAGE", "code_digest", "evidence", "kinds_in", "seen_by", "table", "write_evidence"]
+__all__ = [
+    "CONTROLS",
+    "NOT_RUN",
+    "PAGE",
+    "code_digest",
+    "evidence",
+    "kinds_in",
+    "sacroml_values",
+    "seen_by",
+    "table",
+    "write_evidence",
+]
 
 PAGE = "evidence"
 NOT_RUN = {
     "attacks": "No attack was run on this run's messages: `flwr-replay privacy attack RUN`, where they were recorded.",
     "audit": "No audit by canaries was given: `flwr-replay privacy audit` on the same options, then --audit FILE.",
     "sacroml": "This page has no SACRO-ML report. `uv run docs/examples/sacroml/attack.py MODEL DATA REPORT` in a "
-    "checkout makes one of what `flwr-replay export` wrote, in an environment of its own. Beside pandas 3, as here, "
-    "sacroml 2.0.1 gets acro 0.4.2: later ones want pandas below 3.",
+    "checkout makes one of what `flwr-replay export` wrote, in an environment of its own; then --sacroml FILE. Beside "
+    "pandas 3, as here, sacroml 2.0.1 gets acro 0.4.2: later ones want pandas below 3.",
 }
 CONTROLS = (  # asked by, what is asked, what is here
     ("SATRE 3.1.2", "records of data handling decisions", "the policy file, officer.json, this page"),
@@ -85,10 +96,16 @@ CONTROLS = (  # asked by, what is asked, what is here
 )
 
 
-def evidence(folder: Path, attacks: Sequence[str], audit: Mapping[str, Any] | None) -> dict[str, Any]:
+def evidence(
+    folder: Path,
+    attacks: Sequence[str],
+    audit: Mapping[str, Any] | None,
+    sacroml: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Return the page's data, as `evidence.json` has them.
 
-    `attacks` are sentences on what attacks found, none if none ran; `audit` is the content of an `audit.json`.
+    `attacks` are sentences on what attacks found, none if none ran; `audit` is the content of an `audit.json`, and
+    `sacroml` what `sacroml_found` returns.
 
     Raises
     ------
@@ -110,22 +127,29 @@ def evidence(folder: Path, attacks: Sequence[str], audit: Mapping[str, Any] | No
         "untested": result.get("untested") or [],
         "attacks": list(attacks),
         "audit": audit,
+        "sacroml": sacroml,
         "versions": result["versions"],
         "sha256": {
             **{str(path.relative_to(folder)): _digest(path) for path in [folder / CONFIG, folder / RESULT, *models]},
+            **(sacroml["model"] if sacroml else {}),
             "the package's code, where this was written": code_digest(),
         },
         "controls": [dict(zip(("asked by", "asked", "here"), row, strict=True)) for row in CONTROLS],
     }
 
 
-def write_evidence(folder: Path, attacks: Sequence[str], audit: Mapping[str, Any] | None) -> tuple[Path, Path]:
+def write_evidence(
+    folder: Path,
+    attacks: Sequence[str],
+    audit: Mapping[str, Any] | None,
+    sacroml: Mapping[str, Any] | None = None,
+) -> tuple[Path, Path]:
     """Write page and data into a run's directory; return their paths. Without a result: `RunError`."""
     if not there(folder / RESULT):
         raise RunError(
             f"evidence is of a finished run; {folder} has no {RESULT}: flwr-replay runs show says how it stands"
         )
-    told, result = evidence(folder, attacks, audit), read_result(folder)
+    told, result = evidence(folder, attacks, audit, sacroml), read_result(folder)
     page, data = folder / f"{PAGE}.html", folder / f"{PAGE}.json"
     text = render(
         PAGE,
@@ -143,7 +167,7 @@ def write_evidence(folder: Path, attacks: Sequence[str], audit: Mapping[str, Any
         untested=told["untested"],
         attacks=told["attacks"] or [NOT_RUN["attacks"]],
         audit=_audited(audit) if audit else NOT_RUN["audit"],
-        sacroml=NOT_RUN["sacroml"],
+        **sacroml_values(sacroml),
         sums=table("SHA-256", ["file", "digest"], list(told["sha256"].items())),
         versions=versions_table("Versions of the run", told["versions"]),
         controls=table("What is asked, and what is here", ["asked by", "asked", "here"], CONTROLS),
@@ -175,6 +199,14 @@ def _digest(path: Path) -> str:
 def table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, Any]:
     """Return a table as the templates draw it."""
     return {"caption": caption, "heads": heads, "rows": rows}
+
+
+def sacroml_values(sacroml: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what the template shows of SACRO-ML's report, or that there is none."""
+    if not sacroml:
+        return {"sacroml": NOT_RUN["sacroml"], "figures": None}
+    rows = sacroml["figures"]
+    return {"sacroml": sacroml["said"], "figures": table("SACRO-ML", [*rows[0]], [[*row.values()] for row in rows])}
 
 
 def kinds_in(kinds: Iterable[str]) -> list[str]:

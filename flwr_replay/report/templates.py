@@ -216,6 +216,7 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 {% if untested %}<p>Not tested at the end: {{ untested | join(", ") }}.</p>{% endif %}{% endif %}
 <h2>Attacks and audits</h2>
 <ul>{% for line in attacks %}<li>{{ line }}</li>{% endfor %}<li>{{ audit }}</li><li>{{ sacroml }}</li></ul>
+{% if figures %}{{ draw.table(figures) }}{% endif %}
 <h2>What ran, and what it made</h2>
 {{ draw.table(sums) }}
 {{ draw.table(versions) }}

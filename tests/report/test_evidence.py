@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import Counter
+from copy import deepcopy
 from hashlib import sha256
 from pathlib import Path
 
@@ -97,6 +98,87 @@ def test_attacks_and_audits_that_were_run_are_quoted(tmp_path, monkeypatch, caps
     assert command(monkeypatch, "deploy", "evidence", str(folder)) == 2
     assert "evidence is of a finished run" in (said := capsys.readouterr().err)
     assert "backup" not in said
+
+
+SACROML = json.loads((Path(__file__).parent / "sacroml.json").read_text())  # of two repetitions on a digits model
+[ATTACKED] = SACROML.values()
+FIRST, SECOND = ATTACKED["attack_experiment_logger"]["attack_instance_logger"].values()
+
+
+def with_sacroml(monkeypatch, folder, report, *words):
+    """Write evidence with a report; return the exit status."""
+    (folder / "report.json").write_text(report if isinstance(report, str) else json.dumps(report))
+    return command(monkeypatch, "deploy", "evidence", str(folder), "--sacroml", str(folder / "report.json"), *words)
+
+
+@pytest.mark.parametrize("place", ["", "state/a"])
+def test_sacromls_report_is_shown_by_its_figures(ran, monkeypatch, capsys, place):
+    folder = ran.root / place if place else ran.folder
+    model = folder / "model.pt2"
+    model.write_bytes(b"weights")
+    digest = sha256(b"weights").hexdigest()
+    whole = deepcopy(SACROML)
+    whole["<b>"] = {"metadata": ATTACKED["metadata"] | {"attack_name": "QMIA Attack"}, "status": "failed <b>"}
+    for one in whole.values():
+        one["metadata"] |= {"target_model": "<b>", "target_model_params": {"sha256": digest}}
+    assert with_sacroml(monkeypatch, folder, whole, "--model", str(model)) == 0
+    html, told = (folder / "evidence.html").read_text(), json.loads((folder / "evidence.json").read_text())
+    mean = f"{(FIRST['AUC'] + SECOND['AUC']) / 2:.3f}"
+    assert {"attack": "WorstCase attack", "figure": "AUC", "repetitions": 2, "mean": mean}.items() <= (
+        told["sacroml"]["figures"][0].items()
+    )
+    assert [row["figure"] for row in told["sacroml"]["figures"]][-1] == "no figure that is told here"
+    assert told["sha256"]["model.pt2, which leaves"] == digest
+    assert f"is {digest} and is that of model.pt2" in html
+    assert f">{mean}<" in html
+    assert "<b>" not in html
+    assert NOT_RUN["sacroml"] not in html
+    model.write_bytes(b"others")
+    assert with_sacroml(monkeypatch, folder, whole, "--model", str(model)) == 2
+    assert f"is of {digest}" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(("least", "told"), [(90, ["AUC"]), (91, ["no figure that is told here"])])
+def test_under_a_floor_sacroml_has_an_auc_of_many_alone(ran, monkeypatch, least, told):
+    """It judged 180 members and 180 others each time: of as many, no part and its rest are below 90 unless told."""
+    (ran.folder / "policy.yaml").write_text(f"min-count: {least}\n")
+    assert with_sacroml(monkeypatch, ran.folder, SACROML, "--policy", str(ran.folder / "policy.yaml")) == 0
+    found = json.loads((ran.folder / "evidence.json").read_text())["sacroml"]
+    assert [row["figure"] for row in found["figures"]] == told
+    assert {len(row["mean"]) for row in found["figures"]} == {4 * (told == ["AUC"])}
+    html = (ran.folder / "evidence.html").read_text()
+    assert "180" not in html[html.index("<h2>Attacks") : html.index("<h2>What ran")]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ((), "{"),
+        ((), "[]"),
+        ((), "{}"),
+        ((), '{"log_id": 1}'),
+        (("metadata", "attack_name"), "<b>"),
+        (("metadata", "attack_name"), ["WorstCase attack"]),
+        (("metadata", "sacroml_version"), "2.0.1<b>"),
+        (("metadata", "sacroml_version"), 2.0),
+        (("attack_experiment_logger", "attack_instance_logger", "instance_1", "AUC"), "0.5"),
+        (("attack_experiment_logger", "attack_instance_logger", "instance_1", "AUC"), 36),
+        (("attack_experiment_logger", "attack_instance_logger", "instance_1", "TPR"), float("nan")),
+        (("attack_experiment_logger", "attack_instance_logger", "instance_1", "n_pos_test_examples"), 10**400),
+        (("attack_experiment_logger", "attack_instance_logger", "instance_1", "dof_risk"), {"of": 3}),
+    ],
+)
+def test_what_is_no_report_of_sacromls_is_refused_in_one_line(ran, monkeypatch, capsys, path, value):
+    whole = deepcopy(SACROML)
+    [part] = whole.values()
+    for key in path[:-1]:
+        part = part[key]
+    if path:
+        part[path[-1]] = value
+    (ran.folder / "evidence.json").unlink(missing_ok=True)
+    assert with_sacroml(monkeypatch, ran.folder, whole if path else value) == 2
+    assert capsys.readouterr().err.startswith("error: --sacroml takes ")
+    assert not (ran.folder / "evidence.json").exists()
 
 
 def test_code_has_one_digest_wherever_it_lies(tmp_path, monkeypatch):

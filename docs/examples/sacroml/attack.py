@@ -10,6 +10,8 @@ REPORT becomes a folder with report.json and report.pdf.
 """
 
 import sys
+from hashlib import sha256
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,6 +29,7 @@ def probabilities(split):
         return torch.cat([model(batch) for batch in images_BCHW.split(256)]).numpy()
 
 
-target = Target(proba_train=probabilities("train"), proba_test=probabilities("test"))
+of = {"sha256": sha256(Path(sys.argv[1]).read_bytes()).hexdigest()}  # so that the report says which file it attacked
+target = Target(model=model, model_params=of, proba_train=probabilities("train"), proba_test=probabilities("test"))
 attacked = WorstCaseAttack(n_reps=10, output_dir=sys.argv[3]).attack(target)
 print(attacked["metadata"]["global_metrics"])
