@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shutil
 import sys
 import tomllib
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from harness import command, forked, node_configs, run, write_shards
 
+from flwr_replay.check import check_strategy
 from flwr_replay.config import catalogue, halves
 from flwr_replay.config import compose as composing
 from flwr_replay.config.compose import compose, compose_own
@@ -29,6 +31,8 @@ PAGE = (ROOT / "docs" / "extend.md").read_text()
 WRITTEN = dict(re.findall(r"^flwr-replay new (\w+) (\w+)$", PAGE, re.M))  # kinds and names
 MINE, PART = WRITTEN["strategy"], f"{WRITTEN['strategy']}:{WRITTEN['strategy']}"
 SMALL = ["task=medmnist", "task.size=8", "classes=3", "device=cpu"]
+OUTSIDE = runpy.run_path(str(ROOT / "docs" / "examples" / "methods" / "outside.py"))
+WALKED = [f"my{method}" for method in OUTSIDE["METHODS"]]
 RUN = f"strategy={MINE} task=digits rounds=2"
 
 
@@ -62,7 +66,9 @@ def path(monkeypatch, tmp_path):
         for one in caches:
             one.cache_clear()
         forget()
-        for module in [module for module in sys.modules if module.partition(".")[0] in (MINE, "broken", "taken")]:
+        for module in [
+            module for module in sys.modules if module.partition(".")[0] in (MINE, "broken", "taken", *WALKED)
+        ]:
             del sys.modules[module]
 
     def put(*folders):
@@ -104,6 +110,19 @@ def test_what_is_written_passes_its_own_tests(path, written):
 
     os.waitpid(forked(tested), 0)
     assert "5 passed" in (said := (written / "said").read_text()), said
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", WALKED)
+def test_a_method_that_the_page_walks_through_keeps_the_contract_outside(path, tmp_path, name):
+    OUTSIDE["write"](tmp_path / "mymethods")
+    project = tomllib.loads((tmp_path / "mymethods" / "pyproject.toml").read_text())["project"]
+    points = project["entry-points"][catalogue.GROUP]
+    assert sorted(points) == sorted(WALKED)
+    assert all(method in PAGE for method in OUTSIDE["METHODS"])
+    distribution(tmp_path, "mymethods", f"{name} = {points[name]}")
+    path(tmp_path, tmp_path / "mymethods")
+    check_strategy(name, ["partition.size=40"])
 
 
 def test_the_written_app_is_the_example():
