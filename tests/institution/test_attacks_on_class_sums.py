@@ -53,8 +53,8 @@ def sums(reply):
     return [weights(reply)[name] for name in HEAD]
 
 
-def same(one, other):
-    return all(a.tobytes() == b.tobytes() for a, b in zip(sums(one), sums(other), strict=True))
+def same(left, right):
+    return all(a.tobytes() == b.tobytes() for a, b in zip(sums(left), sums(right), strict=True))
 
 
 def kept_file(server, run):

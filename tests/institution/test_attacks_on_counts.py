@@ -69,13 +69,13 @@ def test_the_number_of_few_examples_is_not_told(folder, options):
     write(folder, counts=(1, 2, 4))
     for policy in ("", FLOOR):
         server = server_of(folder, *options, policy=policy)
-        said = [
+        replies = [
             server.send(RollCall(strategy="fedavg", run="r")),
             server.send(Train(arrays=server.weights, run="r", lr=0.1)),
         ]
-        told = [metrics(reply).get("num-examples") == 7 or "7 examples" in refusal(reply) for reply in said]
+        told = [metrics(reply).get("num-examples") == 7 or "7 examples" in refusal(reply) for reply in replies]
         assert all(told) == (not policy)
-        assert all("fewer than 10 training examples" in refusal(reply) for reply in said) == bool(policy)
+        assert all("fewer than 10 training examples" in refusal(reply) for reply in replies) == bool(policy)
 
 
 @pytest.mark.parametrize("skipping", [False, True], ids=["roll call", "at once to training"])
@@ -99,8 +99,8 @@ def test_no_loss_leaves_of_a_training(folder):
     whole = [*TASK[:-3], "batch_size=60", *TASK[-2:], "strategy=fedavg"]
     arrays = always(server_of(folder), [-1000, 0, 0])
     free = HostileServer(folder, *whole).send(Train(arrays=arrays, run="r", lr=0.0))
-    found = metrics(free)["train-loss"]
-    assert round((found - np.log(2)) * 60 / 1000) == COUNTS[0]  # the attack works
+    loss = metrics(free)["train-loss"]
+    assert round((loss - np.log(2)) * 60 / 1000) == COUNTS[0]  # the attack works
     floored = HostileServer(folder, *whole, policy=FLOOR).send(Train(arrays=arrays, run="s", lr=0.0))
     assert set(metrics(floored)) == {"num-examples", "examples-seen", "num-steps"}
 
@@ -178,8 +178,8 @@ def test_sums_of_features_are_refused_without_noise(folder):
         server = server_of(folder, *options, policy=policy)
         return server.send(Summarise(arrays=server.weights, run=f"r{len(policy)}{len(options)}", clip=10.0))
 
-    found = weights(sums("", *plain))[f"{HEAD}.bias"]
-    np.testing.assert_allclose(found / found.sum() * 60, COUNTS, rtol=1e-3)  # the attack works
+    bias = weights(sums("", *plain))[f"{HEAD}.bias"]
+    np.testing.assert_allclose(bias / bias.sum() * 60, COUNTS, rtol=1e-3)  # the attack works
     assert "ClassSums.arrays are sums of features" in refusal(sums(FLOOR, *plain))
     assert "ClassSums.arrays" in refusal(sums(FLOOR, *noisy[:3], f"{noisy[3]}1000000"))  # noise that hides nothing
     assert not refusal(sums(f"{FLOOR}max-epsilon: 2\nmax-delta: 0.001\n", *noisy[:3], f"{noisy[3]}2"))
@@ -235,9 +235,9 @@ def test_a_number_that_nobody_can_floor_is_refused(answer):
     ],
 )
 def test_an_app_of_ones_own_sends_no_number_but_that_of_examples(folder, sent, says):
-    said = refusal(answered_by(folder, lambda context: sent).send_content(RecordDict()))
-    assert says in said
-    assert bool(said) == bool(says)
+    reason = refusal(answered_by(folder, lambda context: sent).send_content(RecordDict()))
+    assert says in reason
+    assert bool(reason) == bool(says)
 
 
 def test_an_app_of_ones_own_sends_no_number_as_a_text(folder):
@@ -249,8 +249,8 @@ def test_weights_without_noise_tell_counts_and_no_floor_holds(folder):
     """What the policy's own text says: only max-epsilon bounds this."""
     server = server_of(folder, "strategy=fedsgd")
     reply = server.send(Differentiate(arrays=always(server, [0, 0, 0]), run="r", exchange=1))
-    found = 60 * (1 / 3 - weights(reply)[f"{HEAD}.bias"])
-    np.testing.assert_allclose(found, COUNTS, rtol=1e-3)
+    counts = 60 * (1 / 3 - weights(reply)[f"{HEAD}.bias"])
+    np.testing.assert_allclose(counts, COUNTS, rtol=1e-3)
 
 
 # --- an honest run ----------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def test_an_encoder_may_be_trained_without_the_examples_that_are_held_out(folder
     """The number of these follows from that of all."""
     write(folder, "b")
     (folder / "policy.yaml").write_text(f"{FLOOR}max-local-epsilon: 10\nmax-delta: 0.1\n")
-    nodes = [one | {"policy": str(folder / "policy.yaml")} for one in node_configs(folder, folder / "state", "ab")]
+    nodes = [node | {"policy": str(folder / "policy.yaml")} for node in node_configs(folder, folder / "state", "ab")]
     local = ["dp=latents", "latent-clip=1", "latent-epsilon=8", "label-epsilon=2", "encoder-epochs=1"]
     ran = run(folder, [*TASK, "strategy=fedreplay", *local], nodes)
     assert ran.result["nodes"] == 2
@@ -270,7 +270,7 @@ def test_an_encoder_may_be_trained_without_the_examples_that_are_held_out(folder
 def test_a_model_that_is_always_right_has_an_accuracy(folder):
     write(folder, counts=(0, 5, 55), tests=(0, 0, 60))
     (folder / "policy.yaml").write_text(FLOOR)
-    nodes = [one | {"policy": str(folder / "policy.yaml")} for one in node_configs(folder, folder / "state", "a")]
+    nodes = [node | {"policy": str(folder / "policy.yaml")} for node in node_configs(folder, folder / "state", "a")]
     ran = run(folder, [*TASK, "strategy=fedavg", "lr=0.3"], nodes)
     assert ran.result["final"]["global"] == {"accuracy": 51 / 60}
 
@@ -280,22 +280,22 @@ def test_a_run_of_hospitals_with_a_floor_has_an_accuracy_and_no_cells(folder, mo
         write(folder, name)
     write(folder, "c", counts=(1, 2, 4))
     (folder / "policy.yaml").write_text(FLOOR)
-    nodes = [one | {"policy": str(folder / "policy.yaml")} for one in node_configs(folder, folder / "state", "abc")]
+    nodes = [node | {"policy": str(folder / "policy.yaml")} for node in node_configs(folder, folder / "state", "abc")]
     options = [*TASK, "strategy=fedavg", "rounds=3", "evaluate_every=3", "lr=0.3"]
     ran = run(folder, options, nodes)
     assert set(ran.result["final"]["global"]) == {"accuracy"}
     assert ran.result["nodes"] == 2
     assert ran.result["floored"] == ["a", "b"]
-    said = summary(ran.result, ran.folder)
-    assert "fewer than 10 training examples" in said
-    assert "lower bound where few were right, or wrong; no cells left (min-count): a, b" in " ".join(said.split())
+    text = summary(ran.result, ran.folder)
+    assert "fewer than 10 training examples" in text
+    assert "lower bound where few were right, or wrong; no cells left (min-count): a, b" in " ".join(text.split())
     page = write_page(ran.folder).read_text()
     assert "no count below 10" in page
     assert "row by row" not in page
     assert not (ran.folder / "confusion.csv").exists()
     left = {line["field"] for line in ran.own_ledger("a") if line["stage"] == "evaluate"}
     assert left == {"num-examples", "hits"}
-    one = {"institution": "a", "stage": "fit", "field": "arrays", "attack": "none", "not-judged": "it has 3 examples"}
+    trial = {"institution": "a", "stage": "fit", "field": "arrays", "attack": "none", "not-judged": "it has 3 examples"}
     shutil.copytree(folder / "state" / "a", folder / "copies" / "state" / "a")
     (folder / "lax.yaml").write_text("metrics: counted\n")
     for place, more, says in (
@@ -306,31 +306,31 @@ def test_a_run_of_hospitals_with_a_floor_has_an_accuracy_and_no_cells(folder, mo
         (folder / "copies" / "state" / "a", (), "a had one: give it, --policy FILE"),
     ):
         (place / "attacks").mkdir(exist_ok=True)
-        (place / "attacks" / "attacks.json").write_text(json.dumps({"attacks": [one]}))
+        (place / "attacks" / "attacks.json").write_text(json.dumps({"attacks": [trial]}))
         assert command(monkeypatch, "deploy", "evidence", str(place), *more) == (2 if says else 0)
         assert says in " ".join(capsys.readouterr().err.split())
         if not says:
-            found = json.loads((place / "evidence.json").read_text())
-            assert all(own["tests"] == "–" for own in found.get("runs", {}).values())  # of all runs together
-            [line] = found["attacks"]
+            verdicts = json.loads((place / "evidence.json").read_text())
+            assert all(own["tests"] == "–" for own in verdicts.get("runs", {}).values())  # of all runs together
+            [line] = verdicts["attacks"]
             assert line.endswith("attacks.json says why, with numbers")
             assert "3 examples" not in (place / "evidence.html").read_text()
     of_c = [*options, f"data_dir={folder / 'c.npz'}", "partition=natural"]
-    found = findings(*planned(of_c, ["c"]), folder / "policy.yaml")
-    assert not found["takes-part"]
-    assert "fewer than 10 training examples" in json.dumps(found["rules"])
+    verdicts = findings(*planned(of_c, ["c"]), folder / "policy.yaml")
+    assert not verdicts["takes-part"]
+    assert "fewer than 10 training examples" in json.dumps(verdicts["rules"])
     of_a = [*options, f"data_dir={folder / 'a.npz'}", "partition=natural"]
-    found = findings(*planned(of_a, ["a"]), folder / "policy.yaml")
-    refused = [rule for rule in found["rules"] if rule["verdict"] == "refused"]
+    verdicts = findings(*planned(of_a, ["a"]), folder / "policy.yaml")
+    refused = [rule for rule in verdicts["rules"] if rule["verdict"] == "refused"]
     assert {rule["rule"] for rule in refused} == {"room"}, refused  # the one test of each state here is used up
     shutil.rmtree(folder / "state")
-    found = findings(*planned(of_a, ["a"]), folder / "policy.yaml")
-    assert found["allowed"]
+    verdicts = findings(*planned(of_a, ["a"]), folder / "policy.yaml")
+    assert verdicts["allowed"]
     allowed = {
-        line["field"] for line in found["fields"] if line["verdict"] == "allowed" and line["stage"] == "evaluate"
+        line["field"] for line in verdicts["fields"] if line["verdict"] == "allowed" and line["stage"] == "evaluate"
     }
     assert allowed == {"num-examples", "confusion"}
-    assert "All runs together have 1 such tests" in write_officer_page(folder, found)[0].read_text()
-    assert "No number of fewer than 10 examples leaves" in write_officer_page(folder, found)[0].read_text()
-    found = findings(*planned([*options, f"data_dir={folder / 'a.npz'}", "partition=natural"], ["a"]), None)
-    assert "min-count is off" in write_officer_page(folder, found)[0].read_text()
+    assert "All runs together have 1 such tests" in write_officer_page(folder, verdicts)[0].read_text()
+    assert "No number of fewer than 10 examples leaves" in write_officer_page(folder, verdicts)[0].read_text()
+    verdicts = findings(*planned([*options, f"data_dir={folder / 'a.npz'}", "partition=natural"], ["a"]), None)
+    assert "min-count is off" in write_officer_page(folder, verdicts)[0].read_text()

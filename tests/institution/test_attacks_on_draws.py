@@ -105,8 +105,8 @@ def test_what_a_runs_options_do_not_say_is_refused(ask, options, request_):
 @pytest.mark.parametrize("options", [[*CWT, "dp=statistics"], [*PAIR, BOTH]], ids=["cwt", "proxyfl"])
 def test_under_dp_sums_are_made_once(ask, options):
     server = ask(*options, "privacy.sigma=1", "delta=0.001")
-    one, again = (weights(server.send(summarise(**{}))) for _ in range(2))
-    for name, array in one.items():
+    first, again = (weights(server.send(summarise(**{}))) for _ in range(2))
+    for name, array in first.items():
         np.testing.assert_array_equal(again[name], array)
     assert "makes its sums once in a run" in refusal(server.send(summarise(products=0)))
     assert [charge["steps"] for charge in server.charges("r")] == [1, 0]
@@ -268,10 +268,10 @@ def test_whatever_is_drawn_no_proxy_changes_a_bit(ask, batch):
         drawn = gaussians(means=np.full((3, F), mean, np.float32))
         assert not refusal(server.send(KeepDraws(run=run, exchange=1, arrays=drawn)))
         proxies.append(weights(server.send(TrainProxy(run=run, exchange=1, lr=0.1, replayed=7, **PROXY))))
-    one, other = proxies
-    assert one
-    for name, array in one.items():
-        np.testing.assert_array_equal(array, other[name])
+    without, with_draws = proxies
+    assert without
+    for name, array in without.items():
+        np.testing.assert_array_equal(array, with_draws[name])
 
 
 def test_one_epsilon_covers_sums_and_proxies_beforehand_and_in_the_end(tmp_path):
@@ -283,8 +283,8 @@ def test_one_epsilon_covers_sums_and_proxies_beforehand_and_in_the_end(tmp_path)
     for text in (page, result["privacy-claim"]):
         assert "Only what the noisy sums and training the proxy at an institution reveal together" in text
     assert "of its statistics and proxy, against whoever reads these, the server too" in page
-    for one in result["privacy"].values():
-        total, delta = one["epsilon"], one["delta"]
+    for account in result["privacy"].values():
+        total, delta = account["epsilon"], account["delta"]
         sums, proxies = (epsilon([plan.cost(*about)], delta) for about in (("statistics", 90, 1), ("proxy", 90, 2)))
         assert max(sums, proxies) < total < sums + proxies
         assert plan.planned(90) == pytest.approx((total, delta), rel=1e-3)

@@ -70,8 +70,8 @@ def sends(folder, *options, request=None, policy="", **own):
 )
 def test_what_a_message_names_is_none_of_a_hubs_names_nor_a_place(folder, own, option, monkeypatch):
     monkeypatch.setattr("timm.create_model", None if option.startswith("model.name") else timm.create_model)
-    said = refusal(sends(folder, *FEDAVG, "model.weights=x.pth", option, weights=own))
-    assert said == "ConfigError; the institution's own log says more"
+    reason = refusal(sends(folder, *FEDAVG, "model.weights=x.pth", option, weights=own))
+    assert reason == "ConfigError; the institution's own log says more"
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_a_message_does_not_say_which_file_is_read(folder, own, weights, monkeyp
     encoder = encoder_digest(compose([*FEDAVG, f"model.weights={own}"]).model, compose(FEDAVG).task)
     assert metrics(sends(folder, *options, request=CALL(frozen=encoder), weights=own))["num-examples"] == 40
     theirs = "sha256:" + "0" * 64
-    said = refusal(sends(folder, *options, request=CALL(frozen=theirs), weights=own))
-    assert theirs in said
-    assert encoder in said
+    reason = refusal(sends(folder, *options, request=CALL(frozen=theirs), weights=own))
+    assert theirs in reason
+    assert encoder in reason
 
 
 def test_an_institutions_own_path_is_not_told_and_every_institution_has_one_digest_of_its_options(folder, own):
@@ -95,13 +95,13 @@ def test_an_institutions_own_path_is_not_told_and_every_institution_has_one_dige
     options = [*FEDREPLAY, "cut=features", "model.weights=x.pth"]
     assert not refusal(sends(folder, *options, request=asked, weights=own))
     assert "model.weights is another file now" in (
-        said := refusal(sends(folder, *options, request=asked, weights=other))
+        reason := refusal(sends(folder, *options, request=asked, weights=other))
     )
-    assert str(folder) not in said
+    assert str(folder) not in reason
     for changed in ("model.train=from:layer4", "model.size=64", "model.name=resnet34"):
-        said = refusal(sends(folder, *options, changed, request=asked, weights=own))
-        assert f"was begun with others ({changed.partition('=')[0]} was" in said
-        assert str(folder) not in said
+        reason = refusal(sends(folder, *options, changed, request=asked, weights=own))
+        assert f"was begun with others ({changed.partition('=')[0]} was" in reason
+        assert str(folder) not in reason
     first, second = (compose([*FEDREPLAY, "model.weights=" + file]) for file in (own, other))
     assert shared_digest(first) == shared_digest(second)  # by which sealed and masked runs know each other
 
@@ -112,8 +112,8 @@ def test_a_file_that_is_replaced_in_a_run_is_refused(folder, own, tmp_path):
     assert not refusal(sends(folder, *options, request=asked, weights=copied))
     shutil.copy(own.replace("own.", "other."), copied)
     forget()  # as in a new process
-    said = refusal(sends(folder, *options, request=asked, weights=copied))
-    assert "a run keeps its encoder; that of run 's' was sha256:" in said
+    reason = refusal(sends(folder, *options, request=asked, weights=copied))
+    assert "a run keeps its encoder; that of run 's' was sha256:" in reason
 
 
 # --- what a message costs ---------------------------------------------------------------------------------------------
@@ -123,8 +123,8 @@ def test_a_huge_architecture_is_refused_before_it_is_built(folder, monkeypatch):
     monkeypatch.setattr("flwr_replay.models.zoo.seeded", None)  # whoever builds one fails otherwise
     giant = [*TASK, "model=timm", "model.name=eva_giant_patch14_224", "model.train=head", "strategy=fedavg"]
     assert f"parameters from 0 to {PARAMETERS:g}; got 1.01115e+09" in refusal(sends(folder, *giant))
-    said = refusal(sends(folder, *FEDAVG, policy="limits: {parameters: 1.0e+7}"))
-    assert "parameters from 0 to 1e+07; got 1.11" in said
+    reason = refusal(sends(folder, *FEDAVG, policy="limits: {parameters: 1.0e+7}"))
+    assert "parameters from 0 to 1e+07; got 1.11" in reason
 
 
 def test_a_shape_is_known_without_computing_it(monkeypatch):
@@ -147,12 +147,12 @@ def test_a_pinned_stage_pins_what_is_frozen_although_it_does_not_travel(folder, 
     assert weights(sends(folder, *options, request=asked, policy=policy, weights=own))["latents"].shape == (40, 512)
     for changed in ("model.name=resnet26d", "model.size=33", "model.train=from:layer4"):
         other = replace(asked, run=changed.partition("=")[2].replace(":", "-"))
-        said = refusal(sends(folder, *options, changed, "model.weights=''", request=other, policy=policy))
-        assert "policy lets stage extract take weights" in said
-    said = refusal(sends(folder, *options, request=asked, policy="weights: {extract: [random]}", weights=own))
-    assert "policy lets stage extract take weights random; got sha256:" in said
-    said = refusal(sends(folder, *options, "model.train=all", request=asked, policy=policy))
-    assert "freeze them, model.train=head" in said
+        reason = refusal(sends(folder, *options, changed, "model.weights=''", request=other, policy=policy))
+        assert "policy lets stage extract take weights" in reason
+    reason = refusal(sends(folder, *options, request=asked, policy="weights: {extract: [random]}", weights=own))
+    assert "policy lets stage extract take weights random; got sha256:" in reason
+    reason = refusal(sends(folder, *options, "model.train=all", request=asked, policy=policy))
+    assert "freeze them, model.train=head" in reason
 
 
 def test_nothing_of_a_frozen_part_can_be_asked_for(folder):

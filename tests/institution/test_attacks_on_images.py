@@ -49,7 +49,7 @@ def draw(server, run, images=12, refresh="never", exchange=1):
 
 
 def images(reply):
-    return {one.tobytes() for one in weights(reply)["images"]}
+    return {image.tobytes() for image in weights(reply)["images"]}
 
 
 def buffer(n, number=1):
@@ -82,7 +82,7 @@ def test_a_guarantee_does_not_go_with_tests_that_show_which_classes_are_there():
 def test_the_noise_for_a_target_covers_all_steps_of_an_image_generator():
     options = ["target-epsilon=2" if option.startswith("sigma=") else option for option in END_TO_END]
     plan = PrivacyPlan.of(compose(options))
-    costs = [one.cost(40, plan.cost(one.mechanism, 40, 1).sigma) for one in plan.passes]  # `planned` is cut off at 2
+    costs = [each.cost(40, plan.cost(each.mechanism, 40, 1).sigma) for each in plan.passes]  # `planned` is cut off at 2
     assert 1.9 < epsilon([*costs, *plan.fixed()], plan.config.delta_for(40)) <= 2
 
 
@@ -92,10 +92,10 @@ def test_a_buffer_that_is_never_refreshed_is_the_same_in_every_exchange(folder):
 
 
 def test_buffers_of_all_sizes_begin_with_the_same_images(folder):
-    found = set()
+    seen = set()
     for n in (12, 13, 300, 301):  # one generator, four runs
-        found |= images(draw(HostileServer(folder, *FEDER, f"strategy.buffer={n}"), f"n{n}", n))
-    assert len(found) <= 301
+        seen |= images(draw(HostileServer(folder, *FEDER, f"strategy.buffer={n}"), f"n{n}", n))
+    assert len(seen) <= 301
     assert len(list((folder / "state/a/generators").glob("*.safetensors"))) == 1
 
 
@@ -198,8 +198,8 @@ def test_a_generator_that_never_ends_is_its_institutions_failure(folder):
         stage = config_in(message.content).get("stage")
         if stage == "train-slice" and grid.name_of(message.metadata.dst_node_id) == "a":
             asked.append(1)
-            said = {**metrics_in(reply.content), "steps": len(asked), "steps-left": 10**15}
-            reply.content["metrics"] = MetricRecord(said)
+            metrics = {**metrics_in(reply.content), "steps": len(asked), "steps-left": 10**15}
+            reply.content["metrics"] = MetricRecord(metrics)
         return reply
 
     ran = run(folder, [*FEDER, "rounds=1"], node_configs(folder, folder / "servers", "ab"), after=endless)
@@ -211,8 +211,10 @@ def test_a_generator_that_never_ends_is_its_institutions_failure(folder):
 def test_images_under_dp_without_epsilon_are_no_answer(folder):
     def silent(grid, message, reply):
         if grid.name_of(message.metadata.dst_node_id) == "a" and "metrics" in reply.content:
-            said = {key: value for key, value in metrics_in(reply.content).items() if key not in ("epsilon", "delta")}
-            reply.content["metrics"] = MetricRecord(said)
+            metrics = {
+                key: value for key, value in metrics_in(reply.content).items() if key not in ("epsilon", "delta")
+            }
+            reply.content["metrics"] = MetricRecord(metrics)
         return reply
 
     nodes = node_configs(folder, folder / "servers", "ab")

@@ -42,16 +42,16 @@ def test_where_noise_cancels_a_value_its_last_bits_do_not_leave():
     local = LocalDP(3.0, 8.0, 2.0, 1, 3, False)
     latents = torch.rand(50, 64, generator=torch.Generator().manual_seed(0))
     values = latents.double() * (3 / torch.linalg.vector_norm(latents.double(), dim=1, keepdim=True))
-    found = local.noisy(latents, 0.7, NearlyCancels(values, 2 * 3 * 0.7))
-    assert not found[found.abs() < 1e-9].any()
+    noisy = local.noisy(latents, 0.7, NearlyCancels(values, 2 * 3 * 0.7))
+    assert not noisy[noisy.abs() < 1e-9].any()
 
 
 def test_noise_keeps_its_size():
     local = LocalDP(3.0, 8.0, 2.0, 1, 3, False)
-    found = local.noisy(torch.zeros(100, 1000), 0.7, Stream(bytes(32)))
-    assert found.dtype == torch.float32
-    assert float(found.std()) == pytest.approx(2 * 3 * 0.7, rel=0.01)
-    assert len(np.unique(found.numpy())) > 90_000
+    noisy = local.noisy(torch.zeros(100, 1000), 0.7, Stream(bytes(32)))
+    assert noisy.dtype == torch.float32
+    assert float(noisy.std()) == pytest.approx(2 * 3 * 0.7, rel=0.01)
+    assert len(np.unique(noisy.numpy())) > 90_000
 
 
 def test_a_server_that_records_and_calls_it_none_is_refused(folder):
@@ -104,9 +104,9 @@ def test_an_account_that_lost_its_charge_lets_no_fresh_noise_leave(folder, harm)
 
 def test_an_upload_of_before_the_mark_gets_one_when_it_leaves_again(folder):
     server = HostileServer(folder, *NOISY)
-    found = weights(extracted(server, "older"))
+    arrays = weights(extracted(server, "older"))
     (server.state / "runs" / "older" / "noisy-latents" / "released").unlink()
-    assert weights(extracted(server, "older"))["latents"].tobytes() == found["latents"].tobytes()
+    assert weights(extracted(server, "older"))["latents"].tobytes() == arrays["latents"].tobytes()
     assert (server.state / "runs" / "older" / "noisy-latents" / "released").exists()
 
 

@@ -112,9 +112,9 @@ def test_an_exchange_is_not_mixed_anew_for_ever(server, monkeypatch):
 def strange(kind):
     """Return the body of a parcel that no institution of this package would seal."""
     name, array = ("\ud800", np.zeros(2)) if kind == "a name" else ("proxy-optimizer.0.step", np.array(["u", "v"]))
-    [one] = array_record({"x": array}).values()
-    form = json.dumps([[name, one.dtype, [2], one.stype, len(one.data)]]).encode()
-    return b"no model" if kind == "no arrays" else packed(">I", len(form)) + form + one.data
+    [record] = array_record({"x": array}).values()
+    form = json.dumps([[name, record.dtype, [2], record.stype, len(record.data)]]).encode()
+    return b"no model" if kind == "no arrays" else packed(">I", len(form)) + form + record.data
 
 
 @pytest.mark.parametrize("kind", ["no arrays", "a name", "a text for a number"])
@@ -137,7 +137,7 @@ def test_a_head_that_is_not_true_is_its_senders_failure(tmp_path, wrong):
         if grid.name_of(message.metadata.dst_node_id) != "b" or not record:
             return None
         seal = seal_of(tmp_path, "b", ABC)
-        head, theirs = (found := seal.open(record[SEALED_NAME])).head, found.arrays
+        head, theirs = (parcel := seal.open(record[SEALED_NAME])).head, parcel.arrays
         told = {"weight": 2.0, "exchange": 2**40, "run": "s", "kind": "synthetic"}
         values = {name: told[name] if name == wrong else getattr(head, name) for name in told}
         sealed = seal.close(theirs, **values, options=head.options)
@@ -145,8 +145,10 @@ def test_a_head_that_is_not_true_is_its_senders_failure(tmp_path, wrong):
         return reply
 
     ran = run(tmp_path, "strategy=avgpush", "topology=complete", SEALED, names=ABC, own=own, after=lies)
-    assert {one["institution"] for one in ran.result["failures"]} == {"b"}
-    assert sum("sent an invalid answer" in one["reason"] for one in ran.result["failures"]) == 2  # in both rounds
+    assert {failure["institution"] for failure in ran.result["failures"]} == {"b"}
+    assert (
+        sum("sent an invalid answer" in failure["reason"] for failure in ran.result["failures"]) == 2
+    )  # in both rounds
 
 
 def test_messages_of_a_run_are_answered_one_after_the_other(server):

@@ -96,14 +96,17 @@ def test_moments_that_no_gradients_have_are_their_senders_failure(folder, strate
             arrays = arrays_in(reply.content)
             spoilt = {"exp_avg": 1e6, "exp_avg_sq": 0.0, "step": 1e12}
             reply.content["arrays"] = array_record(
-                {name: np.full_like(one, spoilt.get(name.rpartition(".")[2], one)) for name, one in arrays.items()}
+                {
+                    name: np.full_like(array, spoilt.get(name.rpartition(".")[2], array))
+                    for name, array in arrays.items()
+                }
             )
         return reply
 
     hospitals(folder)
     options = [f"strategy={strategy}", "optimizer=adam", "proxy_optimizer=travels", *DP[-4:], "rounds=3"]
     ran = run(folder, *options, *(["topology=complete"] if strategy == "proxyfl" else []), after=spoil)
-    assert {(one["institution"], one["round"]) for one in ran.result["failures"]} == {("a", 1)}
+    assert {(failure["institution"], failure["round"]) for failure in ran.result["failures"]} == {("a", 1)}
     assert "at most eight times the root" in ran.result["failures"][0]["reason"]
 
 

@@ -46,7 +46,7 @@ def test_what_leaves_can_be_opened_by_institutions_only(server, folder):
     reply = server.send(Push(run="r", exchange=2, lr=0.1, init_seed=1, committed=0))
     [(_, array)] = parcels_in([reply])
     theirs = [opened(seal_of(folder, name, ABC).open(array).arrays) for name in ABC]
-    assert all(one.keys() == server.weights.keys() for one in theirs)
+    assert all(model.keys() == server.weights.keys() for model in theirs)
     whole = array.numpy().tobytes()
     assert not any(value.tobytes() in whole for value in theirs[0].values() if value.size > 4)
     key, public = make_key(folder / "the-servers.key")
@@ -138,9 +138,9 @@ def test_an_altered_parcel_does_not_open(server):
     places = np.linspace(0, len(b.numpy()) - 1, 150).astype(int)
     assert head.receivers == tuple(ABC)
     for at in {*places.tolist(), *range(21, key + WRAPPED)}.difference(others):  # mark, head, salt, key, body
-        said = deliver(server, changed(b, at))
-        assert said, at
-        assert "\n" not in said
+        reply = deliver(server, changed(b, at))
+        assert reply, at
+        assert "\n" not in reply
     for size in (0, 10, 30, len(b.numpy()) - 1):
         assert deliver(server, array_record({"x": b.numpy()[:size]})["x"])
     assert not deliver(server, b)
@@ -217,12 +217,12 @@ def test_a_receiver_cannot_send_in_the_senders_name(server, folder):
 
 def test_no_more_of_an_own_model_comes_back_than_was_sent(server):
     own = [array for _, array in parcels_in([server.send(push) for push in (again(2), again(3))])]
-    one = {"exchange": 3, "weights": [1.0], "parcels": [1], "kept": 0.2}
-    assert "no more of its own model comes back" in deliver(server, own[1], **one, shares=[0.5])  # of this exchange
-    assert not deliver(server, own[0], **one, shares=[0.7])
+    account = {"exchange": 3, "weights": [1.0], "parcels": [1], "kept": 0.2}
+    assert "no more of its own model comes back" in deliver(server, own[1], **account, shares=[0.5])  # of this exchange
+    assert not deliver(server, own[0], **account, shares=[0.7])
     server.send(replace(again(4), committed=3))
-    assert "no more of its own model comes back" in deliver(server, own[0], **{**one, "exchange": 4}, shares=[0.7])
-    assert not deliver(server, own[0], **{**one, "exchange": 4}, shares=[0.3])
+    assert "no more of its own model comes back" in deliver(server, own[0], **{**account, "exchange": 4}, shares=[0.7])
+    assert not deliver(server, own[0], **{**account, "exchange": 4}, shares=[0.3])
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -231,8 +231,8 @@ def test_plain_weights_are_refused(server, folder, named):
     if named:  # under the name of a parcel
         plain = {f"00000.{SEALED_NAME}": np.zeros(9, np.float32)}
     asked = {"run": "r", "released_in": 1, "kept": 0.5, "parcels": [1], "shares": [0.5], "weights": [1.0]}
-    said = refusal(server.send(Deliver(arrays=array_record(plain), **asked)))
-    assert ("is an array of bytes" if named else "came in plain: refused") in said
+    reason = refusal(server.send(Deliver(arrays=array_record(plain), **asked)))
+    assert ("is an array of bytes" if named else "came in plain: refused") in reason
     cwt = HostileServer(folder, *CWT, **{"seal-peers": str(folder / "peers-abc.txt")})
     for request in (Train(arrays=cwt.weights, run="s", lr=0.1), Evaluate(arrays=cwt.weights, run="s")):
         assert "came in plain: refused" in refusal(cwt.send(request))
@@ -268,8 +268,8 @@ def test_an_institution_without_keys_takes_part_in_no_sealed_run(folder):
 
 def test_a_policy_can_ask_for_a_sealed_run(folder):
     server = HostileServer(folder, *SMALL, "strategy=avgpush", policy="sealed: true\n")
-    said = refusal(server.send(RollCall(strategy="avgpush", run="r")))
-    assert "policy asks for a sealed run (sealed: true)" in said
+    reason = refusal(server.send(RollCall(strategy="avgpush", run="r")))
+    assert "policy asks for a sealed run (sealed: true)" in reason
     with_keys = HostileServer(folder, *PUSH, policy="sealed: true\n", **{"seal-peers": str(folder / "peers-abc.txt")})
     assert not refusal(with_keys.send(RollCall(strategy="avgpush", run="r")))
 
@@ -285,8 +285,8 @@ def test_a_model_that_goes_round_does_not_become_older(folder):
     old, new = parcel(server, "b", 2), parcel(server, "c", 4)
     assert not refusal(train(server, 5, new))
     assert not refusal(train(server, 8, new))  # nobody else has answered since
-    for said in (train(server, 9, old), train(server, 9)):
-        assert "no older model follows a newer one" in refusal(said)
+    for answer in (train(server, 9, old), train(server, 9)):
+        assert "no older model follows a newer one" in refusal(answer)
     assert "of exchange 12" in refusal(train(server, 9, parcel(server, "b", 12)))
     assert "repeats at most its last 3 exchanges" in refusal(train(server, 5, new))
     assert not refusal(train(server, 8, parcel(server, "b", 7)))  # as after a crash

@@ -126,8 +126,8 @@ def test_a_piece_that_is_killed_is_all_that_is_lost(folder, monkeypatch):
         step, made = GeneratorTraining.take, []
 
         def killed(self, *where):
-            for found in step(self, *where):
-                made.append(found)
+            for taken in step(self, *where):
+                made.append(taken)
                 raise SystemExit  # after the step, before anything is written
 
         patch.setattr(GeneratorTraining, "take", killed)

@@ -54,9 +54,11 @@ def test_an_encoder_that_hands_images_on_is_refused_where_weights_are_pinned(fol
     crafted = {name: np.zeros_like(array) for name, array in encoder_of(anyone.weights).items()}
     [matrix] = [name for name, array in crafted.items() if array.ndim == 2]
     crafted[matrix] = np.eye(64, dtype=np.float32)
-    found = weights(anyone.send(Extract(arrays=crafted, run="anyone", views=1, **CUT)))["latents"]
+    crafted_latents = weights(anyone.send(Extract(arrays=crafted, run="anyone", views=1, **CUT)))["latents"]
     with np.load(folder / "a.npz") as file:
-        np.testing.assert_allclose(found, file["train_images"].reshape(40, 64) / 255, atol=1e-6)  # the attack works
+        np.testing.assert_allclose(
+            crafted_latents, file["train_images"].reshape(40, 64) / 255, atol=1e-6
+        )  # the attack works
 
     pinned = HostileServer(folder, *options, policy=f"weights: {{extract: [random, sha256:{'0' * 64}]}}")
     assert "policy lets stage extract take weights random" in refusal(
@@ -207,7 +209,7 @@ def test_of_two_first_messages_one_binds_the_run(tmp_path):
             thread.start()
         for thread in threads:
             thread.join()
-        assert sorted(one == "refused" for one in reported) == [False] + [True] * 7
+        assert sorted(kind == "refused" for kind in reported) == [False] + [True] * 7
         assert (tmp_path / "runs" / "r" / "options.json").read_text() in reported
         (tmp_path / "runs" / "r" / "options.json").unlink()
         forget()
@@ -293,7 +295,7 @@ def test_a_server_does_not_choose_by_a_column_whom_an_institution_trains_on(tmp_
 
 
 @pytest.mark.parametrize(
-    ("options", "policy", "said", "own"),
+    ("options", "policy", "message", "own"),
     [
         (
             ["strategy=avgpush", "model.width=4096"],
@@ -317,14 +319,14 @@ def test_a_server_does_not_choose_by_a_column_whom_an_institution_trains_on(tmp_
         (["strategy=proxyfl", "task.size=1024"], "", "trained; model=cnn2 of this run", {"private_model": "cnn2"}),
     ],
 )
-def test_a_model_is_not_built_before_its_size_is_known_to_fit(folder, monkeypatch, options, policy, said, own):
+def test_a_model_is_not_built_before_its_size_is_known_to_fit(folder, monkeypatch, options, policy, message, own):
     server = HostileServer(folder, *TASK, *options, policy=policy, **own)
     monkeypatch.setattr(zoo, "seeded", None)  # whoever builds one fails otherwise
     monkeypatch.setattr(guard, "_available", lambda second: 10**8 if not policy else 10**12)
     stages = [stage for stage in ("train", "release", "evaluate") if stage in REQUESTS]
     for form in ("", "0" * 16):
         call = RollCall(strategy="x", run="x", stages=stages, form=form)
-        assert said in refusal(server.send(call))
+        assert message in refusal(server.send(call))
 
 
 @pytest.mark.parametrize("model", ["mlp", "cnn", "gabor", "deepset", "lenet5"])

@@ -73,8 +73,8 @@ def sums(answers):
     return total.pop(MASKED), np.concatenate([of.ravel() for of in total.values()])
 
 
-def same(one, other):
-    return all(one[name].tobytes() == other[name].tobytes() for name in one | other)
+def same(left, right):
+    return all(left[name].tobytes() == right[name].tobytes() for name in left | right)
 
 
 def spent(server, run):
@@ -89,15 +89,15 @@ def spent(server, run):
 def test_the_sum_has_its_noise_once_also_without_the_shares_of_those_who_help(folder, options, colluders):
     """They can subtract their own numbers, and with their keys nothing but masks among the others is left."""
     options = [*options, f"privacy.colluders={colluders}", "model.width=64"]
-    one, other = (sums(asked_all(folder, options, f"{run}{colluders}{len(options)}")) for run in ("one", "other"))
-    assert not one[0].any()
-    assert not other[0].any()
-    moved = (one[1] - other[1])[one[1] != other[1]] / 2**0.5  # the same data and weights: what differs is noise
+    first, second = (sums(asked_all(folder, options, f"{run}{colluders}{len(options)}")) for run in ("one", "other"))
+    assert not first[0].any()
+    assert not second[0].any()
+    moved = (first[1] - second[1])[first[1] != second[1]] / 2**0.5  # the same data and weights: what differs is noise
     assert len(moved) > 190
     assert moved.std() == pytest.approx(2**BITS * math.sqrt(len(NAMES)), rel=0.2)
     plan = PrivacyPlan.of(compose(options))
     sigma = noise_for(2, DELTA, [(1.0, 5 if "dp=gradient" in options else 1)])
-    honest = 2**BITS * math.sqrt(len(NAMES) - colluders) * plan.step(*plan.mechanisms, N, len(one[1]))
+    honest = 2**BITS * math.sqrt(len(NAMES) - colluders) * plan.step(*plan.mechanisms, N, len(first[1]))
     assert sigma < honest < 1.001 * sigma
     left = len(NAMES) - max(1, colluders)  # shares that another institution, which knows its own, does not know
     known = gaussian_epsilon(math.sqrt((len(NAMES) - colluders) / left) / gaussian_noise(2, DELTA), DELTA)
@@ -282,7 +282,7 @@ def spoiled(monkeypatch, strategy, change):
 
 @pytest.mark.parametrize("options", ALL)
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda of: of + 2**50, "an institution has sent too large numbers"),
         (lambda of: of + np.int64(2**62), "an institution has sent too large numbers"),
@@ -291,15 +291,15 @@ def spoiled(monkeypatch, strategy, change):
         (lambda of: of * 0, ""),  # no share of the noise, and nothing else: that is what t is for
     ],
 )
-def test_what_a_bad_institution_adds_is_a_line_not_a_model(folder, monkeypatch, options, change, said):
+def test_what_a_bad_institution_adds_is_a_line_not_a_model(folder, monkeypatch, options, change, message):
     [strategy] = [option.split("=")[1] for option in options if option.startswith("strategy=")]
     spoiled(monkeypatch, strategy, change)
     job = [*options, "rounds=1"]
-    if not said:
+    if not message:
         result = peers.run(folder, *job, names=NAMES, own=pinned(folder, NAMES)).result
         assert {of["delta"] for of in result["privacy"].values()} == {DELTA}
         return
-    with pytest.raises(FlwrReplayError, match=f"^.*{said}.*$"):
+    with pytest.raises(FlwrReplayError, match=f"^.*{message}.*$"):
         peers.run(folder, *job, names=NAMES, own=pinned(folder, NAMES))
 
 

@@ -59,17 +59,19 @@ def theta_of(crowd, norm):
     """Return what each institution has trained: weights that nobody knows."""
     rng = np.random.default_rng(0)
     scales = {"w": 1.0, "b": 0.01} | (NORM if norm else {})
-    one = {name: {key: np.float32(rng.normal(0, scale, 20)) for key, scale in scales.items()} for name in crowd}
-    for arrays in one.values():  # a variance is never negative
+    weights = {name: {key: np.float32(rng.normal(0, scale, 20)) for key, scale in scales.items()} for name in crowd}
+    for arrays in weights.values():  # a variance is never negative
         arrays |= {key: np.abs(arrays[key]) for key in arrays if key.endswith("running_var")}
-    return {name: arrays | ({"norm.num_batches_tracked": np.array(3)} if norm else {}) for name, arrays in one.items()}
+    return {
+        name: arrays | ({"norm.num_batches_tracked": np.array(3)} if norm else {}) for name, arrays in weights.items()
+    }
 
 
-def read_of(found, sizes, trained, key="w"):
+def read_of(answer, sizes, trained, key="w"):
     """Return the sets of institutions whose weights' sum is in what the server has, at whatever scale it tries."""
     some = [names for k in range(1, len(sizes) + 1) for names in combinations(sizes, k)]
     scales = 2.0 ** np.arange(8, 64)[:, None] * np.array([1.0, 1 / sum(sizes.values())])
-    guesses = found[f"{key}.masked"].view(np.int64) / scales.reshape(-1, 1)
+    guesses = answer[f"{key}.masked"].view(np.int64) / scales.reshape(-1, 1)
     wanted = {names: sum(sizes[name] * trained[name][key].astype(float) for name in names) for names in some}
     return {
         "".join(names)
@@ -94,9 +96,9 @@ def test_whoever_diverges_nobody_elses_weights_are_left_in_the_sum(tmp_path, str
     crowd = institutions(tmp_path, names, sizes, strategy)
     trained = theta_of(crowd, norm)
     like = trained["a"]
-    found = sums(crowd, request(crowd, like), trained)
-    assert read_of(found, sizes_of(crowd), trained) == {names}
-    assert not found[MASKED].any()
+    answer = sums(crowd, request(crowd, like), trained)
+    assert read_of(answer, sizes_of(crowd), trained) == {names}
+    assert not answer[MASKED].any()
     wrong = iter([np.nan, np.inf, 2.0**20, -1e9, 3e38] * 4)
     for k in range(1, len(names) + 1):
         for some in combinations(names, k):
@@ -105,10 +107,10 @@ def test_whoever_diverges_nobody_elses_weights_are_left_in_the_sum(tmp_path, str
                 name: trained[name] | {"b": np.where(np.arange(20) == 3, np.float32(value), trained[name]["b"])}
                 for name in some
             }
-            found = sums(crowd, request(crowd, like, run=f"r{''.join(some)}"), spoiled)
-            assert not read_of(found, sizes_of(crowd), trained)
-            assert found[MASKED][0] > len(names)  # nor how many they were
-            assert found[MASKED][1] == 0
+            answer = sums(crowd, request(crowd, like, run=f"r{''.join(some)}"), spoiled)
+            assert not read_of(answer, sizes_of(crowd), trained)
+            assert answer[MASKED][0] > len(names)  # nor how many they were
+            assert answer[MASKED][1] == 0
 
 
 def test_a_run_says_once_that_weights_have_diverged(tmp_path):
@@ -120,9 +122,9 @@ def test_a_run_says_once_that_weights_have_diverged(tmp_path):
     again = sums(crowd, request(crowd, trained["a"]), trained)  # as after a crash: the same bytes
     assert all((first[name] == again[name]).all() for name in first)
     for exchange, weights_of in ((2, trained), (3, spoiled)):
-        found = sums(crowd, request(crowd, trained["a"], exchange), weights_of)
-        assert found[MASKED].all()
-        assert not read_of(found, sizes_of(crowd), trained)
+        answer = sums(crowd, request(crowd, trained["a"], exchange), weights_of)
+        assert answer[MASKED].all()
+        assert not read_of(answer, sizes_of(crowd), trained)
 
 
 def test_what_rounds_to_zero_leaves_nobody_elses_update(tmp_path):
@@ -136,12 +138,12 @@ def test_what_rounds_to_zero_leaves_nobody_elses_update(tmp_path):
         trained = {
             name: {"w": np.full(n, part * 3 * 2.0**-43, np.float32)} for name, part in zip("abc", parts, strict=True)
         }
-        found = sums(crowd, request(crowd, trained["a"], exchange), trained)["w.masked"].view(np.int64)
-        assert abs(found.mean() - 0.6) < 0.03
-        counts.append(np.bincount(found + 3, minlength=8))
+        array = sums(crowd, request(crowd, trained["a"], exchange), trained)["w.masked"].view(np.int64)
+        assert abs(array.mean() - 0.6) < 0.03
+        counts.append(np.bincount(array + 3, minlength=8))
     assert counts[0].max() < n
-    for one in counts[1:]:
-        assert np.abs(one - counts[0]).max() < 6 * np.sqrt(n)
+    for array in counts[1:]:
+        assert np.abs(array - counts[0]).max() < 6 * np.sqrt(n)
 
 
 def test_the_mean_is_that_of_all_whatever_total_the_server_says(tmp_path):
@@ -149,11 +151,11 @@ def test_the_mean_is_that_of_all_whatever_total_the_server_says(tmp_path):
     crowd = institutions(tmp_path, "abc", UNEQUAL)
     trained = theta_of(crowd, norm=True)
     sizes = sizes_of(crowd)
-    found = sums(crowd, request(crowd, trained["a"]), trained)
+    answer = sums(crowd, request(crowd, trained["a"]), trained)
     wanted = {
         key: sum(n * trained[name][key] for name, n in sizes.items()) / sum(sizes.values()) for key in trained["a"]
     }
-    for key, array in mean_of(found, trained["a"]).items():
+    for key, array in mean_of(answer, trained["a"]).items():
         np.testing.assert_allclose(array, wanted[key], rtol=1e-6)
     for exchange, total in ((2, 400), (3, 10**9), (4, 2**62)):
         assert read_of(
@@ -181,15 +183,15 @@ def test_weight_decay_makes_the_larger_ones_diverge_and_nothing_is_left_of_the_s
     theta[dead][:] = 6e4
 
     def answers(of, **asked):
-        return [weights(one.send(Train(arrays=theta, exchange=1, lr=1.0, **asked))) for one in of]
+        return [weights(institution.send(Train(arrays=theta, exchange=1, lr=1.0, **asked))) for institution in of]
 
     trained = dict(zip(sizes, answers(plain, run="plain"), strict=True))
     assert np.abs(trained["a"][dead]).max() < 2**20 < np.abs(trained["b"][dead]).max()
     replies = answers(several, run="r", total=400)
-    found = {name: sum(reply[name] for reply in replies) for name in replies[0]}
-    assert not read_of(found, sizes, trained, bias)
-    assert found[MASKED][0] > 3
-    assert found[MASKED][1] == 0
+    answer = {name: sum(reply[name] for reply in replies) for name in replies[0]}
+    assert not read_of(answer, sizes, trained, bias)
+    assert answer[MASKED][0] > 3
+    assert answer[MASKED][1] == 0
 
 
 BEYOND = {"weights": 1.1e6, "statistics": 1.1e9, "counts": 2 * 10**9}
@@ -203,8 +205,8 @@ def test_what_leaves_no_room_for_a_training_is_refused_by_all_alike(tmp_path, wh
     theta = {name: array.copy() for name, array in several[0].weights.items()}
     name = next(name for name in theta if name.endswith(ends))
     theta[name] = np.full_like(theta[name], BEYOND[what])
-    said = {refusal(s.send(Train(arrays=theta, run="r", exchange=1, lr=0.1, total=1000))) for s in several}
-    [line] = said
+    reasons = {refusal(s.send(Train(arrays=theta, run="r", exchange=1, lr=0.1, total=1000))) for s in several}
+    [line] = reasons
     assert name in line
     assert "under masks weights must be finite and at most" in line
 

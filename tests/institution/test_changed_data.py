@@ -47,10 +47,10 @@ def test_a_pixel_or_a_label_is_told_in_one_line_and_refused_under_dp(begun, tmp_
     change(tmp_path / "a.npz", CHANGES[changed])
     with caplog.at_level(logging.WARNING, "flwr"):
         resumed = go_on()
-    said = [line for line in caplog.messages if "examples or labels are others than when run" in line]
-    assert len(said) == 1
-    assert f"the {'test' if changed == 'test' else 'training'} examples or labels are others" in said[0]
-    failures = {one["institution"]: one["reason"] for one in resumed.result["failures"]}
+    messages = [line for line in caplog.messages if "examples or labels are others than when run" in line]
+    assert len(messages) == 1
+    assert f"the {'test' if changed == 'test' else 'training'} examples or labels are others" in messages[0]
+    failures = {failure["institution"]: failure["reason"] for failure in resumed.result["failures"]}
     if dp and changed != "test":
         assert failures["a"].startswith("a privacy account is about one data set; the training examples or labels")
         assert [len(resumed.charges(name)) for name in "ab"] == [1, 2]
@@ -62,7 +62,7 @@ def test_a_pixel_or_a_label_is_told_in_one_line_and_refused_under_dp(begun, tmp_
 @pytest.mark.parametrize("dp", [[], [*DP, "noise=seeded"]], ids=["without", "under dp"])
 def test_unchanged_data_go_on_with_the_same_bits(begun, tmp_path, caplog, dp):
     whole, resumed = ran(tmp_path, *dp, name="whole"), begun(*dp)()
-    assert same(*(load_file(one.folder / "models" / "global.safetensors") for one in (whole, resumed)))
+    assert same(*(load_file(ran.folder / "models" / "global.safetensors") for ran in (whole, resumed)))
     assert "are others" not in caplog.text
 
 
@@ -77,12 +77,12 @@ def test_under_dp_it_is_looked_before_every_charge(tmp_path):
         return None
 
     result = ran(tmp_path, *DP, "rounds=3", name="whole", forgetful=True, before=tampering).result
-    assert {one["institution"] for one in result["failures"]} == {"a"}
+    assert {failure["institution"] for failure in result["failures"]} == {"a"}
 
 
 def test_what_is_kept_depends_on_the_institutions_key(tmp_path):
     write_shards(tmp_path, {"a": 24})
     (tmp_path / "b.npz").write_bytes((tmp_path / "a.npz").read_bytes())
     kept = ran(tmp_path, "rounds=1", name="twins")
-    one, other = ((kept.state(name) / "fingerprints.json").read_text() for name in "ab")
-    assert one != other
+    left, right = ((kept.state(name) / "fingerprints.json").read_text() for name in "ab")
+    assert left != right

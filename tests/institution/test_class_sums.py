@@ -58,7 +58,7 @@ def added_by(features, labels):
 @pytest.mark.parametrize("left", ["first", "last"])
 def test_weights_cannot_make_one_patient_show_in_the_features_of_others(tmp_path, monkeypatch, width, left):
     """Sums that cancel, 1e12 times a pixel, leave rounding errors: of how many images pass at once, and of places."""
-    rng, found, many = np.random.default_rng(0), [], 40
+    rng, answers, many = np.random.default_rng(0), [], 40
     big = rng.random((width, width // 2)) * 1e6
     layer, second = np.zeros((width, 64), np.float32), [rng.permutation(row) for row in np.hstack([big, -big])]
     layer[:, 0] = 1e6
@@ -73,8 +73,8 @@ def test_weights_cannot_make_one_patient_show_in_the_features_of_others(tmp_path
         np.savez(hospital / "a.npz", **{name: of[kept] if "train" in name else of for name, of in parts.items()})
         drawn = partial(drawn_at, draws[kept])
         monkeypatch.setattr("flwr_replay.clients.fedstats.drawn_places", drawn)
-        found.append(sums_in(ask(HostileServer(hospital, *PLAIN, *options), change), many - gone))
-    assert all(np.linalg.norm(b - a) <= 1 + 4 * SIGMA * a.size**0.5 for a, b in pairwise(found))
+        answers.append(sums_in(ask(HostileServer(hospital, *PLAIN, *options), change), many - gone))
+    assert all(np.linalg.norm(b - a) <= 1 + 4 * SIGMA * a.size**0.5 for a, b in pairwise(answers))
 
 
 COLUMN = ["P", "P", "P", "", "NA", "q/ 1", "P", "P", "P", "q/ 1"]
@@ -168,11 +168,11 @@ def test_examples_in_groups_keep_patients_together_and_memory_bounded():
     for size in (1, 7, 256):
         for patients in (1, 5, 90, 1000):
             of = np.unique(rng.integers(0, patients, 500), return_inverse=True)[1]
-            found = groups(of, size)
-            assert sorted(np.concatenate(found)) == list(range(500))
-            owners = [set(of[rows]) for rows in found]
+            groups_of_rows = groups(of, size)
+            assert sorted(np.concatenate(groups_of_rows)) == list(range(500))
+            owners = [set(of[rows]) for rows in groups_of_rows]
             assert sum(map(len, owners)) == of.max() + 1
-            assert max(map(len, found)) < size + np.bincount(of).max()
+            assert max(map(len, groups_of_rows)) < size + np.bincount(of).max()
 
 
 def test_a_label_outside_the_classes_is_not_counted_as_another_patients():

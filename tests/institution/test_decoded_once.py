@@ -61,7 +61,7 @@ def test_a_later_process_decodes_nothing_and_its_tensors_are_the_map(folder, mon
     assert torch.equal(again.train.x, x)
     assert torch.equal(again.train.y, y)
     assert (folder / "state" / "a" / "decoded").is_dir()
-    assert [str(one.message) for one in recwarn if "writable" in str(one.message)] == []
+    assert [str(warning.message) for warning in recwarn if "writable" in str(warning.message)] == []
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedreplay", "fedsgd", "fml"])
@@ -76,7 +76,7 @@ def test_a_run_on_maps_has_the_bits_of_one_without(folder, strategy, monkeypatch
         if name == "finds":
             unreadable(monkeypatch)
         forget()
-        nodes = [node(folder, one, **{"cache-gb": size}) for one in "ab"]
+        nodes = [node(folder, name, **{"cache-gb": size}) for name in "ab"]
         ran = run(folder, job, nodes, name=f"{strategy}-{name}")
         assert not ran.result["failures"]
         results.append({file.name: file.read_bytes() for file in (ran.folder / "models").glob("*.safetensors")})

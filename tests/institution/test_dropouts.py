@@ -118,16 +118,16 @@ def test_names_with_spaces_are_not_taken_for_two(tmp_path, kind):
     options = [*(GRADIENT if kind is Differentiate else SUMS), "nodes=7", "dropouts=2"]
     server = HostileServer(tmp_path, *options, name="c", **peers)
     clip = {} if kind is Differentiate else {"clip": 10.0}
-    one = ask(server, ["a", "b", "c", "d", "e", "f"], 1, kind, total=280, **clip)
-    assert weights(one)
+    reply = ask(server, ["a", "b", "c", "d", "e", "f"], 1, kind, total=280, **clip)
+    assert weights(reply)
     two = ask(server, ["a b", "c", "d", "e", "f"], 2, kind, total=280, **clip)
     assert "of the same institutions" in refusal(two) if clip else len(server.charges("r")) == 2
 
 
 def test_an_exchange_has_one_cohort(folder):
     server = server_of(folder, "a", GRADIENT)
-    one, again = ask(server, list("abc")), ask(server, list("abc"))
-    assert all(weights(one)[name].tobytes() == array.tobytes() for name, array in weights(again).items())
+    first, again = ask(server, list("abc")), ask(server, list("abc"))
+    assert all(weights(first)[name].tobytes() == array.tobytes() for name, array in weights(again).items())
     assert "an exchange has one answer" in refusal(ask(server, list("abd")))
 
 

@@ -42,15 +42,15 @@ def folder(tmp_path):
 @pytest.fixture
 def passes(monkeypatch):
     """How many examples passed an encoder to be kept."""
-    found, plain = [], FeatureSource.examples
+    passed, plain = [], FeatureSource.examples
 
     def counted(source, members):
         for part in plain(source, members):
-            found.append(len(part))
+            passed.append(len(part))
             yield part
 
     monkeypatch.setattr(FeatureSource, "examples", counted)
-    return found
+    return passed
 
 
 def institution(folder, *options, **more):
@@ -63,8 +63,8 @@ def institution(folder, *options, **more):
 
 def kept(folder):
     place = folder / "state" / "a" / FOLDER
-    found = [json.loads(file.read_text()) | {"form": file.stem} for file in place.glob("*.json")]
-    return place, [about["form"] for about in found if about["dtype"] == "<f4"]
+    files = [json.loads(file.read_text()) | {"form": file.stem} for file in place.glob("*.json")]
+    return place, [about["form"] for about in files if about["dtype"] == "<f4"]
 
 
 def test_a_later_process_encodes_nothing_and_reads_no_image(folder, passes, monkeypatch):

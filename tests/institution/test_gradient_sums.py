@@ -57,16 +57,16 @@ def test_the_sum_is_that_of_a_slow_loop_over_examples(tmp_path, noiseless, monke
     reply = ask(server)
     assert clipped > 0
     assert weights(reply).keys() == slow.keys()
-    for name, found in weights(reply).items():
-        np.testing.assert_allclose(found * C, slow[name].numpy(), rtol=2e-5, atol=1e-9)
+    for name, noisy in weights(reply).items():
+        np.testing.assert_allclose(noisy * C, slow[name].numpy(), rtol=2e-5, atol=1e-9)
     assert metrics(reply).keys() == {"num-examples", "examples-seen", "num-steps", "epsilon", "delta"}  # no loss
 
 
 def test_noise_has_the_standard_deviation_that_was_charged(tmp_path):
     write_shards(tmp_path, {"a": N})
     server = HostileServer(tmp_path, *NOISY, "model=mlp", "model.width=64")
-    one, other = (weights(ask(server, run)) for run in "rs")
-    noise = np.concatenate([(one[name] - other[name]).ravel() for name in one]) * N / 2**0.5
+    first, second = (weights(ask(server, run)) for run in "rs")
+    noise = np.concatenate([(first[name] - second[name]).ravel() for name in first]) * N / 2**0.5
     assert noise.std() == pytest.approx(C, rel=0.05)
     assert server.charges("r")[0]["rate"] == server.charges("r")[0]["sigma"] == 1
 
@@ -78,7 +78,7 @@ def test_weights_cannot_make_one_example_show_in_the_gradients_of_others(
 ):
     """Sums that cancel leave rounding errors, of float64 too, which the next layer makes as large as the whole."""
     monkeypatch.setattr(dpsgd, "MEMORY", memory)
-    rng, found, many, width = np.random.default_rng(3), [], 256, 64
+    rng, answers, many, width = np.random.default_rng(3), [], 256, 64
     big = rng.random((width, width // 2)) * 1e6
     first, second = np.zeros((width, 64)), [rng.permutation(row) for row in np.hstack([big, -big])]
     first[:, 0] = 1e6
@@ -97,9 +97,9 @@ def test_weights_cannot_make_one_example_show_in_the_gradients_of_others(
         )
         server = HostileServer(hospital, *NOISY, "model=mlp", f"model.width={width}")
         sums = weights(ask(server, change=change))
-        found.append(np.concatenate([of.ravel() for of in sums.values()]))
-    assert np.linalg.norm(found[0]) > 2
-    assert all(np.linalg.norm(b - a) <= 1 + 1e-6 for a, b in pairwise(found))
+        answers.append(np.concatenate([of.ravel() for of in sums.values()]))
+    assert np.linalg.norm(answers[0]) > 2
+    assert all(np.linalg.norm(b - a) <= 1 + 1e-6 for a, b in pairwise(answers))
 
 
 @pytest.mark.parametrize("value", [9e5, 1e-30, 0.0])
@@ -113,7 +113,7 @@ def test_gradients_that_are_not_finite_or_tiny_stay_within_the_clip(tmp_path, no
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["model=resnet34", "model.width=2"], "no layer may mix examples.*choose group norm"),
         (["model=mlp", "training.augment=flip"], "takes each image once, as it is: set training.augment=none"),
@@ -121,9 +121,9 @@ def test_gradients_that_are_not_finite_or_tiny_stay_within_the_clip(tmp_path, no
         (["model=mlp", "privacy.noise=shared", "masked=true", "privacy.sigma=1e6"], "leaves no room for"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_a_line_and_costs_nothing(tmp_path, options, said):
+def test_what_does_not_fit_is_refused_in_a_line_and_costs_nothing(tmp_path, options, message):
     job = [*NOISY, "task=digits", "task.classes=10", "nodes=4", *options, f"runs_dir={tmp_path}"]
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         run_inline(job, Display())
 
 
@@ -133,8 +133,8 @@ def test_who_asks_again_gets_the_same_bytes_and_other_weights_cost_as_much_again
     replies = [ask(server), ask(server), ask(server, change={"head.fc.bias": np.ones(3, np.float32)}), ask(server)]
     first, again, other, last = map(weights, replies)
     assert all(first[name].tobytes() == again[name].tobytes() for name in first)
-    for one in (other, last):  # the last: only the newest request's are kept
-        assert all((first[name] != one[name]).any() for name in first)
+    for later in (other, last):  # the last: only the newest request's are kept
+        assert all((first[name] != later[name]).any() for name in first)
     assert [charge["steps"] for charge in server.charges("r")] == [1, 0, 1, 1]
     told = [metrics(reply)["epsilon"] for reply in replies]
     assert told == sorted(told)

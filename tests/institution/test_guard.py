@@ -63,12 +63,12 @@ def ask(monkeypatch, tmp_path):
     def send(request, policy="", strategy="fedreplay", read=unread, served=app):
         (tmp_path / "policy.yaml").write_text(policy)
         rules = read_policy(tmp_path / "policy.yaml" if policy else None)
-        one = Institution(
+        institution = Institution(
             name="a", read=read, read_pooled=read, device=torch.device("cpu"), policy=rules, state_root=tmp_path
         )
         own = ["latent_dtype=int8", "patience=1", "encoder_epochs=1"] if strategy == "fedreplay" else []
         config = compose([*JOB, f"strategy={strategy}", *own])
-        monkeypatch.setattr(owned, "_institution", lambda run_config, node: (one, config))
+        monkeypatch.setattr(owned, "_institution", lambda run_config, node: (institution, config))
         grid = InlineGrid.simulated(served, {}, 1)
         content, kind = (
             (request, "train") if isinstance(request, RecordDict) else (request.encode(), request.message_type)

@@ -43,9 +43,9 @@ def test_a_private_model_learns_from_labels_of_all_that_is_not_held_out(tmp_path
                     with torch.no_grad():
                         for parameter in phi.parameters():
                             parameter -= 0.05 * parameter.grad
-        found = ran.private(name, 2)
+        private = ran.private(name, 2)
         for key, value in phi.state_dict().items():
-            np.testing.assert_allclose(found[key], value.numpy(), atol=2e-6)
+            np.testing.assert_allclose(private[key], value.numpy(), atol=2e-6)
 
 
 def test_what_is_tested_is_the_pool_that_fits_what_is_held_out(tmp_path):

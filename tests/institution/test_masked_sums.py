@@ -94,7 +94,7 @@ def test_no_institutions_weights_can_be_read_alone_nor_those_of_some(folder):
                 mean_of(added(ran[name] for name in some), like)
     mean = mean_of(added(ran.values()), like)
     for name, array in mean.items():
-        np.testing.assert_allclose(array, np.mean([one[name] for one in plain.values()], axis=0), atol=1e-7)
+        np.testing.assert_allclose(array, np.mean([model[name] for model in plain.values()], axis=0), atol=1e-7)
 
 
 def test_an_answer_that_is_taken_twice_is_in_the_sum_once(folder, monkeypatch):
@@ -107,7 +107,7 @@ def test_numbers_of_any_size_and_sign_survive():
     like = {"x": np.zeros(4, np.float32), "n": np.zeros((), np.int64), "none": np.zeros((0, 3), np.float32)}
     ours = [{"x": np.float32([1e-8, -3.5, 1e5, -0.0]) * k, "n": np.array(k), "none": like["none"]} for k in (1, 2, 3)]
     still = {name: np.zeros(array.shape, np.int64) for name, array in like.items()}
-    answers = [fixed_point(one, n / 60, still) for one, n in zip(ours, (10, 20, 30), strict=True)]
+    answers = [fixed_point(weights, n / 60, still) for weights, n in zip(ours, (10, 20, 30), strict=True)]
     mean = mean_of(added(answers), like)
     np.testing.assert_allclose(mean["x"], np.float32([1e-8, -3.5, 1e5, 0]) * 140 / 60, rtol=1e-6, atol=1e-12)
     assert (mean["n"], mean["n"].dtype, mean["none"].shape) == (2, np.int64, (0, 3))
@@ -192,8 +192,8 @@ def test_both_ledgers_say_so(folder):
 
 def test_under_dp_the_ledger_has_the_epsilon_too(folder):
     ran = masked(folder, "strategy=fedavg", "dp=classifier", "sigma=2", "delta=0.01")
-    found = {e["protection"] for e in ran.ledger if e["direction"] == "up" and e["kind"] == "model"}
-    assert all(one.startswith("(") and one.endswith("-DP, masked") for one in found)
+    protections = {e["protection"] for e in ran.ledger if e["direction"] == "up" and e["kind"] == "model"}
+    assert all(protection.startswith("(") and protection.endswith("-DP, masked") for protection in protections)
 
 
 @pytest.mark.sampled(1)
@@ -212,7 +212,7 @@ def test_a_masked_run_keeps_the_contract(name, more, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["strategy=cwt"], "methods whose server averages weights and needs nothing else"),
         (["strategy=fedavgshare"], "methods whose server averages weights and needs nothing else"),
@@ -228,8 +228,8 @@ def test_a_masked_run_keeps_the_contract(name, more, monkeypatch, tmp_path):
         ),
     ],
 )
-def test_what_needs_more_than_the_mean_is_refused(options, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_needs_more_than_the_mean_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
         Job.of(compose([*options, MASK]))
 
 

@@ -55,16 +55,16 @@ def stepped(half, loss):
 @pytest.mark.parametrize(("alpha", "beta"), [(0.5, 0.5), (0.9, 0.0), (0.0, 0.3), (1.0, 1.0)])
 def test_a_step_is_the_formulas_from_answers_before_it(alpha, beta):
     x, y = batch()
-    one = learner(alpha, beta)
+    student = learner(alpha, beta)
     phi, theta = model(1, "lenet5"), model(2)
     f, h = phi(x), theta(x)
     own = sum(formula(alpha, f[i], h[i].detach(), y[i]) for i in range(B)) / B
     others = sum(formula(beta, h[i], f[i].detach(), y[i]) for i in range(B)) / B
     expected = stepped(phi, own), stepped(theta, others)
-    one.step(x, y)
-    for half, weights in zip((one.private, one.proxy), expected, strict=True):
+    student.step(x, y)
+    for half, weights in zip((student.private, student.proxy), expected, strict=True):
         torch.testing.assert_close([p.detach() for p in half.model.parameters()], weights)
-    assert one.loss() == pytest.approx(own.item(), rel=1e-5)
+    assert student.loss() == pytest.approx(own.item(), rel=1e-5)
 
 
 def visit(clip, sigma):
@@ -76,8 +76,8 @@ def visit(clip, sigma):
 def test_the_proxys_gradient_is_clipped_example_by_example(beta, drawn):
     """A slow loop over single examples; sigma is so small that no noise shows. What was drawn is φ's alone."""
     (x, y), clip = batch(5), 0.05
-    one = learner(0.5, beta, visit(clip, 1e-9))
-    one.drawn = drawn  # the first of these rows
+    student = learner(0.5, beta, visit(clip, 1e-9))
+    student.drawn = drawn  # the first of these rows
     phi, theta = model(1, "lenet5"), model(2)
     f, h = phi(x), theta(x).detach()
     own = sum(formula(0.5, f[i], h[i], y[i]) for i in range(5)) / 5
@@ -87,65 +87,68 @@ def test_the_proxys_gradient_is_clipped_example_by_example(beta, drawn):
         gradients = torch.autograd.grad(formula(beta, theta(x[i : i + 1])[0], f[i], y[i]), list(theta.parameters()))
         norm = torch.cat([g.flatten() for g in gradients]).norm().item()
         total = [t + g / max(1.0, norm / clip) for t, g in zip(total, gradients, strict=True)]
-    one.step(x, y)
+    student.step(x, y)
     expected = [p.detach() - LR * t / B for p, t in zip(theta.parameters(), total, strict=True)]
-    torch.testing.assert_close([p.detach() for p in one.proxy.model.parameters()], expected)
-    torch.testing.assert_close([p.detach() for p in one.private.model.parameters()], learnt)
-    assert one.loss() is None
-    assert (one.seen, one.proxy_steps) == (B + drawn, 1)  # the size of a Poisson batch is not reported
+    torch.testing.assert_close([p.detach() for p in student.proxy.model.parameters()], expected)
+    torch.testing.assert_close([p.detach() for p in student.private.model.parameters()], learnt)
+    assert student.loss() is None
+    assert (student.seen, student.proxy_steps) == (B + drawn, 1)  # the size of a Poisson batch is not reported
 
 
 def test_without_a_teacher_the_proxy_does_not_depend_on_the_private_model():
     x, y = batch()
-    found = []
+    proxies = []
     for phi in (1, 5):
-        one = learner(0.5, 0.0, visit(1.0, 1.0), phi=phi)
-        one.step(x, y)
-        found.append([p.detach() for p in one.proxy.model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        student = learner(0.5, 0.0, visit(1.0, 1.0), phi=phi)
+        student.step(x, y)
+        proxies.append([p.detach() for p in student.proxy.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*proxies, strict=True))
 
 
 @pytest.mark.parametrize(("n", "name"), [(0, "lenet5"), (1, "cnn")])  # batch norm needs two
 def test_a_batch_that_is_too_small_moves_the_proxy_alone(n, name):
     x, y = batch(n)
-    one = learner(0.5, 0.5, visit(1.0, 1.0), name=name)
-    before = [p.detach().clone() for p in one.private.model.parameters()]
-    one.step(x, y)
-    assert all(torch.equal(a, b) for a, b in zip(before, one.private.model.parameters(), strict=True))
-    assert not torch.equal(next(model(2).parameters()), next(one.proxy.model.parameters()))
+    student = learner(0.5, 0.5, visit(1.0, 1.0), name=name)
+    before = [p.detach().clone() for p in student.private.model.parameters()]
+    student.step(x, y)
+    assert all(torch.equal(a, b) for a, b in zip(before, student.private.model.parameters(), strict=True))
+    assert not torch.equal(next(model(2).parameters()), next(student.proxy.model.parameters()))
 
 
 def test_a_proxy_whose_budget_is_used_up_rests_and_goes_on_teaching():
     x, y = batch()
-    one = learner(0.5, 0.5, rests=True)
-    one.step(x, y)
-    assert all(torch.equal(a, b) for a, b in zip(model(2).parameters(), one.proxy.model.parameters(), strict=True))
-    assert not torch.equal(next(model(1, "lenet5").parameters()), next(one.private.model.parameters()))
-    assert one.proxy_steps == 0
-    assert one.loss() is None
+    student = learner(0.5, 0.5, rests=True)
+    student.step(x, y)
+    assert all(torch.equal(a, b) for a, b in zip(model(2).parameters(), student.proxy.model.parameters(), strict=True))
+    assert not torch.equal(next(model(1, "lenet5").parameters()), next(student.private.model.parameters()))
+    assert student.proxy_steps == 0
+    assert student.loss() is None
 
 
 def test_passes_of_the_private_model_alone_learn_from_the_proxy_as_it_came():
     data = SimpleNamespace(x=batch(12)[0], y=batch(12)[1])
-    one = learner(1.0, 0.0, None, private_epochs=150, private_batch_size=4, private_shift=0)
-    one.alone(data, torch.arange(12), torch.Generator().manual_seed(0))
+    student = learner(1.0, 0.0, None, private_epochs=150, private_batch_size=4, private_shift=0)
+    student.alone(data, torch.arange(12), torch.Generator().manual_seed(0))
     theta = model(2)
     gap = functional.kl_div(
-        one.private.model(data.x).log_softmax(1), theta(data.x).log_softmax(1), log_target=True, reduction="batchmean"
+        student.private.model(data.x).log_softmax(1),
+        theta(data.x).log_softmax(1),
+        log_target=True,
+        reduction="batchmean",
     )
     first = functional.kl_div(
         model(1, "lenet5")(data.x).log_softmax(1), theta(data.x).log_softmax(1), log_target=True, reduction="batchmean"
     )
     assert gap < first / 10
-    assert all(torch.equal(a, b) for a, b in zip(theta.parameters(), one.proxy.model.parameters(), strict=True))
-    assert one.seen == 150 * 12
+    assert all(torch.equal(a, b) for a, b in zip(theta.parameters(), student.proxy.model.parameters(), strict=True))
+    assert student.seen == 150 * 12
 
 
 def test_a_shift_moves_a_batch_and_fills_with_nothing():
     x, draws = torch.arange(1.0, 10).view(1, 1, 3, 3), torch.Generator().manual_seed(0)
-    found = {tuple(shift_batch(x, 1, draws).flatten().int().tolist()) for _ in range(200)}
-    assert len(found) == 9
-    assert {(1, 2, 3, 4, 5, 6, 7, 8, 9), (0, 0, 0, 0, 1, 2, 0, 4, 5), (5, 6, 0, 8, 9, 0, 0, 0, 0)} <= found
+    shifted = {tuple(shift_batch(x, 1, draws).flatten().int().tolist()) for _ in range(200)}
+    assert len(shifted) == 9
+    assert {(1, 2, 3, 4, 5, 6, 7, 8, 9), (0, 0, 0, 0, 1, 2, 0, 4, 5), (5, 6, 0, 8, 9, 0, 0, 0, 0)} <= shifted
 
 
 @pytest.mark.parametrize(

@@ -56,14 +56,14 @@ UPLOAD, AGAIN = ("latents", 2, 2.0), ("latents", 0, 0.0)
 def test_what_leaves_has_the_noise_that_was_charged(server, folder):
     plain = weights(ask(HostileServer(folder, *PLAIN), "plain"))
     reply = ask(server, "noisy")
-    found, told = weights(reply), metrics(reply)
+    arrays, told = weights(reply), metrics(reply)
     norms = np.linalg.norm(plain["latents"], axis=1, keepdims=True)
-    noise = found["latents"] - plain["latents"] * np.minimum(1, 3 / norms)
+    noise = arrays["latents"] - plain["latents"] * np.minimum(1, 3 / norms)
     sigma = gaussian_noise(8.0, 0.001) * np.sqrt(2)
     assert noise.std() == pytest.approx(2 * 3 * sigma, rel=0.05)
     assert noise[:N].std() == pytest.approx(noise[N:].std(), rel=0.1)
-    assert found["labels"][:N].tolist() == found["labels"][N:].tolist()  # one answer for all views of an example
-    assert found["labels"].tolist() != plain["labels"].tolist()
+    assert arrays["labels"][:N].tolist() == arrays["labels"][N:].tolist()  # one answer for all views of an example
+    assert arrays["labels"].tolist() != plain["labels"].tolist()
     assert charged(server, "noisy") == [UPLOAD]
     assert (told["epsilon"], told["delta"]) == (pytest.approx(10), 0.001)
     assert told["epsilon"] <= 10
@@ -75,9 +75,9 @@ def test_what_leaves_has_the_noise_that_was_charged(server, folder):
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
 def test_rounding_comes_after_the_noise(folder, dtype):
     server = HostileServer(folder, *NOISY, f"latent-dtype={dtype}")
-    found = weights(ask(server, dtype, latent_dtype=dtype))
-    scale = found["scales"][:, None] if dtype == "int8" else 1
-    assert (found["latents"].astype(np.float32) * scale).std() == pytest.approx(
+    arrays = weights(ask(server, dtype, latent_dtype=dtype))
+    scale = arrays["scales"][:, None] if dtype == "int8" else 1
+    assert (arrays["latents"].astype(np.float32) * scale).std() == pytest.approx(
         2 * 3 * gaussian_noise(8.0, 0.001) * np.sqrt(2), rel=0.05
     )
     assert charged(server, dtype) == [UPLOAD]
@@ -156,9 +156,9 @@ def test_a_crash_before_the_charge_costs_nothing_and_what_it_left_never_leaves(s
     monkeypatch.setattr(PrivacyBudget, "charge", crashes)
     assert not weights(ask(server, "crash"))
     monkeypatch.setattr(PrivacyBudget, "charge", charge)
-    found = weights(ask(server, "crash"))["latents"]
-    assert kept[0].shape == found.shape
-    assert np.abs(kept[0] - found).mean() > 1
+    again = weights(ask(server, "crash"))["latents"]
+    assert kept[0].shape == again.shape
+    assert np.abs(kept[0] - again).mean() > 1
     assert charged(server, "crash") == [UPLOAD]
 
 

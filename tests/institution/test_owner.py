@@ -84,15 +84,15 @@ def test_a_loader_that_chooses_examples_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ([], "list: ValueError: it is empty"),
         (7, "got int"),
         ([{"pixels": 1, "label": 2}], "needs a column image or img or x"),
     ],
 )
-def test_what_are_no_images_with_labels_is_one_line(given: object, said: str) -> None:
-    with pytest.raises(DataError, match=f"must be .images, labels., or a Dataset or DataLoader.*{said}"):
+def test_what_are_no_images_with_labels_is_one_line(given: object, message: str) -> None:
+    with pytest.raises(DataError, match=f"must be .images, labels., or a Dataset or DataLoader.*{message}"):
         Institution.from_arrays("a", given)  # type: ignore[arg-type]
 
 

@@ -131,12 +131,12 @@ def test_the_forecast_says_what_the_ledger_will_say(tmp_path, name):
     more = ["task=digits", "classes=10", "partition=iid", "partition.size=40", "model.width=4", "nodes=2"]
     parts = [{"partition-id": k, "num-partitions": 2, "state": str(tmp_path / "state")} for k in range(2)]
     ran = run(tmp_path, [*RUNS[name], *more], parts)
-    expected, found = Counter(), Counter()
+    expected, counted = Counter(), Counter()
     for line in forecast(Simulation.of(compose(overrides_of(ran.folder / "config.yaml")))):
         expected[line.institution, line.direction, line.stage, line.field] += line.bytes
     for e in ran.ledger:
-        found[e["institution"], e["direction"], e["stage"], e["field"]] += e["bytes"]
-    assert found == expected
+        counted[e["institution"], e["direction"], e["stage"], e["field"]] += e["bytes"]
+    assert counted == expected
 
 
 @pytest.mark.sampled(2, of="slow replay")
@@ -152,7 +152,7 @@ def test_without_its_charged_steps_nothing_would_depend_on_an_image(tmp_path, mo
     """Two data sets differ in an image and its label. Where no step is taken, the same bits leave."""
     monkeypatch.setattr(DPTraining, "step", lambda *_, **__: None)
     monkeypatch.setattr(PrivacyBudget, "check_steps", lambda _: None)
-    found = []
+    by_run = []
     for changed in (0, 1):
         (place := tmp_path / str(changed)).mkdir()
         write_shards(place, SIZES)
@@ -163,9 +163,9 @@ def test_without_its_charged_steps_nothing_would_depend_on_an_image(tmp_path, mo
         log = started(place, *RUNS[name]).grid.log
         answers = [(asked, reply.content) for asked, _, reply in log if asked.stage not in UNCOVERED[name]]
         bits = [{key: a.numpy().tobytes() for key, a in content.get("arrays", {}).items()} for _, content in answers]
-        found.append([(asked, metrics_in(content), b) for (asked, content), b in zip(answers, bits, strict=True)])
-    assert len(found[0]) > 10
-    assert found[0] == found[1]
+        by_run.append([(asked, metrics_in(content), b) for (asked, content), b in zip(answers, bits, strict=True)])
+    assert len(by_run[0]) > 10
+    assert by_run[0] == by_run[1]
 
 
 # --- one institution ------------------------------------------------------------------------------------------------
@@ -191,11 +191,11 @@ def trained(stages, run="r"):
 
 
 def test_what_begins_and_draws_does_not_depend_on_an_image(tmp_path):
-    one, other = (stages_of(tmp_path / str(change), change=change) for change in (0, 9))
-    assert one.identity == other.identity
-    begun = [stages.trained_so_far("r")[0].state() for stages in (one, other)]
+    first, second = (stages_of(tmp_path / str(change), change=change) for change in (0, 9))
+    assert first.identity == second.identity
+    begun = [stages.trained_so_far("r")[0].state() for stages in (first, second)]
     assert all(np.array_equal(begun[0][key], begun[1][key]) for key in begun[0])
-    assert not np.array_equal(trained(one).images, trained(stages_of(tmp_path / "0", seed=1), "s").images)
+    assert not np.array_equal(trained(first).images, trained(stages_of(tmp_path / "0", seed=1), "s").images)
 
 
 def test_a_generator_belongs_to_the_run_that_was_charged_for_it(tmp_path):
@@ -294,8 +294,8 @@ def test_no_example_changes_anothers_gradient_at_the_discriminator():
         norm = torch.stack([g.norm() for g in gradients]).norm()
         for total, gradient in zip(expected, gradients, strict=True):
             total += gradient * min(1.0, 0.1 / float(norm))
-    for found, total in zip(sums, expected, strict=True):
-        torch.testing.assert_close(found, total, rtol=1e-4, atol=1e-8)
+    for clipped, total in zip(sums, expected, strict=True):
+        torch.testing.assert_close(clipped, total, rtol=1e-4, atol=1e-8)
 
 
 class Watched:
@@ -318,16 +318,16 @@ def test_fakes_are_public_and_have_declared_labels():
 
     def fakes(images, labels):
         gan, watched = StyleGAN2(config, ImageForm(1, 8, 3), 0, torch.device("cpu")), Watched()
-        said = gan.train(images, labels, range(3), watched, torch.tensor([1, 2]))
-        assert said == {"loss": 0.0}
+        figures = gan.train(images, labels, range(3), watched, torch.tensor([1, 2]))
+        assert figures == {"loss": 0.0}
         assert [len(batch[0]) for batch, *_ in watched.batches] == [16 + len(images), 16, 16 + len(images)]
         assert {(b, public) for _, b, public in watched.batches} == {(16, 16)}
         assert all({*batch[1][:16].tolist()} <= {1, 2} for batch, *_ in watched.batches)
         assert all((batch[2][:16] == -1).all() and (batch[2][16:] == 1).all() for batch, *_ in watched.batches)
         return [batch[0][:16] for batch, *_ in watched.batches]
 
-    one, other = fakes(images, labels), fakes(images[:7], labels[:7])
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    all_images, some = fakes(images, labels), fakes(images[:7], labels[:7])
+    assert all(torch.equal(a, b) for a, b in zip(all_images, some, strict=True))
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

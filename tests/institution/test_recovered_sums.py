@@ -111,15 +111,15 @@ def test_the_sum_is_of_what_the_survivors_really_sent(folder, options, answer, t
 
 def test_before_keys_are_told_no_sum_can_be_read_nor_with_too_few_or_those_of_another_exchange(folder):
     server = Servers(folder)
-    one, two = server.train(), server.train(exchange=2)
+    first, two = server.train(), server.train(exchange=2)
     told = server.shares("abcde", NAMES)
     few = {name: shares for name, shares in told.items() if name != "e"}
     for shares in (few | {"e": bytes(len(told["e"]))}, few | {"f": told["e"]}, few | {"e": told["d"]}):
-        check, _ = server.read(one, shares)
+        check, _ = server.read(first, shares)
         assert check.all()
     check, _ = server.read(two, told, 2)
     assert check.all()
-    check, _ = server.read(one, told)
+    check, _ = server.read(first, told)
     assert not check.any()
 
 
@@ -145,8 +145,8 @@ def test_keys_are_told_for_one_set_of_survivors_for_good(folder, monkeypatch):
 def test_sums_that_are_made_once_are_read_once_in_whatever_exchange(folder):
     """The difference of two sums of the same bytes would show those of f and g, with their shares of noise alone."""
     server = Servers(folder, SUMS)
-    one, three = server.train(), server.train(exchange=3)
-    check, _ = server.read({name: one[name] for name in "abcde"}, server.shares("abcde", "abcde"))
+    first, three = server.train(), server.train(exchange=3)
+    check, _ = server.read({name: first[name] for name in "abcde"}, server.shares("abcde", "abcde"))
     assert not check.any()
     assert "keys are told for one sum; those of exchange 3" in refusal(server.tell("a", NAMES, exchange=3))
     shares = server.shares("abcde", "abcde", exchange=3)
@@ -238,9 +238,9 @@ def test_a_model_is_that_of_the_survivors(folder):
     lost = ran(folder, options, failing=[("differentiate", "g", 1)])
     kept = ran(folder, options, failing=[("unmask", "g", 1)])
     away = ran(folder, [*options, "wait=0.1"], there=lambda grid: [n for n in grid.contexts if grid.name_of(n) != "g"])
-    one, two, three = (load_file(of.folder / "models" / "global.safetensors") for of in (lost, kept, away))
-    near = max(abs(one[name] - three[name]).max() for name in one)
-    assert near < 0.3 * max(abs(one[name] - two[name]).max() for name in one)
+    model_lost, two, three = (load_file(of.folder / "models" / "global.safetensors") for of in (lost, kept, away))
+    near = max(abs(model_lost[name] - three[name]).max() for name in model_lost)
+    assert near < 0.3 * max(abs(model_lost[name] - two[name]).max() for name in model_lost)
 
 
 @pytest.mark.parametrize("at", ["abcdef", "g"])
@@ -318,9 +318,9 @@ def test_the_forecast_is_the_ledger(tmp_path, options):
     seen, asks = Counter(), {str(GRADIENT): 2, str(SUMS): 1}.get(str(options), 0)
     for line in lines(done / "ledger.jsonl"):
         seen[line["institution"], line["direction"], line["stage"], line["field"], line["kind"]] += line["bytes"]
-    said = Counter()
+    stated = Counter()
     for line in forecast(Simulation.of(compose(job))):
-        said[line.institution, line.direction, line.stage, line.field, line.kind] += line.bytes
-    assert seen == said
+        stated[line.institution, line.direction, line.stage, line.field, line.kind] += line.bytes
+    assert seen == stated
     assert not result["failures"]
     assert seen["institution-1", "up", "unmask", "shares", "notice"] == asks * (K * SECRET + 6)

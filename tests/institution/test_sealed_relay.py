@@ -81,8 +81,8 @@ def test_the_servers_files_hold_no_weights(folder):
         sent = [opened(trained(ran, name, stage)) for name in NAMES]
         assert {file.parent.name for file in files} >= ({"mailbox"} if waits is script else {"checkpoints"})
         for file in files:
-            found = load_file(file)
-            assert all(array.dtype == np.uint8 for array in found.values())
+            arrays = load_file(file)
+            assert all(array.dtype == np.uint8 for array in arrays.values())
             assert not any(a.tobytes() in file.read_bytes() for model in sent for a in model.values() if a.size > 9)
 
 
@@ -114,7 +114,9 @@ def test_a_sealed_run_that_breaks_off_ends_with_the_same_bits(folder, at):
 def test_parcels_that_wait_or_go_back_are_mixed_as_in_an_unsealed_run(folder, script):
     options = ["strategy=avgpush", *GOSSIP, "rounds=5"]
     plain, ran = run(folder, *options, **script), sealed(folder, *options, **script)
-    assert [one["reason"] for one in ran.result["failures"]] == [one["reason"] for one in plain.result["failures"]]
+    assert [failure["reason"] for failure in ran.result["failures"]] == [
+        failure["reason"] for failure in plain.result["failures"]
+    ]
     for name in "acd":
         assert same(ran.model(name, 5)[0], plain.model(name, 5)[0])
 
@@ -160,8 +162,8 @@ def test_both_ledgers_say_so(folder):
 
 def test_under_dp_the_ledger_has_the_epsilon_too(folder):
     ran = sealed(folder, "strategy=avgpush", *GOSSIP, "dp=classifier", "sigma=2", "delta=0.01")
-    found = {e["protection"] for e in ran.ledger if e["direction"] == "up" and e["kind"] == "model"}
-    assert all(one.startswith("(") and one.endswith("-DP, sealed") for one in found)
+    protections = {e["protection"] for e in ran.ledger if e["direction"] == "up" and e["kind"] == "model"}
+    assert all(protection.startswith("(") and protection.endswith("-DP, sealed") for protection in protections)
 
 
 @pytest.mark.sampled(1)
@@ -175,7 +177,7 @@ def test_a_sealed_run_keeps_the_contract(job, monkeypatch, tmp_path):
     keys = list(tmp_path.glob("state/simulation/*/seal.key"))
     assert len(keys) == 3
     assert {file.stat().st_mode & 0o777 for file in keys} == {0o600}
-    assert all(one.read_text() != other.read_text() for one, other in pairwise(keys))
+    assert all(former.read_text() != later.read_text() for former, later in pairwise(keys))
 
 
 @pytest.mark.sampled(2, of="slow replay")
@@ -187,8 +189,8 @@ def test_sealed_buffers_reach_who_trains_on_them(monkeypatch, tmp_path):
             monkeypatch, "run", *job, "generator.epochs=1", "generator.width=4", option, f"run_name={name}"
         )
     plain, ran = (tmp_path / name for name in ("plain", "sealed"))
-    synthetic = [[e for e in lines(one / "ledger.jsonl") if e["kind"] == "synthetic"] for one in (plain, ran)]
-    assert [{e["protection"] for e in found} for found in synthetic] == [{"none"}, {"sealed"}]
+    synthetic = [[e for e in lines(folder / "ledger.jsonl") if e["kind"] == "synthetic"] for folder in (plain, ran)]
+    assert [{e["protection"] for e in entries} for entries in synthetic] == [{"none"}, {"sealed"}]
     assert {e["stage"] for e in synthetic[1]} == {"draw-buffer", "keep-buffer"}
     assert read_json(plain / "result.json")["final"] == read_json(ran / "result.json")["final"]
 
@@ -200,7 +202,7 @@ def test_models_that_stay_end_with_the_same_bits(folder):
     assert not ran.result["failures"]
     assert ran.result["final"] == plain.result["final"]
     for name in NAMES:
-        own, theirs = (load_file(sorted(one.state(name).glob("model-*.safetensors"))[-1]) for one in (ran, plain))
+        own, theirs = (load_file(sorted(of.state(name).glob("model-*.safetensors"))[-1]) for of in (ran, plain))
         assert same(own, theirs)
     assert all_sealed(ran.grid)
 
@@ -234,7 +236,7 @@ def test_the_command_of_the_page_runs(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["strategy=fedavg"], "methods whose server only hands on what institutions send"),
         (["strategy=cwt", "replay=vqvae2"], "got replay=vqvae2: leave replay out"),
@@ -242,8 +244,8 @@ def test_the_command_of_the_page_runs(monkeypatch, tmp_path, capsys):
         (["strategy=feder", "agreement=true"], "agreement compares models that the server hands to all"),
     ],
 )
-def test_what_needs_a_server_that_reads_is_refused(options, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_needs_a_server_that_reads_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
         Job.of(compose([*options, SEALED]))
 
 
@@ -260,6 +262,6 @@ def test_several_processes_have_the_same_bits(monkeypatch, tmp_path, forks):
     for workers in ("1", "2"):
         words = ["--workers", workers, "--runs-dir", str(tmp_path), f"run_name=with-{workers}"]
         assert not command(monkeypatch, "run", *job, *words)
-    one, two = (read_json(tmp_path / f"with-{workers}" / "result.json") for workers in (1, 2))
+    single, two = (read_json(tmp_path / f"with-{workers}" / "result.json") for workers in (1, 2))
     assert not two["failures"]
-    assert one["final"] == two["final"]
+    assert single["final"] == two["final"]

@@ -46,9 +46,9 @@ def test_processes_that_want_one_generator_train_it_by_turns(tmp_path, monkeypat
         return stages.complete("r").state()
 
     with ThreadPoolExecutor(3) as pool:
-        one, *others = pool.map(trained, [stages_of(tmp_path, "generator.slice_steps=3") for _ in range(3)])
+        first, *others = pool.map(trained, [stages_of(tmp_path, "generator.slice_steps=3") for _ in range(3)])
     assert sorted(taken) == list(range(27))  # every step once: 3 batches x (8 + 1) epochs
-    assert all(np.array_equal(one[key], other[key]) for other in others for key in one)
+    assert all(np.array_equal(first[key], other[key]) for other in others for key in first)
 
 
 def test_a_message_that_has_waited_longer_than_a_slice_lasts_still_takes_steps(tmp_path):
