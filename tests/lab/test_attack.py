@@ -67,19 +67,19 @@ def runs(tmp_path_factory):
 def test_images_are_found_and_judged(runs, monkeypatch, capsys, run, field, attack, least):
     code, results, _ = attacked(monkeypatch, capsys, runs / run, "--aux", "undealt", "--field", field)
     assert code == 0
-    one = results[field, attack]
-    assert one["not-judged"] == ""
-    assert one["scores"]["identified"]["value"] >= least
-    assert (runs / run / "attacks" / one["picture"]).read_bytes().startswith(b"\x89PNG")
+    result = results[field, attack]
+    assert result["not-judged"] == ""
+    assert result["scores"]["identified"]["value"] >= least
+    assert (runs / run / "attacks" / result["picture"]).read_bytes().startswith(b"\x89PNG")
     page = (runs / run / "attacks" / "report.html").read_text()
-    assert one["sentence"].partition(":")[0] in page
+    assert result["sentence"].partition(":")[0] in page
     told = re.search(r'<p class="headline">(.*)</p>', page)[1]
     if least >= 0.5:  # codes of so short a training tell no more than guessing
         assert re.match(r"Of \d+ .* where guessing finds [\d.]+: whoever", told)
     if attack == "latent matching" and run == "latents":
         assert "images made from what institution-1 sent" in told
         assert page.count("<figure>") == len({line["picture"] for line in results.values() if "picture" in line})
-        assert page.partition("<h2>")[0].count("data:image/png;base64,") == min(12, one["scores"]["number"])
+        assert page.partition("<h2>")[0].count("data:image/png;base64,") == min(12, result["scores"]["number"])
     assert "A failed attack proves nothing" in page
     assert "http" not in page.replace("http-equiv", "")
 
@@ -91,12 +91,12 @@ def test_labels_and_membership_beside_images(runs, monkeypatch, capsys):
     assert (labels["right"], labels["number"]) == (4, 4)
     assert labels["equal-counts"] < 4
     _, results, _ = attacked(monkeypatch, capsys, runs / "unlabelled", "--aux", "undealt")
-    found = results["gradients", "labels at the cut"]["labels"]
-    assert found["right"] > 0.9 * found["number"] > 20
+    by_label = results["gradients", "labels at the cut"]["labels"]
+    assert by_label["right"] > 0.9 * by_label["number"] > 20
     _, results, _ = attacked(monkeypatch, capsys, runs / "private", "--aux", "undealt")
-    found = results["arrays", "loss threshold"]["membership"]
-    assert found["members"] == found["non_members"] >= 20
-    assert 0 <= found["auc"]["low"] <= found["auc"]["value"] <= found["auc"]["high"] <= 1
+    by_label = results["arrays", "loss threshold"]["membership"]
+    assert by_label["members"] == by_label["non_members"] >= 20
+    assert 0 <= by_label["auc"]["low"] <= by_label["auc"]["value"] <= by_label["auc"]["high"] <= 1
 
 
 def test_what_lies_beside_a_model_or_lacks_hides_neither_members_nor_labels(runs, monkeypatch, capsys):
@@ -108,9 +108,9 @@ def test_what_lies_beside_a_model_or_lacks_hides_neither_members_nor_labels(runs
 
 def test_a_prior_tells_of_members_and_drawn_labels_of_nobody(runs, monkeypatch, capsys):
     _, results, _ = attacked(monkeypatch, capsys, runs / "prior", "--attack", "prior likelihood")
-    found = results["arrays", "prior likelihood"]["membership"]
-    assert found["members"] == found["non_members"] >= 20
-    assert {one["attack"] for one in results.values() if one["field"] == "arrays"} == {"prior likelihood"}
+    membership = results["arrays", "prior likelihood"]["membership"]
+    assert membership["members"] == membership["non_members"] >= 20
+    assert {result["attack"] for result in results.values() if result["field"] == "arrays"} == {"prior likelihood"}
     assert "nobody" in nothing_tried("labels", drawn=True)
     assert "as they are" in nothing_tried("labels", drawn=False)  # masks, numbers
 
@@ -119,30 +119,30 @@ def test_a_prior_tells_of_members_and_drawn_labels_of_nobody(runs, monkeypatch, 
 def test_a_gossip_begins_with_weights_that_the_server_knows(runs, monkeypatch, capsys):
     """With eight examples in one batch the first answer is one step from the fresh weights of a seed that was sent."""
     _, results, _ = attacked(monkeypatch, capsys, runs / "gossip", "--aux", "undealt")
-    one = results["arrays", "gradient matching"]
-    assert one["not-judged"] == ""
-    assert one["batch"] == 8
-    assert one["settings"]["statistics"] == 0.1  # batch norm's running means came back, and help
+    result = results["arrays", "gradient matching"]
+    assert result["not-judged"] == ""
+    assert result["batch"] == 8
+    assert result["settings"]["statistics"] == 0.1  # batch norm's running means came back, and help
     assert results["arrays", "label counts"]["labels"]["number"] == 8
 
 
 def test_where_a_message_is_of_all_images_other_peoples_are_the_control(runs, monkeypatch, capsys):
     _, results, _ = attacked(monkeypatch, capsys, runs / "gradient", "--aux", "undealt")
-    one = results["arrays", "gradient matching"]
-    assert one["batch"] == 4
-    assert 0 < one["control"]["identified"]["value"] <= 1  # the same reconstructions, assigned to four others
-    assert "scored as if they were of other images" in one["sentence"]
+    result = results["arrays", "gradient matching"]
+    assert result["batch"] == 4
+    assert 0 < result["control"]["identified"]["value"] <= 1  # the same reconstructions, assigned to four others
+    assert "scored as if they were of other images" in result["sentence"]
 
 
 def test_an_institution_is_not_attacked_with_its_own_images(runs, tmp_path, monkeypatch, capsys):
     shutil.copytree(runs / "latents", tmp_path / "run", ignore=shutil.ignore_patterns("attacks"))
     _, results, _ = attacked(monkeypatch, capsys, tmp_path / "run", "--aux", "institution-2", whom="institution-2")
-    assert {one["auxiliary"] for one in results.values()} == {"none"}
-    assert not {"nearest auxiliary image", "learned decoder"} & {one["attack"] for one in results.values()}
+    assert {result["auxiliary"] for result in results.values()} == {"none"}
+    assert not {"nearest auxiliary image", "learned decoder"} & {result["attack"] for result in results.values()}
     _, others, _ = attacked(monkeypatch, capsys, tmp_path / "run", "--aux", "institution-2")
-    one = others["latents", "learned decoder"]
-    assert "60 images of institution-2 (which colludes)" in one["auxiliary"]
-    assert one["nearest-image"]["psnr"] > one["mean-image"]["psnr"]
+    result = others["latents", "learned decoder"]
+    assert "60 images of institution-2 (which colludes)" in result["auxiliary"]
+    assert result["nearest-image"]["psnr"] > result["mean-image"]["psnr"]
 
 
 @pytest.mark.sampled(2, of="slow audits")
@@ -156,9 +156,9 @@ def test_what_cannot_be_computed_anew_accuses_nobody(tmp_path, monkeypatch, caps
     ):
         command(monkeypatch, "run", *DIGITS, "rounds=1", *options, f"run_name={name}", "--runs-dir", str(tmp_path))
         _, results, _ = attacked(monkeypatch, capsys, tmp_path / name)
-        said = [one["not-judged"] for one in results.values() if one.get("not-judged")]
-        assert not any("originals must be" in one for one in said), said
-        assert any(says in one for one in said), said
+        reasons = [result["not-judged"] for result in results.values() if result.get("not-judged")]
+        assert not any("originals must be" in reason for reason in reasons), reasons
+        assert any(says in reason for reason in reasons), reasons
 
 
 @pytest.mark.sampled(2, of="slow audits")
@@ -217,9 +217,9 @@ def test_the_attacker_never_sees_an_original(runs, monkeypatch, capsys, tmp_path
         draw(path, pictured)
 
     def blind(*given):
-        found = right(*given)
-        found.x_NCHW.fill_(np.nan)
-        return found
+        evidence = right(*given)
+        evidence.x_NCHW.fill_(np.nan)
+        return evidence
 
     monkeypatch.setattr(attack, "draw_grid", watched)
     if (earlier := runs / "latents" / "attacks").exists():
@@ -231,8 +231,8 @@ def test_the_attacker_never_sees_an_original(runs, monkeypatch, capsys, tmp_path
     assert len(drawn) == len(results) == 3
     for name, (seeing, unseeing) in drawn.items():
         assert torch.equal(seeing, unseeing), name
-    for key, one in results.items():
-        assert "could not be computed anew" in one["not-judged"], key
+    for key, result in results.items():
+        assert "could not be computed anew" in result["not-judged"], key
 
 
 def test_other_originals_are_refused(tmp_path, monkeypatch, capsys):
@@ -244,11 +244,11 @@ def test_other_originals_are_refused(tmp_path, monkeypatch, capsys):
     forget()
     write_shards(tmp_path, {"another": 3, "all": 80})  # the same size, other images
     _, results, _ = attacked(monkeypatch, capsys, tmp_path / "run", "--field", "images")
-    one = results["images", "look at them"]
-    assert "originals must be the run's" in one["not-judged"]
-    assert "scores" not in one
-    assert "nobody judged them" in one["sentence"]
-    assert not any("labels" in one or "membership" in one for one in results.values())
+    result = results["images", "look at them"]
+    assert "originals must be the run's" in result["not-judged"]
+    assert "scores" not in result
+    assert "nobody judged them" in result["sentence"]
+    assert not any("labels" in result or "membership" in result for result in results.values())
 
 
 def test_other_data_of_the_same_number_are_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
@@ -278,7 +278,7 @@ def test_an_interrupted_command_goes_on_and_other_options_are_refused(runs, monk
     longer = ("privacy", "attack", str(run), "--minutes", "0.002", "--institution", "institution-1", "--aux", "undealt")
     assert command(monkeypatch, *longer) == 0
     after = read_json(run / "attacks" / "attacks.json")["attacks"]
-    assert {one["minutes"] for one in after} == {0.002}
+    assert {trial["minutes"] for trial in after} == {0.002}
     assert len(after) == len(before)
 
 
@@ -289,9 +289,9 @@ def test_a_run_that_went_on_is_attacked_anew(runs, tmp_path, monkeypatch, capsys
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(runs / "home"))
     assert command(monkeypatch, "run", "--resume", str(run), "rounds=2") == 0
     attacked(monkeypatch, capsys, run, *words)
-    found = read_json(run / "attacks" / "attacks.json")
-    assert [one["answers"] for one in found["attacks"]] == [2]
-    assert "2 rounds" in found["run"]["about"]
+    report = read_json(run / "attacks" / "attacks.json")
+    assert [attack["answers"] for attack in report["attacks"]] == [2]
+    assert "2 rounds" in report["run"]["about"]
 
 
 @pytest.mark.parametrize(
@@ -367,20 +367,20 @@ def test_an_institution_attacks_its_own_record(tmp_path, monkeypatch, capsys):
     (digests,) = (tmp_path / "state").glob(f"*/runs/*/{DATA}")  # b records nothing
     evidence = Evidence.of(own)
     (own / "ledger.jsonl").rename(own / "ledger-0001.jsonl")  # as one that has grown large
-    assert [one.field for one in Evidence.of(own).exhibits] == [one.field for one in evidence.exhibits]
+    assert [exhibit.field for exhibit in Evidence.of(own).exhibits] == [exhibit.field for exhibit in evidence.exhibits]
     assert digests.parents[2] == own
     assert evidence.digests("a") == [originals_of(evidence.config, "a", data).digest]
     words = ["privacy", "attack", str(own), "--minutes", "0.001", "--field", "latents"]
     assert command(monkeypatch, *words, "--data", data) == 0
-    found = read_json(own / "attacks" / "attacks.json")
-    assert found["options"]["run"] == evidence.run  # so a later run's results are not taken for this one's
-    (one,) = found["attacks"]
-    assert one["institution"] == "a"
-    assert one["scores"]["identified"]["value"] > 0.7
+    report = read_json(own / "attacks" / "attacks.json")
+    assert report["options"]["run"] == evidence.run  # so a later run's results are not taken for this one's
+    (attack,) = report["attacks"]
+    assert attack["institution"] == "a"
+    assert attack["scores"]["identified"]["value"] > 0.7
     (own / "attacks").rename(tmp_path / "before")
     assert command(monkeypatch, *words) == 0
-    (one,) = read_json(own / "attacks" / "attacks.json")["attacks"]
-    assert "give its own data with --data" in one["not-judged"]
+    (attack,) = read_json(own / "attacks" / "attacks.json")["attacks"]
+    assert "give its own data with --data" in attack["not-judged"]
 
 
 def test_json_and_tables(runs, monkeypatch, capsys):

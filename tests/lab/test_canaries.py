@@ -55,10 +55,10 @@ def audited(target=2.0, seed=0, charged=None, after=lambda model, optimizer: Non
             )
             after(model, optimizer)
     tried = [guessed(audit.scores_m, canaries.was_in_m, guesses) for guesses in (15, 60, 150, 300)]
-    found = judged(audit.seen, [charged(cost) if charged else cost], audit.stray, DELTA, 0.005)
+    finding = judged(audit.seen, [charged(cost) if charged else cost], audit.stray, DELTA, 0.005)
     bound, _ = lower_bound(tried, DELTA, 0.005)
     return (
-        found,
+        finding,
         bound,
         auc(audit.scores_m[canaries.was_in_m], audit.scores_m[~canaries.was_in_m]),
         epsilon([cost], DELTA),
@@ -68,13 +68,13 @@ def audited(target=2.0, seed=0, charged=None, after=lambda model, optimizer: Non
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("target", [0.5, 40])
 def test_in_an_honest_dp_sgd_nothing_is_found(target):
-    found, bound, area, claim = audited(target)
-    assert found["found"] == []
-    assert found["steps"] == found["charged"] == STEPS
-    [kind] = found["kinds"]
+    finding, bound, area, claim = audited(target)
+    assert finding["found"] == []
+    assert finding["steps"] == finding["charged"] == STEPS
+    [kind] = finding["kinds"]
     assert kind["most"] == pytest.approx(1, abs=1e-4)
     assert kind["sigma"]["seen"] == pytest.approx(kind["sigma"]["charged"], rel=0.02)
-    assert claim < found["detectable"] < 1.35 * claim
+    assert claim < finding["detectable"] < 1.35 * claim
     assert bound < claim
     assert area > 0.5
 
@@ -139,10 +139,10 @@ NOISES = {
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("change", "found"), NOISES.values(), ids=NOISES)
-def test_noise_that_is_less_than_charged_is_found(monkeypatch, change, found):
+@pytest.mark.parametrize(("change", "finding"), NOISES.values(), ids=NOISES)
+def test_noise_that_is_less_than_charged_is_found(monkeypatch, change, finding):
     monkeypatch.setattr(budget, "noisy_step", Noise(change))
-    assert FINDINGS[found] in audited()[0]["found"]
+    assert FINDINGS[finding] in audited()[0]["found"]
 
 
 def looser(clip, *rest):
@@ -174,9 +174,9 @@ CLIPPINGS = {
 @pytest.mark.parametrize("where", CLIPPINGS.values(), ids=CLIPPINGS)
 def test_gradients_that_are_not_clipped_are_found(monkeypatch, where):
     monkeypatch.setattr(*where)
-    found = audited()[0]
-    assert found["found"] == [FINDINGS["noise"]]
-    assert found["kinds"][0]["most"] > 1.05
+    finding = audited()[0]
+    assert finding["found"] == [FINDINGS["noise"]]
+    assert finding["kinds"][0]["most"] > 1.05
 
 
 def test_sums_that_grow_after_clipping_are_found(monkeypatch):
@@ -221,10 +221,10 @@ SAMPLINGS = [(everyone, "rate"), (more_often, "rate"), (shuffled, "batches"), (s
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("sampling", "found"), SAMPLINGS)
-def test_batches_that_are_not_as_charged_are_found(monkeypatch, sampling, found):
+@pytest.mark.parametrize(("sampling", "finding"), SAMPLINGS)
+def test_batches_that_are_not_as_charged_are_found(monkeypatch, sampling, finding):
     monkeypatch.setattr(budget, "poisson_batches", sampling)
-    assert FINDINGS[found] in audited()[0]["found"]
+    assert FINDINGS[finding] in audited()[0]["found"]
 
 
 def test_batches_with_rows_that_were_not_drawn_are_found(monkeypatch):
@@ -242,9 +242,9 @@ CHARGES = {
 }
 
 
-@pytest.mark.parametrize(("charged", "said"), CHARGES.values(), ids=CHARGES)
-def test_steps_that_were_not_charged_are_found(charged, said):
-    assert audited(charged=charged)[0]["found"] == [said]
+@pytest.mark.parametrize(("charged", "message"), CHARGES.values(), ids=CHARGES)
+def test_steps_that_were_not_charged_are_found(charged, message):
+    assert audited(charged=charged)[0]["found"] == [message]
 
 
 def test_steps_past_dp_sgd_are_found():
@@ -252,8 +252,8 @@ def test_steps_past_dp_sgd_are_found():
         model(torch.ones(1, 16)).sum().backward()
         optimizer.step()
 
-    found = audited(after=once_more)[0]
-    assert found["found"] == ["100 steps without DP-SGD on weights that it trains"]
+    finding = audited(after=once_more)[0]
+    assert finding["found"] == ["100 steps without DP-SGD on weights that it trains"]
     other = mlp(5)
     own = torch.optim.SGD(other.parameters(), lr=0.1)  # such as that of a private model
     assert audited(after=lambda *_: own.step())[0]["found"] == []
@@ -274,7 +274,7 @@ def recorded(rng, cost, noise=1.0, growth=0.0, rate=1.0, examples=200):
 def test_false_alarms_are_rarer_than_stated_and_what_is_stated_as_detectable_is_found():
     rng, cost, share = np.random.default_rng(0), SampledGaussian(0.1, 1.5, 20), 0.005 / len(FINDINGS)
     least = recorded(rng, cost).undetected(share)
-    found = {
+    alarms = {
         name: sum(min(recorded(rng, cost, **fault).p_values().values()) <= share for _ in range(100))
         for name, fault in {
             "honest": {},
@@ -283,17 +283,17 @@ def test_false_alarms_are_rarer_than_stated_and_what_is_stated_as_detectable_is_
             "rate": {"rate": least["rate"] / cost.rate},
         }.items()
     }
-    assert found["honest"] <= 3
-    assert found["noise"] >= 88
-    assert found["growth"] >= 88
-    assert found["rate"] >= 88
+    assert alarms["honest"] <= 3
+    assert alarms["noise"] >= 88
+    assert alarms["growth"] >= 88
+    assert alarms["rate"] >= 88
 
 
 @pytest.mark.parametrize(("examples", "q", "steps"), [(200, 0.1, 20), (20, 0.1, 1), (20, 0.5, 1)])
 def test_each_test_is_wrong_no_more_often_than_its_p_value_says(examples, q, steps):
     rng, cost = np.random.default_rng(1), SampledGaussian(q, 1.5, steps)
     tried = [recorded(rng, cost, examples=examples).p_values() for _ in range(200)]
-    wrong = {name: sum(one[name] <= 0.05 for one in tried) for name in FINDINGS}
+    wrong = {name: sum(p_values[name] <= 0.05 for p_values in tried) for name in FINDINGS}
     assert max(wrong.values()) <= 22, wrong  # 10 are expected; more than 22 have a chance of 1 in 7,000
 
 
@@ -323,11 +323,11 @@ def test_directions_are_unit_vectors_without_common_coordinates():
 
 def test_coins_are_fair_and_rows_are_the_examples():
     tossed = [Canaries.tossed(300, 600, seed) for seed in range(20)]
-    share = np.mean([one.was_in_m.mean() for one in tossed])
+    share = np.mean([toss.was_in_m.mean() for toss in tossed])
     assert 0.47 < share < 0.53
-    one = tossed[0]
-    assert np.array_equal(one.number_D[torch.from_numpy(one.rows_m)], np.arange(300))
-    assert (one.number_D >= 0).sum() == 300
+    toss = tossed[0]
+    assert np.array_equal(toss.number_D[torch.from_numpy(toss.rows_m)], np.arange(300))
+    assert (toss.number_D >= 0).sum() == 300
 
 
 @pytest.mark.parametrize("canaries", [1, 10, 11])

@@ -83,9 +83,9 @@ def test_images_are_found_in_a_part_and_in_a_later_message(runs, monkeypatch, ca
     _, results, _ = attacked(monkeypatch, capsys, runs / run, "--aux", "undealt", "--field", "arrays")
     names = ["gradient matching"] + ["gradient matching, last message"] * (run != "encoder")
     for name in names:
-        one = results["arrays", name]
-        assert (one["stage"], one["not-judged"]) == (seen, "")
-        assert one["scores"]["psnr"] > one["control"]["psnr"] + 2, name
+        result = results["arrays", name]
+        assert (result["stage"], result["not-judged"]) == (seen, "")
+        assert result["scores"]["psnr"] > result["control"]["psnr"] + 2, name
     note = {"encoder": "labels that the institution has sent in other messages", "half": "", "proxy": "cross entropy"}
     assert note[run] in results["arrays", "gradient matching"]["sentence"]
 
@@ -103,12 +103,12 @@ def test_the_server_computes_the_weights_with_which_a_later_training_begins(runs
 
 def test_a_digest_of_the_data_is_the_judges_under_noise(runs, tmp_path, monkeypatch, capsys):
     _, results, _ = attacked(monkeypatch, capsys, runs / "private", "--attack", "gradient matching")
-    one = results["arrays", "gradient matching"]
-    assert 8 <= one["scores"]["own"] <= one["images"] == 20
-    assert one["scores"]["number"] == 16
-    assert 5 < one["scores"]["by_chance"] < 11
-    assert one["secret"]
-    assert "only the institution knows" in one["sentence"]
+    result = results["arrays", "gradient matching"]
+    assert 8 <= result["scores"]["own"] <= result["images"] == 20
+    assert result["scores"]["number"] == 16
+    assert 5 < result["scores"]["by_chance"] < 11
+    assert result["secret"]
+    assert "only the institution knows" in result["sentence"]
     run = shutil.copytree(runs / "private", tmp_path / "run", ignore=shutil.ignore_patterns("attacks"))
     file = run / FOLDER / "institution-1.sha256"
     assert file.stat().st_mode & 0o77 == 0
@@ -121,10 +121,10 @@ def test_a_digest_of_the_data_is_the_judges_under_noise(runs, tmp_path, monkeypa
 def test_what_the_judge_cannot_compute_is_compared_too(runs, monkeypatch, capsys):
     """Which of 20 images are in the batch depends on what the private model adds to the proxy's loss."""
     _, results, _ = attacked(monkeypatch, capsys, runs / "unsure", "--attack", "gradient matching")
-    one = results["arrays", "gradient matching"]
-    assert not one["secret"]
-    assert one["scores"]["own"] >= 8
-    assert "the judge could not compute" in one["sentence"]
+    result = results["arrays", "gradient matching"]
+    assert not result["secret"]
+    assert result["scores"]["own"] >= 8
+    assert "the judge could not compute" in result["sentence"]
 
 
 def test_data_that_change_during_a_run_prove_nothing(tmp_path, runs):
@@ -139,22 +139,22 @@ def test_data_that_change_during_a_run_prove_nothing(tmp_path, runs):
 
 
 def test_an_institution_notes_its_data_once_and_again_where_they_have_changed(tmp_path):
-    found = []
+    notes_made = []
     for x in (torch.zeros(3, 1, 2, 2), torch.zeros(3, 1, 2, 2), torch.ones(3, 1, 2, 2)):
         own = Institution.from_arrays("a", (x, torch.arange(3)))
         own.state_root = tmp_path
         StateStore(own).note_data("run")
         file = own.state / "runs" / "run" / DATA
-        found.append(file.read_text().split())
+        notes_made.append(file.read_text().split())
     assert file.stat().st_mode & 0o77 == 0
-    assert [len(lines) for lines in found] == [1, 1, 2]
+    assert [len(lines) for lines in notes_made] == [1, 1, 2]
     other = Institution.from_arrays("a", (x, torch.tensor([0, 2, 1]))).data.train.digest  # other labels
-    assert len({*found[2], other}) == 3
+    assert len({*notes_made[2], other}) == 3
 
 
 def test_labels_are_guessed_by_what_was_sent_else_by_the_attackers_own_else_equally():
     auxiliary = Auxiliary("four images", torch.rand(4, 1, 8, 8), torch.tensor([2, 2, 2, 0]))
-    mine, nobody = (Attacker((1, 8, 8), one, 0) for one in (auxiliary, None))
+    mine, nobody = (Attacker((1, 8, 8), known, 0) for known in (auxiliary, None))
     told = mine.likely_labels(3, 4, torch.tensor([1, 1, 1, 1, 0, 0, 0, 0]))
     assert told[0].tolist() == [0, 0, 1, 1]
     assert mine.likely_labels(3, 4, None)[0].tolist() == [0, 2, 2, 2]

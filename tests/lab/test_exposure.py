@@ -42,10 +42,18 @@ def hospitals(tmp_path_factory):
 def synthetic(hospitals, monkeypatch, capsys):
     """Run `privacy synthetic` at institution a; return exit code, stdout, stderr."""
 
-    def call(*words, found=None):
+    def call(*words, folder_of_run=None):
         folder, _, ran = hospitals
         node = f'name="a" data="{folder / "a.npz"}" state="{folder / "state"}"'
-        command = ["flwr-replay", "privacy", "synthetic", str(found or ran.folder), "--node-config", node, *words]
+        command = [
+            "flwr-replay",
+            "privacy",
+            "synthetic",
+            str(folder_of_run or ran.folder),
+            "--node-config",
+            node,
+            *words,
+        ]
         monkeypatch.setattr(sys, "argv", command)
         with pytest.raises(SystemExit) as stop:
             main()
@@ -77,9 +85,9 @@ class Copies(ImageGenerator):
 
 def test_membership_is_certain_for_separate_scores_and_a_guess_for_equal_ones():
     assert bootstrapped(np.arange(30, 50), np.arange(20), 0) == Estimate(1, 1, 1)
-    found = bootstrapped(np.arange(20), np.arange(20), 0)
-    assert found.value == 0.5
-    assert found.low < 0.5 < found.high
+    interval = bootstrapped(np.arange(20), np.arange(20), 0)
+    assert interval.value == 0.5
+    assert interval.low < 0.5 < interval.high
     assert bootstrapped(np.arange(20), np.arange(30, 50), 0).value == 0
 
 
@@ -116,8 +124,8 @@ def test_the_network_that_projects_is_not_the_one_that_measures(hospitals, synth
 
     monkeypatch.setattr(SynthesisStages, "complete", lambda stages, run: Flips(*hospitals[1]["a"]))
     _, out, _ = synthetic("--json", "--samples", "16")
-    found = {(one["attack"], one["distance"]): one for one in json.loads(out)[0]["attacks"]}
-    reported = [found["projection", "local features"][side] for side in ("members", "others")]
+    trials = {(trial["attack"], trial["distance"]): trial for trial in json.loads(out)[0]["attacks"]}
+    reported = [trials["projection", "local features"][side] for side in ("members", "others")]
     for measured, projected in zip(reported, by_projecting, strict=True):
         assert 0 < measured != pytest.approx(projected, rel=1e-3)
 
@@ -150,22 +158,24 @@ def test_a_generator_under_dp_is_its_runs_and_the_command_says_what_is_guarantee
     folder = hospitals[0]
     under_dp = ["dp=generator+prior", "codebook=gradient", "generator.classes=[all]"]
     ran = run(folder, [*JOB, *under_dp], node_configs(folder, folder / "state", "ab"))
-    code, out, err = synthetic("--samples", "16", found=ran.folder)
+    code, out, err = synthetic("--samples", "16", folder_of_run=ran.folder)
     assert code == 0, err
     assert "the guarantee is the epsilon of training the generator" in out
     assert "no epsilon covers synthetic images" not in out
-    assert synthetic("--json", "--samples", "16", found=ran.folder)[1] != synthetic("--json", "--samples", "16")[1]
+    assert (
+        synthetic("--json", "--samples", "16", folder_of_run=ran.folder)[1] != synthetic("--json", "--samples", "16")[1]
+    )
 
 
 def test_runs_without_generators_and_incomplete_ones_are_refused(hospitals, synthetic, tmp_path):
     folder = hospitals[0]
     plain = run(folder, [*JOB[:7], "strategy=cwt", "rounds=1"], node_configs(folder, tmp_path / "state", "ab"))
-    assert "only generators of synthetic images can be examined" in synthetic(found=plain.folder)[2]
-    assert "a run directory has a config.yaml" in synthetic(found=tmp_path)[2]
+    assert "only generators of synthetic images can be examined" in synthetic(folder_of_run=plain.folder)[2]
+    assert "a run directory has a config.yaml" in synthetic(folder_of_run=tmp_path)[2]
     other = tmp_path / "other"
     other.mkdir()
     text = (hospitals[2].folder / "config.yaml").read_text()
     (other / "config.yaml").write_text(text.removeprefix(BOUND).replace("epochs: 1", "epochs: 2", 1))
-    code, _, err = synthetic(found=other)
+    code, _, err = synthetic(folder_of_run=other)
     assert code == 2
     assert "images are drawn from a trained generator" in err

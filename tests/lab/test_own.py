@@ -59,9 +59,9 @@ def test_it_finds_what_the_built_in_one_finds_and_is_asked_anew(runs, monkeypatc
     for _ in range(2):
         code, results, _ = attacked(monkeypatch, capsys, *words, "handed:attack")
         assert code == 0
-        found = results["arrays", "handed:attack"]
-        assert found["membership"] == right
-        assert "handed:attack tells with an AUC of" in found["sentence"]
+        result = results["arrays", "handed:attack"]
+        assert result["membership"] == right
+        assert "handed:attack tells with an AUC of" in result["sentence"]
         module.attack = by_loss
     module.attack = lambda *_: 1 / 0
     code, results, _ = attacked(monkeypatch, capsys, *words, "handed:attack")
@@ -101,9 +101,9 @@ def greedy(seen: Any, images: torch.Tensor, labels: torch.Tensor, seed: int) -> 
 def test_the_contract(module) -> None:
     module.attack = by_loss
     check_attack("handed:attack")
-    for attack, said in ((noisy, "the same scores"), (greedy, "as they are")):
+    for attack, message in ((noisy, "the same scores"), (greedy, "as they are")):
         module.attack = attack
-        with pytest.raises(AssertionError, match=said):
+        with pytest.raises(AssertionError, match=message):
             check_attack("handed:attack")
     module.attack = lambda seen, images, labels, seed: labels / 0
     with pytest.raises(AssertionError, match="finite"):
@@ -111,7 +111,7 @@ def test_the_contract(module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("attack", "said"),
+    ("attack", "message"),
     [
         (lambda seen, images, labels, seed: labels[:3], r"must return 40 numbers; got shape \(3,\)"),
         (lambda seen, images, labels, seed: images, "must return 40 numbers; got shape"),
@@ -119,8 +119,8 @@ def test_the_contract(module) -> None:
         (lambda seen: 0, "takes 1 positional argument"),
     ],
 )
-def test_what_are_no_scores_is_one_line(module, attack: Any, said: str) -> None:
+def test_what_are_no_scores_is_one_line(module, attack: Any, message: str) -> None:
     module.attack = attack
-    with pytest.raises(ConfigError, match=said) as raised:
+    with pytest.raises(ConfigError, match=message) as raised:
         check_attack("handed:attack")
     assert "\n" not in str(raised.value)

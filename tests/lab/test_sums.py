@@ -45,7 +45,9 @@ def deal(labels, nodes, seed):
 
 def results(tmp_path, *options):
     _, folder = run_inline([*JOB, *options, f"runs_dir={tmp_path}"], Display())
-    return {one["attack"]: one for one in attack_run(folder, Only(), "none", "", 1.0, lambda line: None)["attacks"]}
+    return {
+        trial["attack"]: trial for trial in attack_run(folder, Only(), "none", "", 1.0, lambda line: None)["attacks"]
+    }
 
 
 @pytest.mark.sampled(1, "part")
@@ -57,12 +59,12 @@ def test_no_more_is_found_than_epsilon_allows_and_too_little_noise_is(tmp_path, 
     monkeypatch.setattr(shares, "discrete_gaussian", lambda n, stream: whole(n, stream) // part)
     monkeypatch.setattr(budget, "noisy", lambda sums, sigma, stream: plain(sums, sigma / part, stream))
     noisy = [*METHODS[method], f"target_epsilon={EPSILON}", "delta=1e-5", "partition.size=400", *hidden]
-    found = results(tmp_path, *noisy)["likelihood ratio, all others known"]
-    assert found["institution"] == ("institution-1" if hidden == ["nodes=1"] else ALL)
-    assert found["stated"]["epsilon"] == pytest.approx(EPSILON, rel=0.01)
-    assert found["noise"] == pytest.approx(1 / part, rel=0.05)
-    assert (found["shown"] > found["stated"]["epsilon"]) == (part == 6)
-    assert part == 6 or found["membership"]["auc"]["low"] < found["allowed"]["auc"]
+    result = results(tmp_path, *noisy)["likelihood ratio, all others known"]
+    assert result["institution"] == ("institution-1" if hidden == ["nodes=1"] else ALL)
+    assert result["stated"]["epsilon"] == pytest.approx(EPSILON, rel=0.01)
+    assert result["noise"] == pytest.approx(1 / part, rel=0.05)
+    assert (result["shown"] > result["stated"]["epsilon"]) == (part == 6)
+    assert part == 6 or result["membership"]["auc"]["low"] < result["allowed"]["auc"]
 
 
 def test_the_same_images_are_asked_about_again(tmp_path, monkeypatch):
@@ -70,25 +72,25 @@ def test_the_same_images_are_asked_about_again(tmp_path, monkeypatch):
     noisy = [*METHODS["statistics"], "nodes=1", f"target_epsilon={EPSILON}", "delta=1e-5", "partition.size=200"]
     _, folder = run_inline([*JOB, *noisy, f"runs_dir={tmp_path}"], Display())
     evidence = Evidence.of(folder)
-    [exhibit] = [one for one in evidence.exhibits if one.means == "class sums"]
+    [exhibit] = [exhibit for exhibit in evidence.exhibits if exhibit.means == "class sums"]
     originals = originals_of(evidence.config, "institution-1")
     once, again = (dict(sum_attacks(exhibit, evidence, originals, seed=0))[RATIO.name]() for _ in range(2))
     assert once["membership"]["members"] == 30
     assert once == again
 
 
-@pytest.mark.sampled(1, "found")
+@pytest.mark.sampled(1, "who")
 @pytest.mark.parametrize(
-    ("options", "found"), [(["nodes=1"], LONE), (["nodes=3", "masked=true"], LONE), (METHODS["statistics"], 0)]
+    ("options", "who"), [(["nodes=1"], LONE), (["nodes=3", "masked=true"], LONE), (METHODS["statistics"], 0)]
 )
-def test_who_is_alone_in_a_class_is_found_unless_there_is_noise(tmp_path, monkeypatch, options, found):
-    noise = [*SHARED, "target_epsilon=1", "delta=1e-5"] if found == 0 else ["rounds=1"]
-    if found:
+def test_who_is_alone_in_a_class_is_found_unless_there_is_noise(tmp_path, monkeypatch, options, who):
+    noise = [*SHARED, "target_epsilon=1", "delta=1e-5"] if who == 0 else ["rounds=1"]
+    if who:
         monkeypatch.setattr("flwr_replay.lab.sums.AMONG", 100)  # chance would find one more where there is noise
     monkeypatch.setenv("FLWR_REPLAY_OWN_PARTS", f"{__name__}:deal")
     dealt = ["strategy=fedstats", f"partition={__name__}:deal"]
     ran = results(tmp_path, *dealt, *options, *noise)["alone in a class"]
-    assert round(ran["alone"]["value"] * ran["number"]) == found
+    assert round(ran["alone"]["value"] * ran["number"]) == who
 
 
 def test_under_masks_only_whole_sums_over_images_are_attacked(tmp_path):
@@ -104,7 +106,7 @@ def test_under_masks_only_whole_sums_over_images_are_attacked(tmp_path):
         attack(averaged)
     with pytest.raises(RunError, match="sums of all can be attacked, nobody's own; got --institution 'institution-2'"):
         attack(folder, institution="institution-2")
-    counted = next(one for one in attack(folder, institution=ALL) if one["attack"] == "label counts")
+    counted = next(trial for trial in attack(folder, institution=ALL) if trial["attack"] == "label counts")
     assert (counted["institution"], counted["labels"]["number"]) == (ALL, 180)
     exhibits = Evidence.of(folder).exhibits
     with pytest.raises(RunError, match="needs the answers of all institutions to one exchange"):
