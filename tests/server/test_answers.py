@@ -100,14 +100,14 @@ def test_a_lie_is_reported_and_changes_nothing(tmp_path, strategy, lie):
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
 def test_weights_that_are_not_finite_are_left_out_and_their_sender_named(tmp_path, strategy, value):
     final, recorder = start(tmp_path, strategy, changed(first=np.full((4, 1, 3, 3), value, np.float32)))
-    assert {(one["institution"], one["reason"]) for one in recorder.failures} == {
+    assert {(failure["institution"], failure["reason"]) for failure in recorder.failures} == {
         ("b", f"weights must be finite and at most 1e+06 in size; {FIRST!r} is not: lower training.lr")
     }
     assert all(np.isfinite(array).all() for array in final.values())
 
 
 @pytest.mark.parametrize(
-    ("first", "more", "said"),
+    ("first", "more", "message"),
     [
         (None, (), f"{FIRST!r} is missing"),
         (np.zeros((1,), np.float32), (), "weights must come back as they were sent"),
@@ -115,7 +115,7 @@ def test_weights_that_are_not_finite_are_left_out_and_their_sender_named(tmp_pat
     ],
 )
 @pytest.mark.parametrize("liars", ["a", "b"])
-def test_of_batch_norm_that_stays_nothing_may_come_and_of_the_rest_all_must(tmp_path, first, more, said, liars):
+def test_of_batch_norm_that_stays_nothing_may_come_and_of_the_rest_all_must(tmp_path, first, more, message, liars):
     def lie(content):
         changed(first=first)(content)
         for name in more:
@@ -123,7 +123,7 @@ def test_of_batch_norm_that_stays_nothing_may_come_and_of_the_rest_all_must(tmp_
 
     final, recorder = start(tmp_path, "fedbn", lie, liars=liars)
     assert {failure["institution"] for failure in recorder.failures} == {liars}
-    assert all(said in failure["reason"] for failure in recorder.failures)
+    assert all(message in failure["reason"] for failure in recorder.failures)
     assert all(np.isfinite(array).all() for array in final.values())
 
 

@@ -154,10 +154,10 @@ def test_a_simulation_stops_once_messages_to_a_dead_worker_have_failed_alike(tmp
     monkeypatch.setattr(asking, "SIMULATED", (Grid.__name__,))
     with pytest.raises(RunError) as raised:
         ran(tmp_path, before=gone)
-    said = str(raised.value)
-    assert "3 messages to one have failed: institution-3: error 0: The actor is dead because of that" in said
-    assert "resume the run" in said
-    assert "\n" not in said
+    message = str(raised.value)
+    assert "3 messages to one have failed: institution-3: error 0: The actor is dead because of that" in message
+    assert "resume the run" in message
+    assert "\n" not in message
     assert len((tmp_path / "runs" / "x" / "failures.jsonl").read_text().splitlines()) == 3
     again = ran(tmp_path, f"resume='{tmp_path / 'runs' / 'x'}'")
     assert again["rounds"] == 9
@@ -188,10 +188,10 @@ def test_what_is_kept_of_an_institutions_reasons_is_bounded_and_the_first_are_wh
         return Message(Error(0, f"{len(grid.asked):04d}" + "x" * 850), reply_to=message) if train else None
 
     result = ran(tmp_path, "rounds=5", before=talking)
-    assert [len(one["reason"]) > 850 for one in result["failures"]] == [True] * 3 + [False] * 2
+    assert [len(failure["reason"]) > 850 for failure in result["failures"]] == [True] * 3 + [False] * 2
     place = tmp_path / "runs" / "x"
     result = ran(tmp_path, "rounds=7", f"resume='{place}'", before=talking)
-    assert {len(one["reason"]) for one in result["failures"][3:]} == {recorder.CUT}
+    assert {len(failure["reason"]) for failure in result["failures"][3:]} == {recorder.CUT}
     assert len(result["failures"]) == len((place / "failures.jsonl").read_text().splitlines()) == 7
 
 
@@ -247,9 +247,9 @@ def test_attempts_that_end_before_the_first_checkpoint_do_not_end_the_run(tmp_pa
 def test_a_model_that_is_worth_nothing_is_said_once_while_it_trains(tmp_path, caplog):
     caplog.set_level(logging.INFO, "flwr")
     ran(tmp_path, "lr=1e-9", "rounds=4", "evaluate_every=1")
-    said = [line for line in caplog.messages if line.startswith("warning: ")]
-    assert len(said) <= 1
-    assert all("predicts class" in line for line in said)
+    messages = [line for line in caplog.messages if line.startswith("warning: ")]
+    assert len(messages) <= 1
+    assert all("predicts class" in line for line in messages)
     ran(tmp_path / "two", "lr=300", "rounds=4", "evaluate_every=1")
     [line] = [line for line in caplog.messages if line.startswith("warning: The loss in tests is ")]
     assert "smaller lr" in line

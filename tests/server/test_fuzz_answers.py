@@ -70,7 +70,7 @@ def mutated(reply, message, draw, others):
             )
         return Message(failure, reply_to=message)
     if kind < 0.18:
-        other = draw.choice([one for one in others if one.has_content()])
+        other = draw.choice([sent for sent in others if sent.has_content()])
         return Message(other.content, reply_to=message)
     content = RecordDict({name: copied(record) for name, record in reply.content.items()})
     for _ in range(draw.randint(1, 3)):
@@ -179,7 +179,9 @@ def run(folder, job, seed, stage, liar, rounds=ROUNDS):
         [_] = str(error).splitlines()
         return grid.after, False
     final = result["final"]["institutions"]
-    robbed = [int(one["institution"]) for one in result["failures"] if "two SuperNodes answer" in one["reason"]]
+    robbed = [
+        int(failure["institution"]) for failure in result["failures"] if "two SuperNodes answer" in failure["reason"]
+    ]
     assert {name for node, name in NAMES.items() if node not in (liar, *robbed)} <= final.keys()
     assert all(np.isfinite(value) for metrics in final.values() for value in metrics.values())
     return grid.after, True

@@ -55,8 +55,8 @@ def filled(stage, ending, value, node=CULPRIT):
 )
 def test_its_sender_is_left_out(tmp_path, job, lie, reported):
     result, _ = run(tmp_path, job, filled(*lie))
-    assert {one["institution"] for one in result["failures"]} == {f"institution-{[*lie, CULPRIT][3] - 1}"}
-    assert all(reported in one["reason"] for one in result["failures"])
+    assert {failure["institution"] for failure in result["failures"]} == {f"institution-{[*lie, CULPRIT][3] - 1}"}
+    assert all(reported in failure["reason"] for failure in result["failures"])
     assert all(np.isfinite(value) for own in result["final"]["institutions"].values() for value in own.values())
 
 

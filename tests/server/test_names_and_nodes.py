@@ -240,7 +240,7 @@ def test_an_identity_is_made_once_and_is_its_owners_only(tmp_path):
 def test_who_has_gone_is_said_once_by_name_and_stands_on_the_page(tmp_path, caplog):
     turns = {FIRST + 2: lambda grid: away(grid, 3), FIRST + 4: back, FIRST + 5: lambda grid: away(grid, 3)}
     result, path, grid = run(tmp_path, turns, rounds=5)
-    assert [(one["round"], one["institution"], one["reason"]) for one in result["failures"]] == [
+    assert [(failure["round"], failure["institution"], failure["reason"]) for failure in result["failures"]] == [
         (2, "b", GONE),
         (5, "b", GONE),
     ]

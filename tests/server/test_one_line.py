@@ -27,15 +27,15 @@ def logged(caplog):
 
 
 def test_a_mistake_of_the_users_is_one_line(logged):
-    said = logged(ConfigError("nodes must be\nat least 0; got -1"))
-    assert said.endswith("Simulation raised an exception: error: nodes must be at least 0; got -1\n")
-    assert "Traceback" not in said
+    text = logged(ConfigError("nodes must be\nat least 0; got -1"))
+    assert text.endswith("Simulation raised an exception: error: nodes must be at least 0; got -1\n")
+    assert "Traceback" not in text
 
 
 def test_a_bug_keeps_its_traceback(logged):
-    said = logged(KeyError("arrays"))
-    assert "Traceback (most recent call last)" in said
-    assert "in log\n    raise raised\nKeyError: 'arrays'" in said
+    text = logged(KeyError("arrays"))
+    assert "Traceback (most recent call last)" in text
+    assert "in log\n    raise raised\nKeyError: 'arrays'" in text
 
 
 def test_other_records_pass_unchanged(caplog):

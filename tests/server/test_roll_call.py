@@ -92,8 +92,8 @@ def test_who_says_each_time_that_its_node_has_gone_holds_up_the_run_for_that_wai
     result, folder = run(tmp_path, "strategy=cwt", "wait=1.2", "evaluate_every=2", before=losing(GONE, 99))
     assert sorted(result["final"]["institutions"]) == ["institution-1", "institution-3"]
     entries = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
-    asked = [one for one in entries if one["institution"] == "3" and one["round"] == 0]
-    assert sum(one["field"] == asked[0]["field"] for one in asked) == 3  # at once, after 0.5 s, a second later
+    asked = [entry for entry in entries if entry["institution"] == "3" and entry["round"] == 0]
+    assert sum(entry["field"] == asked[0]["field"] for entry in asked) == 3  # at once, after 0.5 s, a second later
 
 
 def test_who_has_come_back_is_waited_for_no_longer_though_another_takes_no_part(tmp_path, monkeypatch):
@@ -113,7 +113,7 @@ def test_who_has_come_back_is_waited_for_no_longer_though_another_takes_no_part(
 
 def visited(folder):
     entries = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
-    trained = [one["institution"] for one in entries if (one["stage"], one["direction"]) == ("train", "up")]
+    trained = [entry["institution"] for entry in entries if (entry["stage"], entry["direction"]) == ("train", "up")]
     return [key for key, _ in groupby(trained)]
 
 
@@ -147,7 +147,7 @@ def test_who_leaves_while_the_run_waits_for_another_is_named(tmp_path):
         return None if grid.times("roll-call", "institution-2") < 2 else [2, 3]
 
     result, _ = run(tmp_path, "strategy=fedavg", "wait=2", before=losing(GONE, 99), there=there)
-    [failure] = [one for one in result["failures"] if one["institution"] == "institution-3"]
+    [failure] = [failure for failure in result["failures"] if failure["institution"] == "institution-3"]
     assert failure == {"round": 1, "institution": "institution-3", "reason": NODE_GONE}
 
 
@@ -155,7 +155,7 @@ def test_who_took_part_and_is_not_there_in_the_resumed_run_is_named(tmp_path):
     run(tmp_path, "strategy=fedavg")
     more = [f"resume={tmp_path / 'x'}", "rounds=3", "nodes=2"]
     result, _ = run(tmp_path, "strategy=fedavg", *more, there=lambda grid: [2, 3])
-    assert [one["institution"] for one in result["failures"]] == ["institution-3"]
+    assert [failure["institution"] for failure in result["failures"]] == ["institution-3"]
 
 
 def test_a_long_wait_for_who_says_each_time_that_its_node_has_gone_fills_no_files(tmp_path, monkeypatch):

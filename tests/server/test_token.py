@@ -33,12 +33,12 @@ def served(tmp_path, error):
     [(EXPIRED, RunError), (RunNotRunningException(), RunError), (SystemExit(0), SystemExit)],
 )
 def test_an_expired_token_is_one_line_that_says_what_to_do(error, raised, tmp_path, caplog):
-    with pytest.raises(raised) as found:
+    with pytest.raises(raised) as ended:
         served(tmp_path, error)
     assert "\n" not in ENDED
     if raised is RunError:  # which Flower logs, in one line
-        assert str(found.value) == ENDED
-        assert found.value.__suppress_context__
+        assert str(ended.value) == ENDED
+        assert ended.value.__suppress_context__
     else:
         assert f"error: {ENDED}" in caplog.messages
 

@@ -56,12 +56,12 @@ def test_files_that_come_and_go_meanwhile_are_no_error(state):
 
 def test_a_ledger_whose_first_part_is_closed_meanwhile_is_found(state, monkeypatch):
     def closed_meanwhile(path):
-        found = parts(path)
+        files = parts(path)
         path.rename(path.with_name("ledger-0001.jsonl"))
-        return found
+        return files
 
     monkeypatch.setattr(module, "parts", closed_meanwhile)
-    assert [one.run for one in kept(state)] == ["run"]
+    assert [of.run for of in kept(state)] == ["run"]
 
 
 def test_what_a_killed_process_was_writing_goes_too(state):

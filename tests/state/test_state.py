@@ -52,18 +52,18 @@ def test_what_cannot_be_written_or_removed_is_one_line_with_the_file(store, tmp_
 
 
 def test_two_processes_that_count_a_test_at_once_count_two(store, monkeypatch):
-    found = []
+    counts = []
 
     def opened_by_another_too(*words, **more):
         file = open(*words, **more)  # noqa: SIM115 - the caller closes it
         monkeypatch.undo()
-        found.append(store.count_test("run"))
+        counts.append(store.count_test("run"))
         return file
 
     store.count_test("run")
     monkeypatch.setattr(state, "open", opened_by_another_too, raising=False)
-    found.append(store.count_test("run"))
-    assert found == [1, 2]
+    counts.append(store.count_test("run"))
+    assert counts == [1, 2]
 
 
 def test_a_file_that_another_process_has_removed_is_no_error(store, tmp_path, monkeypatch):

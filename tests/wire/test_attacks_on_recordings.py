@@ -12,8 +12,8 @@ ABOUT = {"round": 3, "institution": "a", "direction": "up", "stage": "extract"}
 KILOBYTE = {"x": np.zeros(1000, np.uint8)}
 
 
-def arrays(found):
-    return RecordDict({"arrays": array_record(found)})
+def arrays(weights):
+    return RecordDict({"arrays": array_record(weights)})
 
 
 def used(folder):
@@ -41,11 +41,11 @@ def test_what_is_longer_in_a_file_than_in_a_message_counts_as_in_the_file(tmp_pa
 
 
 def test_two_processes_together_keep_within_the_limit(tmp_path):
-    one, other = (Recording(tmp_path, ("up",), 0.0045) for _ in range(2))
-    kept = [recording.keep(ABOUT, arrays(KILOBYTE)) for _ in range(3) for recording in (one, other)]
+    first, second = (Recording(tmp_path, ("up",), 0.0045) for _ in range(2))
+    kept = [recording.keep(ABOUT, arrays(KILOBYTE)) for _ in range(3) for recording in (first, second)]
     assert [bool(name) for name in kept] == [True, True, True, False, False, False]
     assert used(tmp_path) <= 4500
-    assert one.bytes == other.bytes == used(tmp_path)
+    assert first.bytes == second.bytes == used(tmp_path)
 
 
 def test_messages_that_were_removed_meanwhile_make_room(tmp_path):
@@ -59,9 +59,9 @@ def test_messages_that_were_removed_meanwhile_make_room(tmp_path):
 @pytest.mark.parametrize("name", ["__metadata__", "a\ud800"])
 def test_a_name_that_no_file_can_have_makes_no_message_unreadable(tmp_path, name):
     kept = Recording(tmp_path, ("up",), 1).keep(ABOUT, arrays({name: np.arange(3), "x": np.arange(2)}))
-    found = read_message(tmp_path / kept).arrays
-    assert found.keys() == {repr(name), "x"}
-    assert found[repr(name)].tolist() == [0, 1, 2]
+    arrays_read = read_message(tmp_path / kept).arrays
+    assert arrays_read.keys() == {repr(name), "x"}
+    assert arrays_read[repr(name)].tolist() == [0, 1, 2]
 
 
 def test_a_header_that_no_reader_takes_is_left_out(tmp_path, monkeypatch):

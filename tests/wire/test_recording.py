@@ -36,13 +36,13 @@ def test_a_message_is_read_back_bit_for_bit(tmp_path):
     content = message(ARRAYS, loss=0.25, counts=[1, 2])
     content["config"] = ConfigRecord({"stage": "extract", "token": b"\x00\xff"})
     name = Recording(tmp_path / FOLDER, ("up",), 1).keep(ABOUT, content)
-    found = read_message(tmp_path / FOLDER / name)
-    assert found.about == ABOUT
-    assert found.scalars == {"loss": 0.25, "counts": [1, 2], "stage": "extract", "token": "00ff"}
-    assert found.arrays.keys() == ARRAYS.keys()
+    message_read = read_message(tmp_path / FOLDER / name)
+    assert message_read.about == ABOUT
+    assert message_read.scalars == {"loss": 0.25, "counts": [1, 2], "stage": "extract", "token": "00ff"}
+    assert message_read.arrays.keys() == ARRAYS.keys()
     for key, array in ARRAYS.items():
-        assert (found.arrays[key].dtype, found.arrays[key].shape) == (array.dtype, array.shape)
-        assert found.arrays[key].tobytes() == array.tobytes()
+        assert (message_read.arrays[key].dtype, message_read.arrays[key].shape) == (array.dtype, array.shape)
+        assert message_read.arrays[key].tobytes() == array.tobytes()
     modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / FOLDER, tmp_path / FOLDER / name)}
     assert modes == {0o700, 0o600}
 
@@ -87,8 +87,8 @@ def test_two_processes_give_no_number_twice_though_the_clock_is_coarse(tmp_path,
 
     monkeypatch.setattr(module, "write_tensors", in_the_same_tick)
     first, second = Recording(tmp_path, ("up",), 1), Recording(tmp_path, ("up",), 1)
-    found = [one.keep(ABOUT, message(ARRAYS))[:8] for one in (first, second, first)]
-    assert found == ["00000001", "00000002", "00000003"]
+    names = [recording.keep(ABOUT, message(ARRAYS))[:8] for recording in (first, second, first)]
+    assert names == ["00000001", "00000002", "00000003"]
 
 
 def test_a_damaged_message_is_named(tmp_path):
@@ -133,9 +133,9 @@ def test_every_ledger_line_names_its_message_at_the_server_and_at_the_institutio
     uploads = [
         read_message(folder / "state" / "a" / FOLDER / name) for name in dict.fromkeys(x["message"] for x in own)
     ]
-    received = [one for name, one in sorted(kept.items()) if one.about["institution"] == "a"]
-    received = [one for one in received if one.about["direction"] == "up"]
-    assert [one.scalars for one in uploads] == [one.scalars for one in received]
+    received = [recording for name, recording in sorted(kept.items()) if recording.about["institution"] == "a"]
+    received = [recording for recording in received if recording.about["direction"] == "up"]
+    assert [upload.scalars for upload in uploads] == [recording.scalars for recording in received]
     for sent, came in zip(uploads, received, strict=True):
         assert {name: array.tobytes() for name, array in sent.arrays.items()} == {
             name: array.tobytes() for name, array in came.arrays.items()
@@ -178,14 +178,16 @@ def test_wrong_options_are_refused(option):
 def test_forecast_and_summary_say_what_is_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     options = ["strategy=fedavg", "task=digits", "nodes=2", "rounds=1", "model=mlp", "model.width=64", "record=up"]
-    for words, said in (
+    for words, message in (
         (["--dry-run"], "record=up keeps"),
         ([], f"to delete them: rm -r {tmp_path / 'run' / FOLDER}"),
     ):
         command(monkeypatch, "run", *options, "run_name=run", "--runs-dir", str(tmp_path), *words)
         out = " ".join(capsys.readouterr().out.split())  # lines may be wrapped
-        assert said in out
+        assert message in out
         assert "patients' data" in out
     expected = sum(line.bytes for line in forecast(Simulation.of(compose(options))) if line.direction == "up")
     kept = [read_message(path) for path in (tmp_path / "run" / FOLDER).glob("*.safetensors")]
-    assert sum(sum(array.nbytes for array in one.arrays.values()) for one in kept) == pytest.approx(expected, rel=0.2)
+    assert sum(sum(array.nbytes for array in recording.arrays.values()) for recording in kept) == pytest.approx(
+        expected, rel=0.2
+    )

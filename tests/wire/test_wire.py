@@ -300,7 +300,7 @@ def test_bytes_that_are_no_array_or_more_than_one_are_refused():
     assert (opened(ArrayRecord({"w": Array(turned)}))["w"] == turned).all()
 
 
-@pytest.mark.parametrize("payload", sorted({one.answer for one in REQUESTS.values()}, key=str))
+@pytest.mark.parametrize("payload", sorted({request.answer for request in REQUESTS.values()}, key=str))
 def test_no_answer_has_a_number_that_sums_or_pictures_cannot_take(payload):
     """A loss of 1.7e308 was taken by the wire, and no picture could show it."""
     stated = {name: kind for name, (field, kind) in payload.scalar_types().items() if field.kind == "statistic"}

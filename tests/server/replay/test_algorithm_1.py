@@ -41,15 +41,15 @@ def folder(tmp_path_factory):
 def shards(folder):
     """Images of four grey squares, which a small generator can tell apart."""
     torch.set_num_threads(1)
-    found = write_shards(folder, SIZES)
-    for name, (_, y) in found.items():
+    folders = write_shards(folder, SIZES)
+    for name, (_, y) in folders.items():
         path = folder / f"{name}.npz"
         parts = dict(np.load(path))
         for images in (parts["train_images"], parts["test_images"]):
             images[:] = np.kron(images[:, ::4, ::4], np.ones((4, 4), np.uint8))
         np.savez(path, **parts)
-        found[name] = torch.from_numpy(parts["train_images"][:, None]) / 255, y
-    return found
+        folders[name] = torch.from_numpy(parts["train_images"][:, None]) / 255, y
+    return folders
 
 
 @pytest.fixture(scope="module")
@@ -142,12 +142,12 @@ def test_cwt_with_replay_is_algorithm_1_bit_for_bit(folder, shards, learned, cod
 
 
 def test_the_three_kinds_of_codes_are_as_many_and_differ(learned):
-    found = {codes: learned(codes)[1] for codes in ("paper", "stale", "last-pass")}
-    assert {codes: e.shape for codes, e in found.items()} == dict.fromkeys(found, (ALL, 5))
-    assert not torch.equal(found["paper"], found["stale"])
-    assert not torch.equal(found["paper"], found["last-pass"])
+    codes_by_kind = {codes: learned(codes)[1] for codes in ("paper", "stale", "last-pass")}
+    assert {codes: e.shape for codes, e in codes_by_kind.items()} == dict.fromkeys(codes_by_kind, (ALL, 5))
+    assert not torch.equal(codes_by_kind["paper"], codes_by_kind["stale"])
+    assert not torch.equal(codes_by_kind["paper"], codes_by_kind["last-pass"])
     of_c = slice(ALL - SIZES["c"], ALL)  # who was last has all codes from the last generator
-    assert torch.equal(found["paper"][of_c], found["last-pass"][of_c])
+    assert torch.equal(codes_by_kind["paper"][of_c], codes_by_kind["last-pass"][of_c])
 
 
 @pytest.mark.sampled(2, of="slow replay")

@@ -149,8 +149,10 @@ def test_what_is_missing_for_the_last_round_stops_the_run_which_can_go_on(folder
     ran = run(folder, *options, resume=str(stopped))
     assert ran.result["replay-lacks"] == {}
     assert received(ran, "b") == sum(SIZES.values())
-    said = run(folder, *options, "replay.missing=say", resume=str(folder / "runs" / f"{name}-copy"), failing=failing)
-    assert said.result["replay-lacks"] == {"b": lacks}
+    finished = run(
+        folder, *options, "replay.missing=say", resume=str(folder / "runs" / f"{name}-copy"), failing=failing
+    )
+    assert finished.result["replay-lacks"] == {"b": lacks}
 
 
 def late(grid):
@@ -169,9 +171,9 @@ def late(grid):
 def test_who_comes_late_is_visited_and_receives_what_there_is_before_it_trains(folder, kind, brought):
     ran = run(folder, *FEDAVG, f"replay={kind}", there=late)
     assert [at.stage for at in ran.grid.asked if at.name == "c"] == ["roll-call", *brought, "train", "evaluate"]
-    found = {name: sorted(path.name[:8] for path in ran.state(name).glob("codes-*")) for name in "ac"}
-    assert {*found["a"]} == {*found["c"]}
-    for what in {*found["c"], "decoder-00"}:
+    held = {name: sorted(path.name[:8] for path in ran.state(name).glob("codes-*")) for name in "ac"}
+    assert {*held["a"]} == {*held["c"]}
+    for what in {*held["c"], "decoder-00"}:
         assert same(kept(ran, "c", what), kept(ran, "a", what))
     assert received(ran, "c") == received(ran, "a") == sum(SIZES.values())
     assert not ran.result["failures"]

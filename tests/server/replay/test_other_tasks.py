@@ -18,8 +18,8 @@ AGES = [60 + 3 * n for n in range(40)]  # months
 
 def kept(ran, name, number=0):
     """Return what an institution keeps last under a source's number: its codes, its decoder."""
-    found = [sorted(ran.state(name).glob(f"{what}-{number:02d}-*"))[-1] for what in ("codes", "decoder")]
-    return [load_file(path) for path in found]
+    files = [sorted(ran.state(name).glob(f"{what}-{number:02d}-*"))[-1] for what in ("codes", "decoder")]
+    return [load_file(path) for path in files]
 
 
 def sampler(ran, name):

@@ -38,8 +38,8 @@ def test_a_simulation_gathers_everybodys_pictures(tmp_path, monkeypatch, kind):
 def test_a_deployments_pictures_stay_in_the_state_directories(tmp_path):
     write_shards(tmp_path, SIZES)
     ran = run(tmp_path, "strategy=cwt", *FEW, "replay=vqvae2")
-    found = {path.relative_to(tmp_path).parts[:2] for path in tmp_path.rglob("*.png")}
-    assert found == {("state", name) for name in SIZES}
+    folders = {path.relative_to(tmp_path).parts[:2] for path in tmp_path.rglob("*.png")}
+    assert folders == {("state", name) for name in SIZES}
     assert set(sizes(ran.state("c") / "pictures").values()) == {(WIDTH, 3 * TILE + 3)}  # of five images
 
 

@@ -27,11 +27,11 @@ DP_SIZES = {"a": 70, "b": 33, "c": 20}
 
 @pytest.fixture(scope="module")
 def hospitals(tmp_path_factory):
-    found = {}
+    folders = {}
     for name, sizes in {"vqvae2": SIZES, "pixelcnn": SIZES, "under DP": DP_SIZES}.items():
-        found[name] = tmp_path_factory.mktemp("hospitals")
-        write_shards(found[name], sizes)
-    return found
+        folders[name] = tmp_path_factory.mktemp("hospitals")
+        write_shards(folders[name], sizes)
+    return folders
 
 
 @pytest.fixture(scope="module")
@@ -40,17 +40,17 @@ def whole(hospitals):
     return cache(lambda job: run(hospitals[job], *JOBS[job]))
 
 
-def check(one, many):
+def check(whole, many):
     """Compare all that a run has learned, and what it says of it."""
-    assert same(one.weights, many.weights)
-    kept = sorted(path.name for path in (one.folder / "replay").iterdir())
+    assert same(whole.weights, many.weights)
+    kept = sorted(path.name for path in (whole.folder / "replay").iterdir())
     assert kept == sorted(path.name for path in (many.folder / "replay").iterdir())
     for name in kept:
-        assert same(*(read_tensors(ran.folder / "replay" / name) for ran in (one, many))), name
-    said = [lines(ran.folder / "generator.jsonl") for ran in (one, many)]
-    assert said[0] == said[1]
-    assert one.result["examples-seen"] == many.result["examples-seen"]
-    assert one.result["final"] == many.result["final"]
+        assert same(*(read_tensors(ran.folder / "replay" / name) for ran in (whole, many))), name
+    histories = [lines(ran.folder / "generator.jsonl") for ran in (whole, many)]
+    assert histories[0] == histories[1]
+    assert whole.result["examples-seen"] == many.result["examples-seen"]
+    assert whole.result["final"] == many.result["final"]
 
 
 @pytest.mark.sampled(1)
@@ -86,8 +86,8 @@ def test_messages_between_the_first_and_the_last_say_numbers_of_steps_alone(hosp
         *between, (_, last) = ran.grid.of(stage, "a")
         assert between
         for _, reply in between:
-            said = metrics_in(reply.content)
-            assert {*said} == {"num-examples", "examples-seen", "steps", "steps-left", "epsilon", "delta"}
+            metrics = metrics_in(reply.content)
+            assert {*metrics} == {"num-examples", "examples-seen", "steps", "steps-left", "epsilon", "delta"}
             assert {*reply.content} == {"metrics"}
         assert "arrays" in last.content
         assert "losses" not in metrics_in(last.content)
@@ -129,7 +129,7 @@ def test_a_message_that_is_lost_is_sent_once_more(hospitals, whole, job, code, s
     check(whole(job), ran)
     assert [failure["institution"] for failure in ran.result["failures"]] == ["b", "b"]
     if job == "under DP":
-        steps = [sum(charge["steps"] for charge in found.charges("b")) for found in (whole(job), ran)]
+        steps = [sum(charge["steps"] for charge in job_run.charges("b")) for job_run in (whole(job), ran)]
         assert steps[0] == steps[1]  # what was trained is not charged again
 
 
@@ -225,7 +225,7 @@ def test_weights_of_another_form_at_the_end_are_refused(hospitals):
 def test_a_forecast_is_exact_where_a_training_takes_one_message(tmp_path, job):
     """Where it takes more, the ledger has the further messages, which hold numbers alone."""
     data = ["task=digits", "partition=iid", "partition.size=40", "model.width=4"]
-    found = {}
+    forecasts = {}
     for seconds in (300, 1e-9):
         ran = simulated(tmp_path / str(seconds), *job, *data, f"generator.slice_seconds={seconds}")
         lines_of = forecast(Simulation.of(compose(overrides_of(ran.folder / "config.yaml"))))
@@ -233,11 +233,11 @@ def test_a_forecast_is_exact_where_a_training_takes_one_message(tmp_path, job):
         for line in lines_of:
             key = (line.direction, line.stage, line.kind)
             expected[key] = expected.get(key, 0) + line.bytes
-        found[seconds] = {}
+        forecasts[seconds] = {}
         for entry in ran.ledger:
             key = (entry["direction"], entry["stage"], entry["kind"])
-            found[seconds][key] = found[seconds].get(key, 0) + entry["bytes"]
-        more = {key for key in found[seconds] if found[seconds][key] != expected[key]}
+            forecasts[seconds][key] = forecasts[seconds].get(key, 0) + entry["bytes"]
+        more = {key for key in forecasts[seconds] if forecasts[seconds][key] != expected[key]}
         trains = {stage for _, stage, _ in more}
         if seconds == 300:
             assert not more

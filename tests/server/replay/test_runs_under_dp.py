@@ -82,10 +82,10 @@ def test_a_crash_repeats_the_charges_of_a_classifier_and_none_of_a_generators_vi
 @pytest.mark.parametrize("noise", ["secret", "seeded"])
 def test_one_seed_gives_other_weights_with_secret_noise_only(once, options, noise):
     options = options if noise == "secret" else [*options, SEEDED]
-    one, other = once(*options), once(*options, copy=2)
-    assert same(one.visit("generator", 0), other.visit("generator", 0)) == (noise == "seeded")
+    first, other = once(*options), once(*options, copy=2)
+    assert same(first.visit("generator", 0), other.visit("generator", 0)) == (noise == "seeded")
     if "dp=end-to-end" in options or noise == "seeded":  # black replays of two generators teach a classifier the same
-        assert same(one.weights, other.weights) == (noise == "seeded")
+        assert same(first.weights, other.weights) == (noise == "seeded")
 
 
 def noise_of_one_step(folder, noise, sigma=2.0, n=B):
@@ -121,11 +121,11 @@ def test_a_budget_stops_an_institution_before_it_is_exceeded(folder):
     limit, of = 1.4, ["sigma=2", "delta=0.01", "epsilon=1.4", "rounds=3"]
     ran = run(folder, *CLASSIFIER, *of)
     charges = {name: ran.charges(name) for name in SIZES}
-    assert {name: len(found) for name, found in charges.items()} == {"a": 3, "b": 3, "c": 2}
-    for name, found in charges.items():
-        costs = [SampledGaussian(charge["rate"], charge["sigma"], charge["steps"]) for charge in found]
+    assert {name: len(own) for name, own in charges.items()} == {"a": 3, "b": 3, "c": 2}
+    for name, own in charges.items():
+        costs = [SampledGaussian(charge["rate"], charge["sigma"], charge["steps"]) for charge in own]
         assert ran.result["privacy"][name]["epsilon"] == epsilon(costs, 0.01) <= limit
-        assert (epsilon([*costs, costs[0]], 0.01) > limit) == (name == "c") or len(found) == 3
+        assert (epsilon([*costs, costs[0]], 0.01) > limit) == (name == "c") or len(own) == 3
     [failure] = ran.result["failures"]
     assert (failure["institution"], failure["round"]) == ("c", 9)
     assert failure["reason"].startswith("the privacy budget is epsilon 1.4 at delta 0.01; 1 steps of classifier would")
@@ -217,12 +217,12 @@ def test_noise_from_the_seed_is_called_no_protection(once, options):
 @pytest.mark.parametrize("options", [[*GENERATOR, SEEDED], END_TO_END], ids=["seeded", "end to end"])
 def test_the_forecast_says_what_the_ledger_will_say(tmp_path, options):
     ran = simulated(tmp_path, *options, "task=digits", "partition=iid", "partition.size=40", "model.width=4")
-    expected, found = Counter(), Counter()
+    expected, counted = Counter(), Counter()
     for line in forecast(Simulation.of(compose(overrides_of(ran.folder / "config.yaml")))):
         expected[key(vars(line))] += line.bytes
     for entry in ran.ledger:
-        found[key(entry)] += entry["bytes"]
-    assert found == expected
+        counted[key(entry)] += entry["bytes"]
+    assert counted == expected
 
 
 def key(line):
@@ -309,15 +309,15 @@ def ask(folder, request, *options):
 
 def test_what_is_replayed_does_not_depend_on_the_private_batches(folder, monkeypatch):
     """It is neither clipped nor noised, so one example more or less in a batch must not change it."""
-    take, found = CodeSampler.take, []
+    take, rows_taken = CodeSampler.take, []
 
     def watched(self, rows):
-        found[-1].append(rows.tolist())
+        rows_taken[-1].append(rows.tolist())
         return take(self, rows)
 
     monkeypatch.setattr(CodeSampler, "take", watched)
     for sizes in ((0, 3), (5, 3)):
-        found.append([])
+        rows_taken.append([])
 
         def rows(self, examples, sizes=sizes):
             return (torch.arange(size) for size in sizes[: self.epoch_cost.steps])
@@ -325,7 +325,7 @@ def test_what_is_replayed_does_not_depend_on_the_private_batches(folder, monkeyp
         monkeypatch.setattr(DPTraining, "rows", rows)
         monkeypatch.setattr(PrivacyBudget, "check_steps", lambda _: None)  # one of three steps is left out
         run(folder, *GENERATOR, "replay.ratio=6", "sigma=2", "delta=0.01")
-    drawn = [[rows for rows in of_run if len(rows) == 6 * B] for of_run in found]
+    drawn = [[rows for rows in of_run if len(rows) == 6 * B] for of_run in rows_taken]
     assert drawn[0] == drawn[1]
     assert len(drawn[0]) >= 4
 
@@ -346,9 +346,9 @@ def test_end_to_end_a_label_above_the_classes_is_not_told(tmp_path, caplog):
             left.append(run(folder, *options))
     dp, plain, dp_above, plain_above = left
     assert not plain.result["failures"]
-    assert [one["institution"] for one in plain_above.result["failures"]] == ["b"]
+    assert [failure["institution"] for failure in plain_above.result["failures"]] == ["b"]
     assert dp_above.ledger == dp.ledger
     assert not dp_above.result["failures"]
     assert same(dp_above.weights, dp.weights)
-    [said] = {line for line in caplog.messages if "are taken for it" in line}
-    assert said.startswith("1 labels are above 2, the last of task.classes=3")
+    [message] = {line for line in caplog.messages if "are taken for it" in line}
+    assert message.startswith("1 labels are above 2, the last of task.classes=3")
