@@ -66,9 +66,9 @@ def test_where_a_server_averages_it_is_the_test_of_what_each_has_returned(folder
     options = [] if job == "fedavg" else ["dp=none"]
     ran = run(folder, *f"strategy={job}".split(), *options, BEFORE, "rounds=1", "lr=0.3", after=keep)
     for name in NAMES:
-        found = ran.result["final"]["institutions"][name]
-        assert found[f"before-mixing-{prefix}accuracy"] == pytest.approx(accuracy(folder, name, returned[name]))
-        assert found[f"before-mixing-{prefix}loss"] != found[f"{prefix}loss"]
+        tested = ran.result["final"]["institutions"][name]
+        assert tested[f"before-mixing-{prefix}accuracy"] == pytest.approx(accuracy(folder, name, returned[name]))
+        assert tested[f"before-mixing-{prefix}loss"] != tested[f"{prefix}loss"]
     lines = [json.loads(line) for line in (ran.folder / "metrics.jsonl").read_text().splitlines()]
     assert f"before-mixing-{prefix}accuracy" in {line["metric"] for line in lines}
 
@@ -80,10 +80,10 @@ def test_in_gossip_it_is_the_test_of_what_was_released(folder, strategy, topolog
     ran = run(folder, f"strategy={strategy}", f"topology={topology}", "dp=none", "lr=1", BEFORE, "rounds=1")
     prefix, differing = ("proxy-" if strategy == "proxyfl" else ""), 0
     for name in NAMES:
-        found = ran.result["final"]["institutions"][name]
+        tested = ran.result["final"]["institutions"][name]
         for key, metric in (("released", f"before-mixing-{prefix}accuracy"), ("mixed", f"{prefix}accuracy")):
-            assert found[metric] == pytest.approx(accuracy(folder, name, ran.model(name, 1, key)[0]))
-        differing += found[f"before-mixing-{prefix}loss"] != found[f"{prefix}loss"]
+            assert tested[metric] == pytest.approx(accuracy(folder, name, ran.model(name, 1, key)[0]))
+        differing += tested[f"before-mixing-{prefix}loss"] != tested[f"{prefix}loss"]
     assert differing == (0 if topology == "none" else len(NAMES))
 
 

@@ -263,8 +263,8 @@ def test_a_model_of_another_form_is_refused_before_any_training(folder):
             grid.contexts[node].run_config = {"overrides": shlex.join([*SMALL, *JOB, "model.width=7"])}
 
     ran = run(folder, *JOB, "rounds=1", before=other)
-    [reason] = {one["reason"] for one in ran.result["failures"] if "form" in one["reason"]}
-    assert {one["institution"] for one in ran.result["failures"]} == {"c"}
+    [reason] = {failure["reason"] for failure in ran.result["failures"] if "form" in failure["reason"]}
+    assert {failure["institution"] for failure in ran.result["failures"]} == {"c"}
     assert "use one model" in reason
     assert ran.kept("released", "c", 1) is None
 

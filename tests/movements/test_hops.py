@@ -61,7 +61,7 @@ def test_a_restored_order_goes_on_as_it_would_have(rounds, order, broken):
             state = json.loads(json.dumps(other.state()))
             other = made(order)
             other.restore(state)
-        ours, theirs = (played(one, exchange, sorted(present), outcomes) for one in (whole, other))
+        ours, theirs = (played(queue, exchange, sorted(present), outcomes) for queue in (whole, other))
         assert ours == theirs
 
 
@@ -101,14 +101,14 @@ def test_a_queue_is_first_in_first_out():
     queues.begin_round(1, ["a", "b", "c"])
     queues.waiting["a"] = [(0.0, "b"), (0.5, "a"), (0.7, "c")]
     queues.waiting["b"], queues.waiting["c"] = [], []
-    found = []
+    turns = []
     for _ in range(3):
         turn = queues.start()
         if turn.institution == "a":
-            found.append(turn.model)
+            turns.append(turn.model)
         queues.pass_on(turn.institution, trained=True)
-    assert found == ["b", "a", "c"][: len(found)]
-    assert len(found) >= 2
+    assert turns == ["b", "a", "c"][: len(turns)]
+    assert len(turns) >= 2
 
 
 def test_a_model_comes_from_where_it_was_trained_last():

@@ -18,11 +18,11 @@ def begun(strategy, names):
 
 
 def names(strategy, exchanges, done=0):
-    found = []
+    visited = []
 
     def train(run, exchange, arrays):
-        found.append(strategy.visited(exchange).name)
-        assert exchange == done + len(found)
+        visited.append(strategy.visited(exchange).name)
+        assert exchange == done + len(visited)
         return arrays
 
     strategy.train, strategy.evaluate_if_due = train, lambda *args: None
@@ -31,20 +31,20 @@ def names(strategy, exchanges, done=0):
         grid=None, num_rounds=rounds, train_config=nothing, evaluate_config=nothing, evaluate_fn=None, done=done
     )
     strategy.rounds(run, ArrayRecord())
-    return found
+    return visited
 
 
 @pytest.mark.parametrize("order", ["fixed", "shuffled"])
 def test_every_cycle_visits_all_who_were_there_at_the_beginning(order):
-    one = begun(CWT(CWTConfig(order=order), Settings(seed=3)), "cab")
-    turns = names(one, 60)
+    method = begun(CWT(CWTConfig(order=order), Settings(seed=3)), "cab")
+    turns = names(method, 60)
     cycles = [turns[first : first + 3] for first in range(0, 60, 3)]
-    assert one.exchanges_per_round() == 3
+    assert method.exchanges_per_round() == 3
     assert all(sorted(cycle) == ["a", "b", "c"] for cycle in cycles)
     assert len({tuple(cycle) for cycle in cycles}) == (1 if order == "fixed" else 6)
-    one.members.add(Member("d", 9, 10))  # joins later, and is visited in no cycle
-    assert names(one, 60) == turns
-    assert names(one, 60, done=7) == turns[7:]  # resumed
+    method.members.add(Member("d", 9, 10))  # joins later, and is visited in no cycle
+    assert names(method, 60) == turns
+    assert names(method, 60, done=7) == turns[7:]  # resumed
 
 
 def test_central_visits_the_first_by_name():

@@ -49,11 +49,11 @@ def test_the_number_is_the_nearest_and_at_least_one(n, fraction, count):
 def test_a_draw_follows_from_seed_and_round_and_everyone_has_the_same_chance():
     drawn = [participants(NAMES, 0.25, 7, at) for at in range(1, 401)]
     assert drawn == [participants(NAMES, 0.25, 7, at) for at in range(1, 401)]
-    assert all(one == sorted(one) and len({*one}) == 5 for one in drawn)
+    assert all(names == sorted(names) and len({*names}) == 5 for names in drawn)
     assert drawn != [participants(NAMES, 0.25, 8, at) for at in range(1, 401)]
-    times = Counter(name for one in drawn for name in one)
+    times = Counter(name for names in drawn for name in names)
     assert all(60 <= times[name] <= 140 for name in NAMES)  # 100 expected, standard deviation 8.7
-    pairs = Counter((a, b) for one in drawn for a in one for b in one if a < b)
+    pairs = Counter((a, b) for names in drawn for a in names for b in names if a < b)
     assert len(pairs) == 190  # nobody always trains with the same others
 
 
@@ -72,17 +72,24 @@ def test_all_are_drawn_in_the_order_given_if_the_fraction_is_one():
 
 
 def test_only_those_drawn_train_and_their_weights_alone_are_averaged(hospitals):
-    found = ran(hospitals, "strategy=fedavg", "fraction=0.4", "rounds=3")
+    completed = ran(hospitals, "strategy=fedavg", "fraction=0.4", "rounds=3")
     expected = [participants([*"abcde"], 0.4, 0, at) for at in (1, 2, 3)]
     for at, names in enumerate(expected, 1):
-        assert [one.name for one in found.grid.asked if one.stage == "train" and one.exchange == at] == names
-        assert [one.name for one in found.grid.asked if one.stage == "evaluate" and one.exchange == at] == [*"abcde"]
-        answers = [Trained.decode(r.content) for a, _, r in found.grid.log if (a.stage, a.exchange) == ("train", at)]
+        assert [
+            request.name for request in completed.grid.asked if request.stage == "train" and request.exchange == at
+        ] == names
+        assert [
+            request.name for request in completed.grid.asked if request.stage == "evaluate" and request.exchange == at
+        ] == [*"abcde"]
+        answers = [
+            Trained.decode(r.content) for a, _, r in completed.grid.log if (a.stage, a.exchange) == ("train", at)
+        ]
         n = np.array([answer.num_examples for answer in answers], np.float64)
-        sent = next(m for a, m, _ in found.grid.log if a.stage == "evaluate" and a.exchange == at)
+        sent = next(m for a, m, _ in completed.grid.log if a.stage == "evaluate" and a.exchange == at)
         for key, array in opened(sent.content["arrays"]).items():
             mean = sum(
-                k * opened(one.arrays)[key].astype(np.float64) for k, one in zip(n / n.sum(), answers, strict=True)
+                k * opened(answer.arrays)[key].astype(np.float64)
+                for k, answer in zip(n / n.sum(), answers, strict=True)
             )
             np.testing.assert_allclose(array, mean, rtol=1e-6, atol=1e-7)
     assert len({tuple(names) for names in expected}) > 1
@@ -90,13 +97,13 @@ def test_only_those_drawn_train_and_their_weights_alone_are_averaged(hospitals):
 
 def test_a_round_whose_institutions_all_fail_keeps_the_weights_and_the_run_goes_on(hospitals):
     (failing,) = participants([*"abcde"], 0.2, 0, 2)
-    found = ran(hospitals, "strategy=fedavg", "fraction=0.2", "rounds=3", failing=[("train", failing, 2)])
+    completed = ran(hospitals, "strategy=fedavg", "fraction=0.2", "rounds=3", failing=[("train", failing, 2)])
     weights = {
-        at.exchange: opened(asked.content["arrays"]) for at, asked, _ in found.grid.log if at.stage == "evaluate"
+        at.exchange: opened(asked.content["arrays"]) for at, asked, _ in completed.grid.log if at.stage == "evaluate"
     }
     assert all(np.array_equal(weights[1][key], weights[2][key]) for key in weights[1])
     assert not all(np.array_equal(weights[2][key], weights[3][key]) for key in weights[2])
-    assert [failure["institution"] for failure in found.result["failures"]] == [failing]
+    assert [failure["institution"] for failure in completed.result["failures"]] == [failing]
 
 
 def test_a_run_ends_once_every_institution_has_failed(hospitals):
@@ -121,7 +128,7 @@ def test_a_resumed_run_draws_the_same(hospitals, strategy):
     resumed = ran(hospitals, *options, resume=str(hospitals / "runs" / "broken"))
     trained = [(at.name, at.exchange) for at in whole.grid.asked if at.stage == "train"]
     assert [(at.name, at.exchange) for at in resumed.grid.asked if at.stage == "train"] == [
-        one for one in trained if one[1] > 3
+        visit for visit in trained if visit[1] > 3
     ]
     files = [folder / "models" / "global.safetensors" for folder in (whole.folder, resumed.folder)]
     assert files[0].read_bytes() == files[1].read_bytes()
@@ -139,12 +146,12 @@ def test_another_fraction_is_another_run(hospitals):
 
 @pytest.mark.parametrize("order", ["fixed", "shuffled"])
 def test_a_cycle_visits_a_fraction_once_each(hospitals, order):
-    found = ran(hospitals, "strategy=cwt", f"order={order}", "fraction=0.6", "rounds=3")
-    visits = found.grid.who("train")
+    completed = ran(hospitals, "strategy=cwt", f"order={order}", "fraction=0.6", "rounds=3")
+    visits = completed.grid.who("train")
     for cycle in range(3):
         assert sorted(visits[3 * cycle : 3 * cycle + 3]) == participants([*"abcde"], 0.6, 0, cycle)
-    assert found.result["rounds"] == 3
-    assert [line["round"] for line in found.ledger if (line["stage"], line["field"]) == ("train", "lr")] == [
+    assert completed.result["rounds"] == 3
+    assert [line["round"] for line in completed.ledger if (line["stage"], line["field"]) == ("train", "lr")] == [
         *range(1, 10)
     ]
 
@@ -157,23 +164,25 @@ def test_a_cycle_visits_a_fraction_once_each(hospitals, order):
     ("strategy", "stage"), [("local", "train-own"), ("avgpush", "push"), ("proxyfl", "train-proxy")]
 )
 def test_those_drawn_train_and_all_that_have_trained_test(hospitals, strategy, stage):
-    found = ran(hospitals, f"strategy={strategy}", "fraction=0.4", "rounds=4")
+    completed = ran(hospitals, f"strategy={strategy}", "fraction=0.4", "rounds=4")
     drawn = [participants([*"abcde"], 0.4, 0, at) for at in range(1, 5)]
     trained: set[str] = set()
     assert drawn[0] != drawn[1]
     for at, names in enumerate(drawn, 1):
         trained |= {*names}
-        asked = [one for one in found.grid.asked if one.exchange == at]
-        assert [one.name for one in asked if one.stage == stage] == names
-        assert {one.name for one in asked if one.stage.startswith("evaluate")} == trained
-        assert {one.name for one in asked if one.stage == "deliver"} == ({*names} if strategy != "local" else set())
+        asked = [request for request in completed.grid.asked if request.exchange == at]
+        assert [request.name for request in asked if request.stage == stage] == names
+        assert {request.name for request in asked if request.stage.startswith("evaluate")} == trained
+        assert {request.name for request in asked if request.stage == "deliver"} == (
+            {*names} if strategy != "local" else set()
+        )
 
 
 def test_gossip_among_those_drawn_conserves_the_sum_of_all_models(hospitals):
-    found = ran(hospitals, "strategy=avgpush", "topology=random", "fraction=0.6", "rounds=4")
+    completed = ran(hospitals, "strategy=avgpush", "topology=random", "fraction=0.6", "rounds=4")
     shares = [
         (at.exchange, at.name, asked.content["config"]["kept"], asked.content["config"]["shares"])
-        for at, asked, _ in found.grid.log
+        for at, asked, _ in completed.grid.log
         if at.stage == "deliver"
     ]
     for number in range(1, 5):
@@ -211,26 +220,26 @@ def test_a_model_that_could_not_begin_begins_when_its_institution_is_asked_next(
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["local", "fml", "fedavg"])
 def test_who_never_trained_is_said(hospitals, strategy):
-    found = ran(hospitals, f"strategy={strategy}", "fraction=0.4", "rounds=2")
+    completed = ran(hospitals, f"strategy={strategy}", "fraction=0.4", "rounds=2")
     never = sorted({*"abcde"} - {name for at in (1, 2) for name in participants([*"abcde"], 0.4, 0, at)})
     assert never
-    assert found.result["untrained"] == never
-    assert found.result["nodes"] == 5
-    page = write_run_page(found.folder).read_text()
-    said = f"{len(never)} of 5 institutions never trained, or no answer of theirs arrived: {', '.join(never)}"
-    for text in (summary(found.result, found.folder), page):
-        assert said in text
+    assert completed.result["untrained"] == never
+    assert completed.result["nodes"] == 5
+    page = write_run_page(completed.folder).read_text()
+    sentence = f"{len(never)} of 5 institutions never trained, or no answer of theirs arrived: {', '.join(never)}"
+    for text in (summary(completed.result, completed.folder), page):
+        assert sentence in text
         assert "All institutions took part" not in text
         assert (f"o metric is of {', '.join(never)}" in text) == (strategy != "fedavg")
     assert all(f">{SIZES[name]}</td>" in page for name in never)
-    cell = {"label": strategy, "seed": 0, "options": [], "result": found.result}
+    cell = {"label": strategy, "seed": 0, "options": [], "result": completed.result}
     report = {"seeds": [0], "options": [], "strategies": {}, "cells": [cell], "higher-is-better": True}
-    assert f"{strategy} seed 0: {said}" in notes(report)
+    assert f"{strategy} seed 0: {sentence}" in notes(report)
 
 
 def test_the_best_round_is_among_those_that_most_institutions_tested(hospitals):
-    found = ran(hospitals, "strategy=local", "fraction=0.2", "rounds=4", "lr=0.5")
-    rows = lines(found.folder / "metrics.jsonl")
+    completed = ran(hospitals, "strategy=local", "fraction=0.2", "rounds=4", "lr=0.5")
+    rows = lines(completed.folder / "metrics.jsonl")
     at = {row["round"]: [] for row in rows}
     for row in rows:
         if row["metric"] == "accuracy":
@@ -238,26 +247,26 @@ def test_the_best_round_is_among_those_that_most_institutions_tested(hospitals):
     most = max(len(rows) for rows in at.values())
     whole = {number: dict(rows)[""] for number, rows in at.items() if len(rows) == most}
     assert max(whole.values()) < max(dict(rows)[""] for rows in at.values())  # one institution alone was better
-    assert found.result["best"]["accuracy"] == max(whole.values())
-    assert found.result["best"]["round"] in whole
+    assert completed.result["best"]["accuracy"] == max(whole.values())
+    assert completed.result["best"]["round"] in whole
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("strategy", "fraction"), [("avgpush", 0.2), ("avgpush", 0.4), ("local", 0.2)])
 def test_a_draw_of_one_leaves_nobody_to_exchange_with(hospitals, strategy, fraction):
-    found = ran(hospitals, f"strategy={strategy}", f"fraction={fraction}", "rounds=2")
-    said = "fraction=0.2 draws one of 5 institutions for a round: no model goes to another"
-    assert (said in summary(found.result, found.folder)) == (strategy == "avgpush" and fraction == 0.2)
+    completed = ran(hospitals, f"strategy={strategy}", f"fraction={fraction}", "rounds=2")
+    sentence = "fraction=0.2 draws one of 5 institutions for a round: no model goes to another"
+    assert (sentence in summary(completed.result, completed.folder)) == (strategy == "avgpush" and fraction == 0.2)
 
 
 @pytest.mark.sampled(2, of="slow runs")
 def test_a_queues_model_that_its_institution_never_trained_has_a_card(hospitals):
     job = ["strategy=feder", "generator.epochs=1", "order=queue", "fraction=0.6", "rounds=4"]
-    found = ran(hospitals, *job, failing=[("train-with-buffers", "e")])
-    assert "e" not in found.result["final"]["institutions"]
-    said = card(found.folder, load_model(found.folder, "e"), "e")
-    assert "On the test examples of e: no test." in said
-    assert "at 3 of 5 institutions" in said
+    completed = ran(hospitals, *job, failing=[("train-with-buffers", "e")])
+    assert "e" not in completed.result["final"]["institutions"]
+    text = card(completed.folder, load_model(completed.folder, "e"), "e")
+    assert "On the test examples of e: no test." in text
+    assert "at 3 of 5 institutions" in text
 
 
 def test_what_is_for_all_institutions_in_every_round_refuses_a_fraction(hospitals):
@@ -274,16 +283,16 @@ def test_what_is_for_all_institutions_in_every_round_refuses_a_fraction(hospital
 
 
 def test_a_proxy_is_charged_for_the_rounds_in_which_it_was_drawn(hospitals):
-    found = ran(hospitals, "strategy=proxyfl", "fraction=0.4", "rounds=4", "dp=proxy", "beta=0")
-    times = Counter(found.grid.who("train-proxy"))
+    completed = ran(hospitals, "strategy=proxyfl", "fraction=0.4", "rounds=4", "dp=proxy", "beta=0")
+    times = Counter(completed.grid.who("train-proxy"))
     assert sum(times.values()) == 8
     assert len({*times.values()}) > 1
     for name, n in SIZES.items():
-        stated = found.result["privacy"].get(name)
+        stated = completed.result["privacy"].get(name)
         if times[name]:
             cost = SampledGaussian.of_epochs(examples=n, batch=8, sigma=0.7, epochs=times[name])
             assert stated["epsilon"] == pytest.approx(epsilon([cost], 1 / n))
-            assert len(found.charges(name)) == times[name]
+            assert len(completed.charges(name)) == times[name]
         else:
             assert stated is None
 
@@ -291,17 +300,17 @@ def test_a_proxy_is_charged_for_the_rounds_in_which_it_was_drawn(hospitals):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["fedavg", "cwt"])
 def test_an_institution_is_charged_for_the_rounds_in_which_it_trained(hospitals, strategy):
-    found = ran(hospitals, f"strategy={strategy}", "fraction=0.4", "rounds=4", "dp=classifier")
-    times = Counter(found.grid.who("train"))
+    completed = ran(hospitals, f"strategy={strategy}", "fraction=0.4", "rounds=4", "dp=classifier")
+    times = Counter(completed.grid.who("train"))
     assert sum(times.values()) == 8
     assert len({*times.values()} | {times[name] for name in SIZES}) > 1
     for name, n in SIZES.items():
-        stated = found.result["privacy"][name]
+        stated = completed.result["privacy"][name]
         if not times[name]:
             assert stated is None
-            assert not (found.state(name) / "privacy.jsonl").exists()
+            assert not (completed.state(name) / "privacy.jsonl").exists()
             continue
-        assert len(found.charges(name)) == times[name]
+        assert len(completed.charges(name)) == times[name]
         cost = SampledGaussian.of_epochs(examples=n, batch=8, sigma=0.7, epochs=times[name])
         assert stated["epsilon"] == pytest.approx(epsilon([cost], 1 / n))
 
@@ -310,40 +319,40 @@ def test_a_resumed_run_ends_without_an_institution_that_stated_its_epsilon_befor
     job = ["strategy=fedavg", "rounds=2", "dp=classifier"]
     with pytest.raises(KeyboardInterrupt):
         ran(hospitals, *job, name="broken", breaking=[("evaluate", "a", 1)])
-    found = ran(hospitals, *job, resume=str(hospitals / "runs" / "broken"), failing=lambda grid, at: at.name == "b")
-    assert found.result["privacy"]["b"]["epsilon"] > 0  # what was released stays released
-    assert sorted(found.result["noise"]) == ["a", "c", "d", "e"]  # nobody knows how many examples "b" has
+    completed = ran(hospitals, *job, resume=str(hospitals / "runs" / "broken"), failing=lambda grid, at: at.name == "b")
+    assert completed.result["privacy"]["b"]["epsilon"] > 0  # what was released stays released
+    assert sorted(completed.result["noise"]) == ["a", "c", "d", "e"]  # nobody knows how many examples "b" has
 
 
 def test_result_and_forecast_have_the_same_steps(hospitals):
-    found = ran(hospitals, "strategy=fedavg", "fraction=0.4", "rounds=4", "dp=classifier")
+    completed = ran(hospitals, "strategy=fedavg", "fraction=0.4", "rounds=4", "dp=classifier")
     for name, n in SIZES.items():
-        if times := found.grid.who("train").count(name):
-            (noise,) = found.result["noise"][name]
+        if times := completed.grid.who("train").count(name):
+            (noise,) = completed.result["noise"][name]
             assert noise["steps"] == times * (n // 8)
 
 
 def test_a_forecast_states_each_institutions_own_epsilon(hospitals, monkeypatch, capsys):
     job = ["strategy=fedavg", "task=digits", "partition=iid", "partition.size=64", "model=mlp", "nodes=5", "rounds=4"]
     assert command(monkeypatch, "run", *job, "dp=classifier", "fraction=0.4", "--dry-run") == 0
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     names = [f"institution-{k}" for k in range(1, 6)]
     times = Counter(name for at in range(1, 5) for name in participants(names, 0.4, 0, at))
     assert len({times[name] for name in names}) > 1
     for name in names:
         assert (
-            f"(32 of 64), up to {2 * times[name]} steps" in said.partition(f"{name}: epsilon")[2].partition("inst")[0]
+            f"(32 of 64), up to {2 * times[name]} steps" in output.partition(f"{name}: epsilon")[2].partition("inst")[0]
         )
 
 
 def test_a_forecast_states_no_epsilon_of_who_is_never_drawn(hospitals, monkeypatch, capsys):
     job = ["strategy=local", "task=digits", "partition=iid", "partition.size=64", "model=mlp", "nodes=5", "rounds=1"]
     assert command(monkeypatch, "run", *job, "dp=classifier", "fraction=0.4", "--dry-run") == 0
-    said, names = capsys.readouterr().out, [f"institution-{k}" for k in range(1, 6)]
+    output, names = capsys.readouterr().out, [f"institution-{k}" for k in range(1, 6)]
     drawn = participants(names, 0.4, 0, 1)
     for name in names:
-        assert (f"{name}: trains in no round, so it has no epsilon" in said) == (name not in drawn)
-        assert (f"{name}: epsilon" in said) == (name in drawn)
+        assert (f"{name}: trains in no round, so it has no epsilon" in output) == (name not in drawn)
+        assert (f"{name}: epsilon" in output) == (name in drawn)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -354,11 +363,11 @@ def test_a_forecast_states_no_epsilon_of_who_is_never_drawn(hospitals, monkeypat
 def test_methods_in_which_all_must_take_part_refuse(strategy, monkeypatch, capsys, tmp_path):
     job = [f"strategy={strategy}", "task=digits", "nodes=3", "fraction=0.5", "--runs-dir", str(tmp_path / "runs")]
     assert command(monkeypatch, "run", *job) == 2
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said.startswith(
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith(
         "error: fraction is for methods that can train in a round with some of the institutions; got"
     )
-    assert f"got strategy={strategy}: leave it out, or choose strategy=avgpush, cwt, ditto, fedavg, fedavgm," in said
+    assert f"got strategy={strategy}: leave it out, or choose strategy=avgpush, cwt, ditto, fedavg, fedavgm," in error
     assert not (tmp_path / "runs").exists()
 
 

@@ -56,8 +56,8 @@ def twin(data, mixing, optimizer, rule, seeds):
                     divergence = (p * (p.log() - own.log_softmax(1))).sum(1).mean()
                     loss = (1 - weight) * functional.cross_entropy(own, y_B) + weight * divergence
                     gradients.append(torch.autograd.grad(loss, list(model[name].parameters())))
-                for parameter, gradient, one in zip(theta[name].parameters(), gradients[0], state[name], strict=True):
-                    by_hand(optimizer, parameter.data, gradient + DECAY * parameter.data, one)
+                for parameter, gradient, kept in zip(theta[name].parameters(), gradients[0], state[name], strict=True):
+                    by_hand(optimizer, parameter.data, gradient + DECAY * parameter.data, kept)
                 for parameter, gradient in zip(phi[name].parameters(), gradients[1], strict=True):
                     parameter.grad = gradient
                 private[name].step()
@@ -65,35 +65,35 @@ def twin(data, mixing, optimizer, rule, seeds):
     return phi, theta
 
 
-def by_hand(optimizer, parameter, gradient, one):
+def by_hand(optimizer, parameter, gradient, kept):
     """Take a step of SGD with momentum, or of Adam."""
     if optimizer == "sgd":
-        one["m"] = 0.9 * one["m"] + gradient
-        parameter -= LR * one["m"]
+        kept["m"] = 0.9 * kept["m"] + gradient
+        parameter -= LR * kept["m"]
         return
-    one["t"] += 1
-    one["m"] = 0.9 * one["m"] + 0.1 * gradient
-    one["v"] = 0.999 * one["v"] + 0.001 * gradient**2
-    m, v = one["m"] / (1 - 0.9 ** one["t"]), one["v"] / (1 - 0.999 ** one["t"])
+    kept["t"] += 1
+    kept["m"] = 0.9 * kept["m"] + 0.1 * gradient
+    kept["v"] = 0.999 * kept["v"] + 0.001 * gradient**2
+    m, v = kept["m"] / (1 - 0.9 ** kept["t"]), kept["v"] / (1 - 0.999 ** kept["t"])
     parameter -= LR * m / (v.sqrt() + 1e-8)
 
 
 def mix(theta, state, mixing):
     before = {name: [parameter.detach().clone() for parameter in theta[name].parameters()] for name in SIZES}
-    states = {name: [dict(one) for one in some] for name, some in state.items()}
+    states = {name: [dict(moments) for moments in some] for name, some in state.items()}
     for name, shares in zip(SIZES, mixing, strict=True):
         for i, parameter in enumerate(theta[name].parameters()):
             parameter.data.copy_(sum(share * before[other][i] for share, other in zip(shares, SIZES, strict=True)))
-        for i, one in enumerate(state.get(name, [])):
-            for key in one:
-                one[key] = sum(share * states[other][i][key] for share, other in zip(shares, SIZES, strict=True))
-            one["t"] = float(np.rint(one["t"]))
+        for i, kept in enumerate(state.get(name, [])):
+            for key in kept:
+                kept[key] = sum(share * states[other][i][key] for share, other in zip(shares, SIZES, strict=True))
+            kept["t"] = float(np.rint(kept["t"]))
 
 
-def close(found, module):
+def close(state, module):
     for name, value in module.state_dict().items():
         torch.testing.assert_close(
-            torch.from_numpy(found[name]), value, rtol=0, atol=5e-5
+            torch.from_numpy(state[name]), value, rtol=0, atol=5e-5
         )  # Adam enlarges rounding errors
 
 
@@ -129,8 +129,8 @@ def test_the_three_rules_differ(shards):
     options = ["strategy=fml", "optimizer=adam", *OPTIONS]
     runs = [run(shards[0], *options, f"proxy-optimizer={rule}", names=SIZES) for rule in RULES]
     models = [load_file(ran.folder / "models" / "global.safetensors") for ran in runs]
-    for one, other in ((0, 1), (0, 2), (1, 2)):
-        assert max(abs(models[one][name] - models[other][name]).max() for name in models[0]) > 1e-3
+    for left, right in ((0, 1), (0, 2), (1, 2)):
+        assert max(abs(models[left][name] - models[right][name]).max() for name in models[0]) > 1e-3
 
 
 @pytest.mark.parametrize(("strategy", "stage"), [("proxyfl", "train-proxy"), ("fml", "train-mutually")])
@@ -156,7 +156,7 @@ def test_only_the_proxys_optimizer_leaves_and_it_is_declared(shards, strategy, s
 @pytest.mark.parametrize("strategy", ["proxyfl", "fml"])
 def test_a_resumed_run_has_the_same_bits(shards, strategy):
     options = [f"strategy={strategy}", "proxy-optimizer=travels", "optimizer=adam", "topology=complete", *OPTIONS]
-    options = [one for one in options if strategy == "proxyfl" or "topology" not in one]
+    options = [words for words in options if strategy == "proxyfl" or "topology" not in words]
     whole, resumed = run(shards[0], *options, names=SIZES), broken(shards[0], *options, names=SIZES, stop_after=2)
     for name in SIZES:
         assert same(whole.private(name, ROUNDS), resumed.private(name, ROUNDS))
@@ -168,7 +168,7 @@ def test_a_resumed_run_has_the_same_bits(shards, strategy):
 def test_a_proxy_that_rests_passes_its_state_on(shards):
     options = ["strategy=proxyfl", "proxy-optimizer=travels", "optimizer=adam", "beta=0", "sigma=2", "delta=0.01"]
     free = run(shards[0], *options, "rounds=4", names=SIZES)
-    least = min(one["epsilon"] for one in free.result["privacy"].values())
+    least = min(account["epsilon"] for account in free.result["privacy"].values())
     ran = run(shards[0], *options, "rounds=4", f"epsilon={least * 0.75}", names=SIZES)
     assert not ran.result["failures"]
     assert same(ran.model("a", 3)[0], ran.model("a", 4, "released")[0])

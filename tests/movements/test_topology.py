@@ -275,9 +275,9 @@ def test_floats_are_mixed_in_float64_and_integers_stay_the_own():
 
 @pytest.mark.parametrize("kept", [0.0, 1.0])
 def test_many_small_parcels_add_up_in_float64(kept):
-    one = {"weight": np.ones(1, "float32")}
+    arrays = {"weight": np.ones(1, "float32")}
     tiny = [({"weight": np.full(1, 1e-8, "float32")}, 1e-8)] * 1000
-    result, w = mixed(one, 1.0, kept, [(one, 1.0), *tiny][int(kept) :])
+    result, w = mixed(arrays, 1.0, kept, [(arrays, 1.0), *tiny][int(kept) :])
     assert w == pytest.approx(1 + 1e-5, rel=1e-12)
     assert result["weight"][0] == 1, "in float32 the sum would stay 1 and the quotient fall below it"
 

@@ -28,13 +28,13 @@ def written(folder, name, values):
 
 @pytest.mark.parametrize("name", ["p.npy", "p.json", "p.csv", "P.CSV"])
 def test_a_file_holds_one_matrix_or_several_that_take_turns(tmp_path, name):
-    one = read_matrices(written(tmp_path, name, THREE), 3)
-    assert one.tolist() == [THREE]
+    matrix = read_matrices(written(tmp_path, name, THREE), 3)
+    assert matrix.tolist() == [THREE]
     two = read_matrices(written(tmp_path, name, [THREE, OTHER]), 3)
     assert two.tolist() == [THREE, OTHER]
     drawn = [mixing_matrix("file", 3, t, matrices=two).tolist() for t in range(5)]
     assert drawn == [THREE, OTHER, THREE, OTHER, THREE]
-    assert [mixing_matrix("file", 3, t, matrices=one).tolist() for t in range(2)] == [THREE, THREE]
+    assert [mixing_matrix("file", 3, t, matrices=matrix).tolist() for t in range(2)] == [THREE, THREE]
     mixing_matrix("file", 3, 0, matrices=two)[:] = 9
     assert two.tolist() == [THREE, OTHER]
 

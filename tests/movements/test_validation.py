@@ -58,12 +58,12 @@ def test_rounds_are_judged_by_validation_examples_and_the_last_by_test_examples(
     assert rounds[-1] == final["validation-accuracy"]
     assert ran.result["best"]["validation-accuracy"] == max(rounds)
     counts = confusion_of(ran.folder)
-    assert {name: sum(found) for name, found in counts.items()} == numbers(ran.folder)
-    hits = sum(sum(found[at * 3 + at] for at in range(3)) for found in counts.values())
+    assert {name: sum(cells) for name, cells in counts.items()} == numbers(ran.folder)
+    hits = sum(sum(cells[at * 3 + at] for at in range(3)) for cells in counts.values())
     assert hits / sum(numbers(ran.folder).values()) == pytest.approx(final["accuracy"])  # counts of test examples
-    said, page = summary(ran.result, ran.folder), write_run_page(ran.folder).read_text()
+    text, page = summary(ran.result, ran.folder), write_run_page(ran.folder).read_text()
     best = f"best {max(rounds):.4f} in round {ran.result['best']['round']}"
-    assert f"accuracy {final['accuracy']:.4f} (test; validation {rounds[-1]:.4f}, {best})" in said
+    assert f"accuracy {final['accuracy']:.4f} (test; validation {rounds[-1]:.4f}, {best})" in text
     assert f"Test examples were used only then; of validation examples accuracy is {rounds[-1]:.3f}" in page
     assert "validation" not in summary(tested.result, tested.folder)
 
@@ -108,7 +108,7 @@ def test_the_examples_are_nobody_elses():
     np.testing.assert_array_equal(after.test.x, before.test.x)
     part = dealt(held.task, held.partition, 3, 0)
     owned = [part.examples(loaded(held.task), k) for k in range(3)]
-    assert sum(len(one.val) for one in owned) == len(after.val)
+    assert sum(len(dataset.val) for dataset in owned) == len(after.val)
     assert len(pooled(held.task, held.partition, 3, 0, loaded(held.task)).train) == len(after.train)
 
 
@@ -127,16 +127,16 @@ def test_a_further_example_moves_no_other(tmp_path):
     """Neighbouring data differ by one example: else no epsilon would be of one example."""
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (61, 8, 8), dtype=np.uint8), np.arange(61) % 3
-    found = []
+    outcomes = []
     for n in (60, 61):
         arrays = {"train_images": x[:n], "train_labels": y[:n, None], "test_images": x[:9], "test_labels": y[:9, None]}
         np.savez(tmp_path / "made.npz", **arrays)
         options = ["task=medmnist", f"task.data_dir={tmp_path}/made.npz", "task.size=8", "classes=3", VALIDATED]
         data = load(compose(options).task)
-        found.append({row.tobytes() for row in data.val.x})
+        outcomes.append({row.tobytes() for row in data.val.x})
         assert len(data.val)
-    assert len(found[1] - found[0]) <= 1
-    assert found[0] <= found[1]
+    assert len(outcomes[1] - outcomes[0]) <= 1
+    assert outcomes[0] <= outcomes[1]
 
 
 def test_a_patients_images_are_held_out_together(tmp_path):
@@ -185,8 +185,8 @@ def test_an_institution_without_validation_examples_is_tested_at_the_end(tmp_pat
     assert all("accuracy" in metrics for metrics in own.values())
     assert len(own) == 3
     assert f"accuracy {result['final']['global']['accuracy']:.4f} (" in summary(result, folder)
-    said = "Few validation examples judged the rounds, 1 in all" if validating else "No institution has validation"
-    assert f"warning: {said}" in summary(result, folder)
+    sentence = "Few validation examples judged the rounds, 1 in all" if validating else "No institution has validation"
+    assert f"warning: {sentence}" in summary(result, folder)
     assert write_run_page(folder).exists()
 
 
@@ -211,11 +211,11 @@ def test_an_institution_tests_on_them_only_where_the_run_says_so(folder):
 
 def test_a_comparison_is_of_test_examples(tmp_path):
     options = ["task=digits", "partition=iid", VALIDATED, "seeds=2"]
-    found = planned(["fedavg", "cwt"], options, "", tmp_path)
-    assert found.about["metric"] == "accuracy"
+    plan = planned(["fedavg", "cwt"], options, "", tmp_path)
+    assert plan.about["metric"] == "accuracy"
     assert planned(["fedavg", "cwt"], options, "", tmp_path, "validation-loss").about["higher-is-better"] is False
     assert planned(["ditto"], options, "", tmp_path, "global-loss").about["higher-is-better"] is False
-    assert found.about["higher-is-better"]
+    assert plan.about["higher-is-better"]
 
 
 def test_one_site_alone_holds_out_what_it_does_among_all(tmp_path):

@@ -56,9 +56,9 @@ def test_what_travels_is_a_model_up_and_one_down(folder):
 
 def test_with_noise_it_states_what_was_released(folder):
     ran = run(folder, "strategy=avgpush", "dp=classifier", "sigma=2", "delta=0.01", "topology=exponential-half")
-    assert {one["mechanism"] for one in ran.result["privacy"].values()} == {"DP-SGD, Poisson sampling"}
-    spent = {one["epsilon"] for one in ran.result["privacy"].values()}
+    assert {account["mechanism"] for account in ran.result["privacy"].values()} == {"DP-SGD, Poisson sampling"}
+    spent = {account["epsilon"] for account in ran.result["privacy"].values()}
     assert len(spent) == 1
     protected = {e["protection"] for e in ran.ledger if e["direction"] == "up" and e["kind"] == "model"}
-    assert all(one.endswith("-DP") for one in protected)
+    assert all(protection.endswith("-DP") for protection in protected)
     assert not any(e["field"] == "train-loss" for e in ran.ledger)

@@ -75,10 +75,10 @@ def twin(shards, visits, momentum=0.9, keep=False):
     return {name: value.detach().numpy() for name, value in model.state_dict().items()}
 
 
-def agree(one, other):
-    assert one.keys() == other.keys()
-    for name in one:
-        np.testing.assert_allclose(one[name], other[name], rtol=0, atol=1e-6, err_msg=name)
+def agree(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        np.testing.assert_allclose(left[name], right[name], rtol=0, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -91,8 +91,10 @@ def test_a_fixed_order_is_that_of_the_names(start, shards, keep):
 
 def test_a_visit_is_max_1_floor_n_over_b_iterations(start):
     _, grid, _ = start()
-    said = {name: [metrics_in(reply.content) for _, reply in grid.of("train", name)] for name in SIZES}
-    counts = {name: {(one["examples-seen"], one["num-steps"]) for one in of} for name, of in said.items()}
+    answers = {name: [metrics_in(reply.content) for _, reply in grid.of("train", name)] for name in SIZES}
+    counts = {
+        name: {(metrics["examples-seen"], metrics["num-steps"]) for metrics in of} for name, of in answers.items()
+    }
     assert counts == {"a": {(4 * B, 4)}, "b": {(2 * B, 2)}, "c": {(5, 1)}}
 
 

@@ -50,10 +50,10 @@ def shards(tmp_path):
 
 
 def test_it_is_the_papers_algorithm(tmp_path, shards):
-    found, method = run(tmp_path, "ditto", "lam=2")
+    weights, method = run(tmp_path, "ditto", "lam=2")
     for name, personal in twin(shards, 2.0).items():
         agree(kept(tmp_path, "ditto", name), {key: value.numpy() for key, value in personal.items()})
-    assert same(found, run(tmp_path, "fedavg")[0]), "the global model is FedAvg's"
+    assert same(weights, run(tmp_path, "fedavg")[0]), "the global model is FedAvg's"
     assert "global-accuracy" in method.evaluated.metrics(method.task)
 
 

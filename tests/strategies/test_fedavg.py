@@ -82,17 +82,17 @@ def twin(shards, rounds=3, epochs=1, keep=False, failing=(), optimizer=torch.opt
             trained.append(model.state_dict())
             sizes.append(len(y))
         arrays = {
-            name: sum(n / sum(sizes) * one[name].double() for n, one in zip(sizes, trained, strict=True))
+            name: sum(n / sum(sizes) * model[name].double() for n, model in zip(sizes, trained, strict=True))
             for name in arrays
         }
         arrays = {name: value.round() if name.endswith("tracked") else value for name, value in arrays.items()}
     return {name: value.numpy() for name, value in arrays.items()}
 
 
-def agree(one, other):
-    assert one.keys() == other.keys()
-    for name in one:
-        np.testing.assert_allclose(one[name], other[name], rtol=0, atol=1e-6, err_msg=name)
+def agree(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        np.testing.assert_allclose(left[name], right[name], rtol=0, atol=1e-6, err_msg=name)
 
 
 def test_institutions_of_unequal_size_weigh_n_k_over_n(start, shards):
@@ -158,7 +158,7 @@ def test_the_mean_lies_within_its_parts_and_one_part_is_its_own_mean(states, dat
         np.testing.assert_allclose(array, expected, rtol=1e-6, atol=0.5 if name == "n" else 1e-6)
     assert same(weighted_mean(states, [3 * w for w in weights]), mean)
     assert same(weighted_mean(states[:1], weights[:1]), states[0])
-    assert all(same(one, other) for one, other in zip(states, before, strict=True))
+    assert all(same(state, former) for state, former in zip(states, before, strict=True))
 
 
 def test_a_subclass_that_combines_otherwise_must_say_itself_what_its_parent_may():

@@ -49,8 +49,8 @@ def test_without_momentum_it_is_fedavg_bit_for_bit(tmp_path, shards):
 
 
 def test_no_variance_becomes_negative_however_strong_the_momentum(tmp_path, shards):
-    found = run(tmp_path, "fedavgm", "server-momentum=0.99", "rounds=8")[0]
-    variances = [array for name, array in found.items() if name.endswith("running_var")]
+    weights = run(tmp_path, "fedavgm", "server-momentum=0.99", "rounds=8")[0]
+    variances = [array for name, array in weights.items() if name.endswith("running_var")]
     assert variances
     assert all(np.isfinite(array).all() and (array > 0).all() for array in variances)
 

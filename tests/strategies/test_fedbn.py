@@ -43,9 +43,9 @@ def shards(tmp_path):
 
 
 def test_it_is_the_papers_algorithm_and_institutions_keep_the_model_that_they_test(tmp_path, shards):
-    found = run(tmp_path, "fedbn")[0]
+    weights = run(tmp_path, "fedbn")[0]
     state, own = twin(shards)
-    agree(found, {name: value.numpy() for name, value in state.items()})
+    agree(weights, {name: value.numpy() for name, value in state.items()})
     for name in shards:
         agree(kept(tmp_path, name), {key: v.numpy() for key, v in {**state, **own[name]}.items()})
 

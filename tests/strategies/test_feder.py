@@ -50,8 +50,8 @@ def start(folder, tmp_path):
 
     def start(*options, names="cab", **more):
         job = JOB if not any(option.startswith("strategy=") for option in options) else PLAIN
-        found = run(folder, [*job, *options], node_configs(folder, tmp_path / "state", names), ran=Models, **more)
-        return Models(found.result, found.folder, found.grid, tmp_path)
+        ran = run(folder, [*job, *options], node_configs(folder, tmp_path / "state", names), ran=Models, **more)
+        return Models(ran.result, ran.folder, ran.grid, tmp_path)
 
     return start
 
@@ -74,7 +74,7 @@ def test_buffer_only_without_a_buffer_is_local(start, state):
     ours = start("mode=buffer-only", "buffer=0", *options)
     local = start("strategy=local", *options)
     for name in SIZES:
-        files = [found.state(name) / "model-000004.safetensors" for found in (ours, local)]
+        files = [job.state(name) / "model-000004.safetensors" for job in (ours, local)]
         assert same(*map(load_file, files))
     assert not ours.models
 
@@ -125,7 +125,7 @@ def test_a_generator_that_is_trained_in_many_messages_is_the_same(folder, tmp_pa
     for steps in (1, 1000):
         job, nodes = [*JOB, "generator.epochs=3"], node_configs(folder, tmp_path / str(steps))
         runs.append(run(folder, [*job, f"generator.slice_steps={steps}"], nodes, ran=Models))
-    assert [len(asked_of(one, "train-slice")) > 3 for one in runs] == [True, False]
+    assert [len(asked_of(run, "train-slice")) > 3 for run in runs] == [True, False]
     assert all(same(runs[0].models[name], runs[1].models[name]) for name in SIZES)
 
 
@@ -160,12 +160,12 @@ def test_a_queues_model_that_was_not_trained_goes_on_as_it_was_sent(start):
 
 def test_agreement_is_every_models_test_at_every_institution(start):
     ran = start("agreement=true", "buffer=0", "rounds=2")
-    found = ran.result["agreement"]
-    assert found["metric"] == "balanced-accuracy"
+    agreement = ran.result["agreement"]
+    assert agreement["metric"] == "balanced-accuracy"
     for name in SIZES:
-        scores = found["by-institution"][name]
+        scores = agreement["by-institution"][name]
         assert set(scores) == set(SIZES)
-        assert found["standard-deviation"][name] == pytest.approx(np.std(list(scores.values())))
+        assert agreement["standard-deviation"][name] == pytest.approx(np.std(list(scores.values())))
         own = ran.result["final"]["institutions"][name]["balanced-accuracy"]
         assert scores[name] == own  # the model that is there
 
@@ -216,14 +216,14 @@ def test_a_buffer_is_the_same_however_often_it_is_asked_for(start):
 
 
 def test_labels_are_uniform_over_the_classes_that_an_institution_has(start):
-    found = []
+    buffers = []
 
     def keep(grid, message, reply):
         if config_in(message.content).get("stage") == "draw-buffer":
-            found.append(Buffer.decode(reply.content))
+            buffers.append(Buffer.decode(reply.content))
 
     start("buffer=30", after=keep)
-    for buffer in found:
+    for buffer in buffers:
         assert buffer.images.shape == (30, 1, 8, 8)
         counts = np.bincount(buffer.labels)
         assert counts[counts > 0].max() - counts[counts > 0].min() <= 1
@@ -334,7 +334,7 @@ def test_a_policy_without_synthetic_refuses_at_the_roll_call(folder, tmp_path):
     nodes = node_configs(folder, tmp_path / "state")
     nodes[0]["policy"] = str(policy)
     ran = run(folder, JOB, nodes, ran=Models)
-    (failure,) = [one for one in ran.result["failures"] if one["institution"] == "c"][:1]
+    (failure,) = [failure for failure in ran.result["failures"] if failure["institution"] == "c"][:1]
     assert "Buffer.images is synthetic" in failure["reason"]
     assert not [row for row in ran.ledger if row["institution"] == "c" and row["stage"] != "roll-call"]
 

@@ -24,9 +24,9 @@ def shards(tmp_path):
 
 
 def test_it_is_the_papers_local_objective(tmp_path, shards):
-    found = run(tmp_path, "fedprox", "mu=5")[0]
-    agree(found, twin(shards, 5.0))
-    assert not same(found, run(tmp_path, "fedavg")[0])
+    weights = run(tmp_path, "fedprox", "mu=5")[0]
+    agree(weights, twin(shards, 5.0))
+    assert not same(weights, run(tmp_path, "fedavg")[0])
 
 
 def test_without_the_term_it_is_fedavg_bit_for_bit(tmp_path, shards):
@@ -37,8 +37,8 @@ def test_a_strong_term_holds_the_weights_near_where_they_began(tmp_path, shards)
     def moved(mu):
         config = compose(JOB)
         start = backbone(config.model, config.task)(derived_seed(0, "model")).state_dict()
-        found = run(tmp_path, "fedprox", f"mu={mu}", "rounds=1", "momentum=0")[0]
-        return sum(float(((found[n] - v.numpy()) ** 2).sum()) for n, v in start.items() if "running" not in n)
+        weights = run(tmp_path, "fedprox", f"mu={mu}", "rounds=1", "momentum=0")[0]
+        return sum(float(((weights[n] - v.numpy()) ** 2).sum()) for n, v in start.items() if "running" not in n)
 
     assert moved(10) < moved(0.1)
 

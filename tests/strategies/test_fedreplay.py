@@ -324,12 +324,12 @@ def test_a_run_that_broke_off_goes_on_with_the_same_bits(run):
 
 def test_several_processes_of_the_server_train_as_one_and_others_resume(run, forks):
     options = ["model.norm=group", "encoder=random", "rounds=3", "evaluate-every=1", "batch-size=15"]  # 8 and 7
-    one, _, _, result = run("one", *options)
+    single, _, _, result = run("one", *options)
     with pytest.raises(KeyboardInterrupt):
         run("two", *options, "server-processes=2", stopping=nth(("evaluate", "c", 2)))
     two, _, _, other = run("two", "server-processes=3", resume=True)
-    assert not same(one, two)  # the sums are others
-    for name, value in one.items():
+    assert not same(single, two)  # the sums are others
+    for name, value in single.items():
         np.testing.assert_allclose(two[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
     assert other["final"]["global"]["loss"] == pytest.approx(result["final"]["global"]["loss"], rel=1e-5)
     assert other["examples-seen"] == result["examples-seen"] == 3 * (sum(SIZES.values()) // 15) * 15

@@ -65,7 +65,7 @@ def test_it_is_full_batch_gradient_descent_on_the_union_in_float64(tmp_path, mon
     strategy = FedSGD(
         settings=Settings(roll_call=True, training=training, task=Classification(3), model=Double, nodes=3)
     )
-    found = opened(strategy.start(grid, array_record(to_arrays(Double(7))), 5).arrays)
+    weights = opened(strategy.start(grid, array_record(to_arrays(Double(7))), 5).arrays)
 
     model, x_all, y_all = Double(7), torch.from_numpy(x), torch.from_numpy(y)
     steps = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
@@ -74,20 +74,20 @@ def test_it_is_full_batch_gradient_descent_on_the_union_in_float64(tmp_path, mon
         cross_entropy(model(x_all), y_all).backward()
         steps.step()
     for name, value in model.state_dict().items():
-        assert found[name].dtype == np.float64
-        np.testing.assert_allclose(found[name], value.numpy(), rtol=0, atol=1e-10, err_msg=name)
+        assert weights[name].dtype == np.float64
+        np.testing.assert_allclose(weights[name], value.numpy(), rtol=0, atol=1e-10, err_msg=name)
 
 
 def test_one_institution_is_a_step_of_sgd_and_every_round_uses_each_example_once(tmp_path):
     shards = write_shards(tmp_path, SIZES)
-    found, _ = run(tmp_path, "fedsgd", "rounds=1", "lr=0.5", "model=mlp", "model.width=8", names="a")
+    weights, _ = run(tmp_path, "fedsgd", "rounds=1", "lr=0.5", "model=mlp", "model.width=8", names="a")
     config = compose([*JOB, "model=mlp", "model.width=8"])
     model = backbone(config.model, config.task)(derived_seed(0, "model"))
     x, y = shards["a"]
     cross_entropy(model(x), y).backward()
     for name, parameter in model.named_parameters():
         expected = (parameter - 0.5 * parameter.grad).detach().numpy()
-        np.testing.assert_allclose(found[name], expected, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(weights[name], expected, rtol=0, atol=1e-6)
 
 
 def test_under_dp_the_rate_is_bounded_by_the_noise(tmp_path):

@@ -93,8 +93,8 @@ def test_a_regression_has_numpys_ridge_of_the_union(tmp_path, hidden):
 def test_it_is_asked_once_under_masks_too_with_the_same_result(tmp_path):
     plain = head_after(tmp_path / "plain")
     under_masks = head_after(tmp_path / "masked", "masked=true")
-    for one, other in zip(plain, under_masks, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-3)
+    for left, right in zip(plain, under_masks, strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-3)
 
 
 def test_products_are_each_pair_once_with_the_norm_of_all():
@@ -123,8 +123,8 @@ def test_products_are_asked_for_where_the_noise_of_a_class_mean_is_small(tmp_pat
     result, _ = run_inline([*JOB, *options, "rounds=1", f"runs_dir={tmp_path}"], Display())
     features, _ = union()
     assert (result["bytes"]["up"] > 3 * 4 * pairs_of(features.shape[1])) == asked
-    said = [record.getMessage() for record in caplog.records]
-    assert any(line.startswith(f"head={'lda' if asked else 'means'}: each institution sends") for line in said)
+    messages = [record.getMessage() for record in caplog.records]
+    assert any(line.startswith(f"head={'lda' if asked else 'means'}: each institution sends") for line in messages)
 
 
 @pytest.mark.parametrize("script", ["failing", "losing"])  # who has lost an answer has made its sums for another head
@@ -140,9 +140,9 @@ def test_who_comes_late_is_asked_then_and_nobody_twice(tmp_path, script):
         *(("a", 1), ("b", 1), ("c", 1)),
         ("b", 2),
     ]
-    one, other = (read_tensors(ran.folder / "models" / "global.safetensors") for ran in (whole, late))
-    for name, array in one.items():
-        np.testing.assert_allclose(other[name], array, rtol=1e-5)
+    left, right = (read_tensors(ran.folder / "models" / "global.safetensors") for ran in (whole, late))
+    for name, array in left.items():
+        np.testing.assert_allclose(right[name], array, rtol=1e-5)
 
 
 @settings(max_examples=60)
@@ -194,8 +194,8 @@ def test_much_noise_does_not_enlarge_the_means():
     truth = rng.normal(size=(3, 1600))
     truth *= 9 / np.linalg.norm(truth, axis=1, keepdims=True)
     numbers = np.array([200.0, 400.0, 800.0])
-    found = truth * numbers[:, None] + rng.normal(size=truth.shape) * of_sums * 5
-    weight, bias = nearest_means(found / numbers[:, None], of_sums * 5 / numbers, least=1)
+    noisy = truth * numbers[:, None] + rng.normal(size=truth.shape) * of_sums * 5
+    weight, bias = nearest_means(noisy / numbers[:, None], of_sums * 5 / numbers, least=1)
     scale = weight[2] @ truth[2] / (truth[2] @ truth[2])
     np.testing.assert_allclose(bias, -81 / 2 * scale, rtol=0.3)
 
@@ -207,8 +207,8 @@ def test_noise_in_means_does_not_lower_the_biases_of_discriminants():
     products = (means.T * n) @ means + n.sum() * np.eye(features)
     _, exact = discriminants(means, n, n * 0, products, 0.0, 1e-6)
     drawn = [means + rng.normal(size=means.shape) * noise for _ in range(50)]
-    found = [discriminants(mean, n, np.full(3, noise), products, 0.0, 1e-6)[1] for mean in drawn]
-    np.testing.assert_allclose(np.mean(found, axis=0), exact, rtol=0.08)
+    biases = [discriminants(mean, n, np.full(3, noise), products, 0.0, 1e-6)[1] for mean in drawn]
+    np.testing.assert_allclose(np.mean(biases, axis=0), exact, rtol=0.08)
 
 
 def test_noise_in_products_makes_no_variance_negative_and_no_weight_huge():
@@ -225,8 +225,8 @@ def test_products_of_too_many_features_are_refused_or_not_asked_for(tmp_path, mo
     monkeypatch.setattr("flwr_replay.strategies.fedstats.MOST_FEATURES", 100)
     with pytest.raises(ConfigError, match="products of at most 100 features; this model's head takes"):
         head_after(tmp_path, "strategy.head=lda")
-    for one, other in zip(head_after(tmp_path, "rounds=1"), head_after(tmp_path, "head=means"), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for left, right in zip(head_after(tmp_path, "rounds=1"), head_after(tmp_path, "head=means"), strict=True):
+        np.testing.assert_array_equal(left, right)
 
 
 def test_a_class_that_nobody_has_is_never_named(tmp_path):
@@ -269,12 +269,12 @@ def test_how_large_the_noise_is_beside_the_sum_is_said_before_anything_leaves(tm
     head_after(tmp_path, *options)
     page = forecast_page(Simulation.of(compose([*JOB, *options])))
     assert "These data name no patients, so an epsilon is of one example." in page
-    said = [record.getMessage() for record in caplog.records]
-    [at] = [i for i, line in enumerate(said) if line.startswith("the noise of a sum has norm")]
-    assert ("little can be learnt" in said[at]) == much
-    assert "1,315 examples add at most 1,315" in said[at]
-    assert said[at] in page
-    assert not any(line.startswith("round") for line in said[:at])
+    messages = [record.getMessage() for record in caplog.records]
+    [at] = [i for i, line in enumerate(messages) if line.startswith("the noise of a sum has norm")]
+    assert ("little can be learnt" in messages[at]) == much
+    assert "1,315 examples add at most 1,315" in messages[at]
+    assert messages[at] in page
+    assert not any(line.startswith("round") for line in messages[:at])
 
 
 @pytest.mark.parametrize("masked", [True, False])

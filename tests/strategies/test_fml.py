@@ -40,7 +40,7 @@ def test_a_proxys_step_does_not_see_the_private_models(folder):
 def test_private_models_may_differ_and_stay(folder):
     ran = run(folder, *FML, "private-models=[lenet5]", "sigma=2", "delta=0.01")
     assert "conv1.conv.weight" in ran.private("b", 2)
-    assert all("not a proof" in one["mechanism"] for one in ran.result["privacy"].values())
+    assert all("not a proof" in account["mechanism"] for account in ran.result["privacy"].values())
     up = {entry["field"] for entry in ran.ledger if entry["direction"] == "up" and entry["stage"] == "train-mutually"}
     assert up == {"arrays", "num-examples", "examples-seen", "num-steps", "epsilon", "delta"}
     assert all(np.isfinite(array).all() for array in common(ran).values())

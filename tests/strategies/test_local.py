@@ -87,18 +87,18 @@ def twin(x, y, name, keep):
     return model
 
 
-def same(one, other):
-    return all(one[k][name].tobytes() == other[k][name].tobytes() for k in SIZES for name in one[k] | other[k])
+def same(left, right):
+    return all(left[k][name].tobytes() == right[k][name].tobytes() for k in SIZES for name in left[k] | right[k])
 
 
 @pytest.mark.parametrize("rule", ["keep", "reset"])
 def test_every_institution_trains_its_own_model_in_new_processes(start, shards, rule):
-    found, recorder = start(f"optimizer-state={rule}")
+    models, recorder = start(f"optimizer-state={rule}")
     (pooled, own), right = recorder.last, 0
     for name, (x, y, test_x, test_y) in shards.items():
         model = twin(x, y, name, rule == "keep")
         for key, value in model.state_dict().items():
-            np.testing.assert_allclose(found[name][key], value.numpy(), rtol=0, atol=1e-6, err_msg=f"{name} {key}")
+            np.testing.assert_allclose(models[name][key], value.numpy(), rtol=0, atol=1e-6, err_msg=f"{name} {key}")
         hits = int((model.eval()(test_x).argmax(1) == test_y).sum())
         assert own[name]["accuracy"] == pytest.approx(hits / len(test_y))
         right += hits
@@ -107,9 +107,9 @@ def test_every_institution_trains_its_own_model_in_new_processes(start, shards, 
 
 
 def test_a_process_that_remembers_gives_the_same_bits(start):
-    found, recorder = start()
+    models, recorder = start()
     remembered, other = start(folder="other", forgetful=False)
-    assert same(found, remembered)
+    assert same(models, remembered)
     assert recorder.last == other.last
 
 
@@ -119,23 +119,23 @@ def test_a_run_that_broke_off_goes_on_with_the_same_bits(tmp_path, start, nodes)
         grid.stopping, grid.after = stopping, no_weights
         return execute(grid, compose(overrides), Display())[0]
 
-    found, recorder = start()
+    later, recorder = start()
     for k, where in enumerate([("train-own", "c", 3), ("evaluate-own", "b", 3)]):
         name = f"broken-{k}"
         with pytest.raises(KeyboardInterrupt):
             run(name, [*JOB, "rounds=3", "nodes=3", f"runs_dir={tmp_path}", f"run_name={name}"], [where])
         result = run(name, [*overrides_of(tmp_path / name / "config.yaml"), f"resume={tmp_path / name}"])
-        assert same(found, models(tmp_path / name, (tmp_path / name / "run-id").read_text().strip()))
+        assert same(later, models(tmp_path / name, (tmp_path / name / "run-id").read_text().strip()))
         assert result["final"] == {"global": recorder.last[0], "institutions": recorder.last[1]}
         assert result["examples-seen"] == recorder.examples
 
 
 def test_who_has_not_trained_yet_has_nothing_to_evaluate(start):
     failing = [("train-own", "b", exchange) for exchange in (1, 2)]
-    found, recorder = start(failing=failing, forgetful=False)
+    models, recorder = start(failing=failing, forgetful=False)
     reasons = [(failure["round"], failure["reason"]) for failure in recorder.failures]
     assert [exchange for exchange, _ in reasons] == [1, 1, 2, 2]
     assert all("has no model yet" in reason for _, reason in reasons[1::2])
     assert sorted(recorder.last[1]) == ["a", "b", "c"]  # the third round did
     alone = start(folder="other")[0]
-    assert all(found[name][key].tobytes() == alone[name][key].tobytes() for name in "ac" for key in alone[name])
+    assert all(models[name][key].tobytes() == alone[name][key].tobytes() for name in "ac" for key in alone[name])

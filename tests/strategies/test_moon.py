@@ -42,7 +42,7 @@ def twin(shards, mu, temperature):
             if name not in last:
                 return 0.0
             with torch.no_grad():
-                others = [normalize(features(one.eval(), watched.x).flatten(1)) for one in (fixed, last[name])]
+                others = [normalize(features(model.eval(), watched.x).flatten(1)) for model in (fixed, last[name])]
             to_g, to_p = ((normalize(watched.z.flatten(1)) * other).sum(1) / temperature for other in others)
             return -mu * (to_g - torch.stack([to_g, to_p]).logsumexp(0)).mean()
 
@@ -58,9 +58,9 @@ def shards(tmp_path):
 
 
 def test_it_is_the_papers_local_objective(tmp_path, shards):
-    found = run(tmp_path, "moon", "mu=5", "strategy.temperature=0.3")[0]
-    agree(found, twin(shards, 5.0, 0.3))
-    assert not same(found, run(tmp_path, "fedavg")[0])
+    weights = run(tmp_path, "moon", "mu=5", "strategy.temperature=0.3")[0]
+    agree(weights, twin(shards, 5.0, 0.3))
+    assert not same(weights, run(tmp_path, "fedavg")[0])
 
 
 def test_without_the_term_it_is_fedavg_bit_for_bit(tmp_path, shards):

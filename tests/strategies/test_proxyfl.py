@@ -76,9 +76,9 @@ def test_a_run_is_algorithm_1(shards):
                             parameter += parameter.grad
         theta = {NAMES[(k + 2**t) % 4]: theta[name] for k, name in enumerate(NAMES)}
     for name in NAMES:
-        for expected, found in ((phi[name], ran.private(name, 2)), (theta[name], ran.model(name, 2)[0])):
+        for expected, weights in ((phi[name], ran.private(name, 2)), (theta[name], ran.model(name, 2)[0])):
             for key, value in expected.state_dict().items():
-                torch.testing.assert_close(torch.from_numpy(found[key]), value, rtol=0, atol=1e-5)
+                torch.testing.assert_close(torch.from_numpy(weights[key]), value, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("momentum", ["0", "0.9"])
@@ -136,8 +136,8 @@ def test_an_epsilon_says_whether_it_is_proven(folder, beta, proven):
     ran = run(folder, *PROXYFL, *DP, f"beta={beta}")
     assert (CLAIM in ran.result["privacy-claim"]) != proven
     reported = list(ran.result["privacy"].values())
-    assert all(("not a proof" in one["mechanism"]) != proven for one in reported)
-    assert all(one["epsilon"] > 0 for one in reported)
+    assert all(("not a proof" in account["mechanism"]) != proven for account in reported)
+    assert all(account["epsilon"] > 0 for account in reported)
     released = [e["protection"] for e in ran.ledger if e["stage"] == "train-proxy" and e["field"] == "arrays"]
     up = [text for text in released if text != "none"]
     assert len(up) == 2 * len(NAMES)
@@ -224,8 +224,8 @@ def test_a_charge_is_on_the_disk_before_the_proxy_trains(folder, monkeypatch):
 def test_the_noise_for_a_target_keeps_the_whole_run_within_it(folder):
     ran = run(folder, *PROXYFL, "beta=0", "target-epsilon=2", "delta=0.01", "rounds=3")
     assert not ran.result["failures"]
-    for one in ran.result["privacy"].values():
-        assert 1.9 < one["epsilon"] <= 2
+    for account in ran.result["privacy"].values():
+        assert 1.9 < account["epsilon"] <= 2
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,10 @@ def twin(shards, momentum):
     for exchange in (1, 2, 3):
         trained, changes = [], []
         for k, (x, y) in shards.items():
-            model, one = build(0), torch.zeros(1, requires_grad=True)
+            model, scale = build(0), torch.zeros(1, requires_grad=True)
             model.load_state_dict(state)
             steps = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
-            way = torch.optim.SGD([one], lr=0.05, momentum=momentum)
+            way = torch.optim.SGD([scale], lr=0.05, momentum=momentum)
             order = torch.randperm(len(y), generator=torch.Generator().manual_seed(derived_seed(0, k, exchange)))
             for i in range(max(1, len(y) // B)):
                 rows = order[i * B : (i + 1) * B]
@@ -45,10 +45,10 @@ def twin(shards, momentum):
                 for name, parameter in model.named_parameters():
                     parameter.grad += c[name] - own[k][name]
                 steps.step()
-                one.grad = torch.ones(1)
+                scale.grad = torch.ones(1)
                 way.step()
             after = model.state_dict()
-            new = {n: own[k][n] - c[n] + (state[n] - after[n]) / -one.item() for n in names}
+            new = {n: own[k][n] - c[n] + (state[n] - after[n]) / -scale.item() for n in names}
             changes.append({n: new[n] - own[k][n] for n in names})
             own[k] = new
             trained.append({n: value.clone() for n, value in after.items()})
@@ -65,9 +65,9 @@ def shards(tmp_path):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_it_is_the_papers_algorithm(tmp_path, shards, momentum):
-    found = run(tmp_path, "scaffold", f"momentum={momentum}")[0]
-    agree(found, twin(shards, momentum))
-    assert not same(found, run(tmp_path, "fedavg", f"momentum={momentum}")[0])
+    weights = run(tmp_path, "scaffold", f"momentum={momentum}")[0]
+    agree(weights, twin(shards, momentum))
+    assert not same(weights, run(tmp_path, "fedavg", f"momentum={momentum}")[0])
 
 
 def test_with_controls_of_zeros_it_is_fedavg_bit_for_bit(tmp_path, shards):

@@ -86,10 +86,10 @@ def start(tmp_path, shards):
     return start
 
 
-def agree(one, other):
-    assert one.keys() == other.keys()
-    for name in one:
-        np.testing.assert_allclose(one[name], other[name], rtol=0, atol=1e-6, err_msg=name)
+def agree(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        np.testing.assert_allclose(left[name], right[name], rtol=0, atol=1e-6, err_msg=name)
 
 
 # --- exact relations --------------------------------------------------------------------------------------------------
@@ -303,15 +303,15 @@ def twin(shards, visits, keep=False, m=1, with_head=False):
                 descend(parts[-1], gradients, owners[len(parts) - 1])
                 slopes.append(slope)
             for k in range(len(parts) - 2, -1, -1):
-                found = []
+                slopes_found = []
                 saved = {key: value.clone() for key, value in parts[k].state_dict().items()}
                 for z, slope in zip(inputs[k], slopes, strict=True):
                     wanted = [*([z] if k else []), *parts[k].parameters()]
-                    found.append(torch.autograd.grad(parts[k](z), wanted, slope))
+                    slopes_found.append(torch.autograd.grad(parts[k](z), wanted, slope))
                 parts[k].load_state_dict(saved)  # this second pass moved the norm statistics again
-                for gradients in found:
+                for gradients in slopes_found:
                     descend(parts[k], gradients[1:] if k else gradients, owners[k])
-                slopes = [gradients[0] for gradients in found]
+                slopes = [gradients[0] for gradients in slopes_found]
     return {name: value.detach().numpy() for name, value in model.state_dict().items()}
 
 

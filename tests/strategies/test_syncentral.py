@@ -34,7 +34,7 @@ def test_the_server_trains_on_the_union_of_all_buffers(ran):
     config = compose(JOB)
     model = backbone(config.model, config.task)(derived_seed(0, "model"))
     buffers = [load_file(file) for file in sorted((ran.folder / "buffers").glob("*.safetensors"))]
-    x, y = (torch.from_numpy(np.concatenate([one[key] for one in buffers])) for key in ("images", "labels"))
+    x, y = (torch.from_numpy(np.concatenate([buffer[key] for buffer in buffers])) for key in ("images", "labels"))
     assert x.shape == (60, 1, 8, 8)
     steps = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for exchange in (1, 2):
@@ -44,9 +44,9 @@ def test_the_server_trains_on_the_union_of_all_buffers(ran):
             steps.zero_grad()
             cross_entropy(model(x[rows] / 255), y[rows]).backward()
             steps.step()
-    found = load_file(ran.folder / "models" / "global.safetensors")
+    weights = load_file(ran.folder / "models" / "global.safetensors")
     for key, value in model.state_dict().items():
-        np.testing.assert_allclose(found[key], value.numpy(), rtol=0, atol=1e-6, err_msg=key)
+        np.testing.assert_allclose(weights[key], value.numpy(), rtol=0, atol=1e-6, err_msg=key)
     assert ran.result["examples-seen"] == 2 * 3 * 16
 
 
