@@ -28,8 +28,8 @@ QUICK = (Search(alpha=100, steps=60, lr=0.1, signs=True), Search(alpha=1e-3, ste
 
 @pytest.fixture(scope="module")
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    found = load_digits()
-    return torch.tensor(found.images / 16, dtype=torch.float32)[:, None], torch.tensor(found.target)
+    dataset = load_digits()
+    return torch.tensor(dataset.images / 16, dtype=torch.float32)[:, None], torch.tensor(dataset.target)
 
 
 @pytest.fixture(scope="module")
@@ -58,20 +58,20 @@ def test_originals_of_nan_change_scores_only(digits: tuple[torch.Tensor, torch.T
     scores, pictures = [], []
     for originals in (digits[0][:50], digits[0][:50] * float("nan")):
         judge = Judge(originals)
-        found = [attempt.images()[0] for attempt in quick(auxiliary).latents(encoder, sent, 6)]
-        pictures.append(found)
-        scores.append([judge.scores(images, torch.arange(6)) for images in found])
-    assert all(torch.equal(one, two) for one, two in zip(*pictures, strict=True))
+        pictures_of_nan = [attempt.images()[0] for attempt in quick(auxiliary).latents(encoder, sent, 6)]
+        pictures.append(pictures_of_nan)
+        scores.append([judge.scores(images, torch.arange(6)) for images in pictures_of_nan])
+    assert all(torch.equal(picture, two) for picture, two in zip(*pictures, strict=True))
     assert scores[0][0].identified.value == 1
-    assert [one.identified.value for one in scores[1]] == [0, 0, 0]
+    assert [score.identified.value for score in scores[1]] == [0, 0, 0]
 
 
 def test_no_attack_knows_the_judge() -> None:
-    for found in pkgutil.iter_modules(flwr_replay.attacks.__path__):
-        module = importlib.import_module(f"flwr_replay.attacks.{found.name}")
-        if found.name != "scores":
+    for attack in pkgutil.iter_modules(flwr_replay.attacks.__path__):
+        module = importlib.import_module(f"flwr_replay.attacks.{attack.name}")
+        if attack.name != "scores":
             used = {getattr(value, "__module__", getattr(value, "__name__", "")) for value in vars(module).values()}
-            assert "flwr_replay.attacks.scores" not in used, found.name
+            assert "flwr_replay.attacks.scores" not in used, attack.name
 
 
 def test_settings_come_from_auxiliary_images(digits: tuple[torch.Tensor, torch.Tensor], auxiliary: Auxiliary) -> None:
@@ -138,6 +138,8 @@ def test_a_search_keeps_to_its_time(monkeypatch):
     paced = {
         seconds: Attacker((1, 2, 2), known, 0, seconds)._paced(LATENT_SEARCHES, slow, 1.0) for seconds in (6, 17, 400)
     }
-    assert [[one.steps for one in found] for found in paced.values()] == [[50], [50], [213] * 5]
+    assert [[search.steps for search in searches] for searches in paced.values()] == [[50], [50], [213] * 5]
     with pytest.raises(ConfigError, match="one takes 2 s here; it may take 60 s: give more --minutes"):
-        Attacker((1, 2, 2), known, 0, 1)._paced(LATENT_SEARCHES, lambda one: slow(replace(one, steps=2 * one.steps)), 1)
+        Attacker((1, 2, 2), known, 0, 1)._paced(
+            LATENT_SEARCHES, lambda search: slow(replace(search, steps=2 * search.steps)), 1
+        )

@@ -22,6 +22,6 @@ def test_they_are_those_of_differences(case):
 
 def test_copies_are_nearest_together():
     x = torch.rand(40, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-    found = nearest(distances(x + 0.1, torch.cat([x, x[:7]])))
-    assert found[:7, 40:].diagonal().all()
-    assert found.sum() == 47
+    rows = nearest(distances(x + 0.1, torch.cat([x, x[:7]])))
+    assert rows[:7, 40:].diagonal().all()
+    assert rows.sum() == 47

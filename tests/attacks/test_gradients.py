@@ -23,8 +23,8 @@ SGD = LocalSteps(steps=4, batch_size=2, lr=0.05, momentum=0.9, weight_decay=0.01
 
 @pytest.fixture(scope="module")
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    found = load_digits()
-    return torch.tensor(found.images / 16, dtype=torch.float32)[:, None], torch.tensor(found.target)
+    dataset = load_digits()
+    return torch.tensor(dataset.images / 16, dtype=torch.float32)[:, None], torch.tensor(dataset.target)
 
 
 def network(name: str, task: TaskConfig = TASK, norm: str = "batch", width: int = 32) -> StagedModel:
@@ -67,10 +67,10 @@ def test_momentum_and_decay_are_no_part_of_the_gradient_behind_a_change(
     right = change_of(model, F.cross_entropy, x, y, LocalSteps())
     for steps, rtol in ((1, 1e-3), (4, 0.05)):  # the weights move a little between steps
         local = LocalSteps(steps=steps, lr=1e-3, momentum=0.9, weight_decay=0.5)
-        found = local.gradients(model, change_of(model, F.cross_entropy, x, y, local))
-        assert found.keys() == right.keys()
+        gradients = local.gradients(model, change_of(model, F.cross_entropy, x, y, local))
+        assert gradients.keys() == right.keys()
         for name, gradient in right.items():
-            assert (found[name] - gradient).norm() < rtol * gradient.norm(), name
+            assert (gradients[name] - gradient).norm() < rtol * gradient.norm(), name
 
 
 @pytest.mark.parametrize("standardised", [False, True])
@@ -83,8 +83,10 @@ def test_a_linear_first_layer_gives_the_image_exactly(
     for row in range(5):
         x, y = digits[0][row : row + 1], digits[1][row : row + 1]
         for local in (LocalSteps(), LocalSteps(lr=0.01)):
-            found = first_input(model, change_of(model, F.cross_entropy, x, y, local), FORM)
-            assert psnr(found, x) > (100 if local.lr == 1 else 50)  # weights' own rounding is part of a small change
+            recovered = first_input(model, change_of(model, F.cross_entropy, x, y, local), FORM)
+            assert psnr(recovered, x) > (
+                100 if local.lr == 1 else 50
+            )  # weights' own rounding is part of a small change
 
 
 def test_what_cannot_be_inverted_analytically_is_refused(digits: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -130,11 +132,14 @@ def test_images_behind_a_change_are_found(digits: tuple[torch.Tensor, torch.Tens
     x, y = digits[0][:4], digits[1][:4]
     model = network("mlp", width=128)
     change = change_of(model, F.cross_entropy, x, y, local)
-    found = invert(
+    recovered = invert(
         model, F.cross_entropy, change, y, FORM, local, Search(alpha=1e-4, steps=300, lr=0.1, signs=True), seed=0
     )
     judge = Judge(digits[0][:300])
-    scores, control = judge.scores(found, torch.arange(4), batch=4), judge.control(found, torch.arange(4), batch=4)
+    scores, control = (
+        judge.scores(recovered, torch.arange(4), batch=4),
+        judge.control(recovered, torch.arange(4), batch=4),
+    )
     assert control is not None
     assert scores.identified.value == 1
     assert scores.psnr > 20
@@ -148,8 +153,8 @@ def test_norm_statistics_help(digits: tuple[torch.Tensor, torch.Tensor]) -> None
 
     def distance(statistics: float) -> float:
         search = Search(alpha=1e-3, steps=150, lr=0.1, statistics=statistics)
-        found = invert(model, F.cross_entropy, change, y, FORM, LocalSteps(), search, 0)
-        back = change_of(model, F.cross_entropy, found, y, LocalSteps())
+        recovered = invert(model, F.cross_entropy, change, y, FORM, LocalSteps(), search, 0)
+        back = change_of(model, F.cross_entropy, recovered, y, LocalSteps())
         return float((back["conv1.norm.running_mean"] - change["conv1.norm.running_mean"]).norm())
 
     assert distance(0.1) < 0.5 * distance(0.0)

@@ -30,8 +30,8 @@ def orthogonal() -> nn.Module:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_an_invertible_encoder_is_inverted(digits: torch.Tensor, dtype: str) -> None:
     encoder = orthogonal()
-    found = invert(encoder, latents_of(encoder, digits[:8], dtype), FORM, Search(alpha=0), seed=0)
-    assert psnr(found, digits[:8]).min() >= 60
+    recovered = invert(encoder, latents_of(encoder, digits[:8], dtype), FORM, Search(alpha=0), seed=0)
+    assert psnr(recovered, digits[:8]).min() >= 60
 
 
 def test_attacks_repeat_and_leave_the_encoder_as_it_was(digits: torch.Tensor) -> None:
@@ -50,16 +50,16 @@ def test_a_batch_that_was_normalised_together_is_inverted_together(digits: torch
     sent = latents_of(encoder, digits[:32], batch=32)
     assert mixes(encoder)
     assert not mixes(encoder.eval())
-    found = invert(encoder.train(), sent, FORM, Search(alpha=0), seed=0)
-    assert (latents_of(encoder, found, batch=32) - sent).abs().mean() < 0.01  # up to what batch norm takes away
+    recovered = invert(encoder.train(), sent, FORM, Search(alpha=0), seed=0)
+    assert (latents_of(encoder, recovered, batch=32) - sent).abs().mean() < 0.01  # up to what batch norm takes away
     assert (latents_of(encoder, digits[:32], batch=16) - sent).abs().mean() > 0.1
 
 
 @pytest.mark.sampled(2, of="slow learning")
 def test_many_images_are_inverted_in_parts(digits: torch.Tensor) -> None:
     encoder = orthogonal()
-    found = invert(encoder, latents_of(encoder, digits[:300]), FORM, Search(alpha=0), seed=0)
-    assert psnr(found, digits[:300]).min() >= 60
+    recovered = invert(encoder, latents_of(encoder, digits[:300]), FORM, Search(alpha=0), seed=0)
+    assert psnr(recovered, digits[:300]).min() >= 60
 
 
 def test_more_restarts_never_have_a_larger_objective(digits: torch.Tensor) -> None:
@@ -67,12 +67,12 @@ def test_more_restarts_never_have_a_larger_objective(digits: torch.Tensor) -> No
     latents = latents_of(encoder, digits[:6])
 
     def mismatch(restarts: int) -> torch.Tensor:
-        found = invert(encoder, latents, FORM, Search(alpha=0, steps=15, restarts=restarts), seed=0)
-        return (latents_of(encoder, found) - latents).square().flatten(1).sum(1)
+        recovered = invert(encoder, latents, FORM, Search(alpha=0, steps=15, restarts=restarts), seed=0)
+        return (latents_of(encoder, recovered) - latents).square().flatten(1).sum(1)
 
-    one, four = mismatch(1), mismatch(4)
-    assert (four <= one * 1.0001).all()
-    assert (four < one).any()
+    single, four = mismatch(1), mismatch(4)
+    assert (four <= single * 1.0001).all()
+    assert (four < single).any()
 
 
 def test_settings_are_chosen_on_auxiliary_images(digits: torch.Tensor) -> None:
@@ -99,14 +99,14 @@ def test_a_decoder_beats_the_mean_and_the_nearest_auxiliary_image(digits: torch.
     auxiliary, victim = digits[:600], digits[600:700]
     latents = latents_of(encoder, auxiliary)
     sent = latents_of(encoder, victim, "int8")
-    found = learned_decoder(latents, auxiliary, steps=300, seed=0).images(sent)
+    recovered = learned_decoder(latents, auxiliary, steps=300, seed=0).images(sent)
     judge, rows = Judge(victim), torch.arange(100)
-    scores = judge.scores(found, rows)
+    scores = judge.scores(recovered, rows)
     copied = judge.scores(nearest_auxiliary(sent, latents, auxiliary), rows)
     assert scores.psnr > judge.mean_image(auxiliary, rows).psnr + 3
     assert scores.psnr > copied.psnr + 1
     assert scores.identified.low > 0.8 > copied.identified.value
-    control = judge.control(found, rows)
+    control = judge.control(recovered, rows)
     assert control is not None
     assert control.identified.high < 0.1
 

@@ -49,8 +49,8 @@ def trained(x: torch.Tensor, y: torch.Tensor) -> nn.Module:
 @pytest.fixture(scope="module")
 def noisy() -> Data:
     """Digits of which three in ten have a wrong label, so that a model must learn them by heart."""
-    found, draws = load_digits(), torch.Generator().manual_seed(0)
-    x, y = torch.tensor(found.images / 16, dtype=torch.float32)[:, None], torch.tensor(found.target)
+    dataset, draws = load_digits(), torch.Generator().manual_seed(0)
+    x, y = torch.tensor(dataset.images / 16, dtype=torch.float32)[:, None], torch.tensor(dataset.target)
     order = torch.randperm(len(y), generator=draws)
     wrong = torch.rand(len(y), generator=draws) < 0.3
     return x[order], torch.where(wrong, torch.randint(10, y.shape, generator=draws), y)[order]
@@ -67,11 +67,11 @@ def test_lira_finds_members_of_an_overfitted_model(noisy: Data, references: list
     model = trained(x[:300], y[:300])
     own, foreign = equal_label_shares(y[:300].numpy(), y[300:600].numpy(), seed=0)
     scores = [lira_scores(model, references, x[rows], y[rows]) for rows in (own, foreign + 300)]
-    found = membership(*scores)
+    report = membership(*scores)
     by_loss = membership(*(logit_confidences(model, x[rows], y[rows]) for rows in (own, foreign + 300)))
-    assert found.auc.low > 0.65
-    assert found.auc.value > by_loss.auc.value - 0.02
-    assert found.tpr_at_1_percent.value > 0.05
+    assert report.auc.low > 0.65
+    assert report.auc.value > by_loss.auc.value - 0.02
+    assert report.tpr_at_1_percent.value > 0.05
 
 
 @pytest.mark.sampled(2, of="slow learning")
@@ -79,8 +79,8 @@ def test_lira_is_at_chance_on_a_model_that_never_saw_them(noisy: Data, reference
     x, y = noisy
     model = trained(x[1400:1700], y[1400:1700])
     own, foreign = equal_label_shares(y[:300].numpy(), y[300:600].numpy(), seed=0)
-    found = membership(*(lira_scores(model, references, x[rows], y[rows]) for rows in (own, foreign + 300)))
-    assert found.auc.low < 0.5 < found.auc.high
+    report = membership(*(lira_scores(model, references, x[rows], y[rows]) for rows in (own, foreign + 300)))
+    assert report.auc.low < 0.5 < report.auc.high
 
 
 def test_confidences_are_the_formula_and_stay_finite() -> None:
@@ -91,9 +91,9 @@ def test_confidences_are_the_formula_and_stay_finite() -> None:
     x, y = torch.tensor([[0.0, 1.0, 2.0], [500.0, 0.0, 0.0]]), torch.tensor([2, 0])
     p = x[0].double().softmax(0)[2]
     model = Logits().train()
-    found = logit_confidences(model, x, y)
-    assert found[0] == pytest.approx(float((p / (1 - p)).log()))
-    assert 499 < found[1] < 500
+    confidences = logit_confidences(model, x, y)
+    assert confidences[0] == pytest.approx(float((p / (1 - p)).log()))
+    assert 499 < confidences[1] < 500
     assert model.training
 
 
@@ -112,11 +112,11 @@ def test_copies_that_a_generator_released_are_near_its_members(noisy: Data) -> N
     x, _ = noisy
     copies = (x[:100] + 0.05 * torch.randn(100, 1, 8, 8, generator=torch.Generator().manual_seed(0))).clamp(0, 1)
     auxiliary = x[600:1000]
-    found = membership(*(nearest_scores(copies, auxiliary, x[rows]) for rows in (slice(0, 100), slice(100, 200))))
+    report = membership(*(nearest_scores(copies, auxiliary, x[rows]) for rows in (slice(0, 100), slice(100, 200))))
     unrelated = membership(
         *(nearest_scores(x[1000:1100], auxiliary, x[rows]) for rows in (slice(100), slice(100, 200)))
     )
-    assert found.auc.value > 0.99
+    assert report.auc.value > 0.99
     assert unrelated.auc.low < 0.5 < unrelated.auc.high
 
 

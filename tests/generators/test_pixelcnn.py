@@ -81,7 +81,7 @@ def test_samples_come_as_often_as_the_likelihood_says():
 def test_samples_are_those_of_drawing_code_by_code_with_whole_passes():
     prior = tiny(codes=6, size=16)
     labels = torch.tensor([0, 2, 1, 2])
-    found = prior.sample(labels, torch_rng("draws"))
+    codes = prior.sample(labels, torch_rng("draws"))
     draws = torch_rng("draws")
     top, bottom = (torch.zeros(4, side, side, dtype=torch.int64) for side in (2, 4))
     with torch.no_grad():
@@ -89,9 +89,9 @@ def test_samples_are_those_of_drawing_code_by_code_with_whole_passes():
             for i, j in itertools.product(range(grid.shape[1]), repeat=2):
                 odds = network(grid, labels, *above)[:, :, i, j].softmax(1)
                 grid[:, i, j] = torch.multinomial(odds, 1, generator=draws)[:, 0]
-    assert torch.equal(found, torch.cat([top.flatten(1), bottom.flatten(1)], 1))
-    assert torch.equal(prior.sample(labels, torch_rng("draws")), found)
-    assert not torch.equal(prior.sample(labels, torch_rng("others")), found)
+    assert torch.equal(codes, torch.cat([top.flatten(1), bottom.flatten(1)], 1))
+    assert torch.equal(prior.sample(labels, torch_rng("draws")), codes)
+    assert not torch.equal(prior.sample(labels, torch_rng("others")), codes)
 
 
 def loss(prior, codes, labels):

@@ -45,13 +45,13 @@ def batch(prior, n=3):
 
 
 def single_gradients(prior, parts):
-    found = []
-    for one in zip(*(torch.split(part, 1) for part in parts), strict=True):
+    gradients = []
+    for example in zip(*(torch.split(part, 1) for part in parts), strict=True):
         prior.zero_grad()
-        prior.loss(*one).backward()
-        found.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in prior.parameters()])
+        prior.loss(*example).backward()
+        gradients.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in prior.parameters()])
     prior.zero_grad()
-    return found
+    return gradients
 
 
 def test_no_example_depends_on_another(name):
@@ -75,8 +75,8 @@ def test_dp_sgd_clips_the_gradient_of_every_example(name, size):
         assert norm > clip
         for summed, gradient in zip(expected, gradients, strict=True):
             summed += gradient * (clip / norm)
-    found, _ = clipped_sums(prior, lambda *part: summed_nats(prior, *part), parts, clip)
-    for summed, twin in zip(found, expected, strict=True):
+    sums, _ = clipped_sums(prior, lambda *part: summed_nats(prior, *part), parts, clip)
+    for summed, twin in zip(sums, expected, strict=True):
         torch.testing.assert_close(summed, twin, rtol=1e-3, atol=1e-6)
 
 
@@ -92,12 +92,12 @@ def test_weights_depend_on_the_seed_alone(name):
 
 def test_one_rng_draws_the_same_codes(name):
     prior, labels = tiny(name), torch.tensor([0, 2, 1, 2])
-    found = prior.sample(labels, torch_rng("draws"))
-    assert found.shape == (4, 20)
-    assert found.min() >= 0
-    assert found.max() < 4
-    assert torch.equal(prior.sample(labels, torch_rng("draws")), found)
-    assert not torch.equal(prior.sample(labels, torch_rng("others")), found)
+    codes = prior.sample(labels, torch_rng("draws"))
+    assert codes.shape == (4, 20)
+    assert codes.min() >= 0
+    assert codes.max() < 4
+    assert torch.equal(prior.sample(labels, torch_rng("draws")), codes)
+    assert not torch.equal(prior.sample(labels, torch_rng("others")), codes)
 
 
 def test_an_examples_score_does_not_depend_on_the_others(name):

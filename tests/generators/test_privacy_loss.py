@@ -89,10 +89,10 @@ def test_nearest_and_nearest_other_are_those_of_a_loop():
 def test_local_features_learn_the_institutions_task_and_depend_on_the_seed_alone():
     x = torch.cat([torch.full((20, 1, 8, 8), 30), torch.full((20, 1, 8, 8), 220)]).byte()
     y = torch.repeat_interleave(torch.arange(2), 20)
-    one, again, other = (LocalFeatures(FORM, seed).learn(x, y) for seed in (0, 0, 1))
-    assert torch.equal(one.embed_all(x, CPU), again.embed_all(x, CPU))
-    assert not torch.equal(one.embed_all(x, CPU), other.embed_all(x, CPU))
-    scores = one.head(one.pooled(x / 255))
+    first, again, other = (LocalFeatures(FORM, seed).learn(x, y) for seed in (0, 0, 1))
+    assert torch.equal(first.embed_all(x, CPU), again.embed_all(x, CPU))
+    assert not torch.equal(first.embed_all(x, CPU), other.embed_all(x, CPU))
+    scores = first.head(first.pooled(x / 255))
     assert torch.equal(scores.argmax(1), y)
 
 
@@ -170,8 +170,8 @@ def test_a_step_on_the_loss_moves_images_away_and_the_printed_one_moves_them_nea
 
     def distances():
         own = loss.own_nF if kind == "nearest" else loss.own_nF[rows]
-        found = squared_distances(loss.look.embed(model._shown(model.generator.synthesis(w, None))), own)
-        return float((found.amin(1) if kind == "nearest" else found).mean())
+        made = squared_distances(loss.look.embed(model._shown(model.generator.synthesis(w, None))), own)
+        return float((made.amin(1) if kind == "nearest" else made).mean())
 
     before = distances()
     loss.margin = 2 * before  # so that all images are too near
@@ -215,24 +215,24 @@ def test_without_its_weight_the_training_is_the_plain_one():
     x, y = images()
     plain, weighed = gan(privacy_loss="none"), gan(privacy_weight=0.0)
     plain.train(x, y, range(8))
-    said = weighed.train(x, y, range(8))
+    figures = weighed.train(x, y, range(8))
     ours = {name: value for name, value in state_of(weighed).items() if not name.startswith("look")}
     assert same(ours, state_of(plain))
-    assert said["margin"] > 0
-    assert said["privacy"] >= 0
+    assert figures["margin"] > 0
+    assert figures["privacy"] >= 0
 
 
 @pytest.mark.sampled(2, of="slow learning")
 def test_the_privacy_loss_sees_images_without_their_noise():
     x, y = images()
-    found = []
+    losses = []
     for strength in (0.0, 5.0):
         model = gan(privacy_loss="printed")  # it depends on all images, however far they are
         for name, value in model.generator.named_parameters():
             if name.endswith("strength"):
                 value.data.fill_(strength)
-        found.append(model.train(x, y, range(3, 4))["privacy"])
-    assert found[0] == found[1] > 0
+        losses.append(model.train(x, y, range(3, 4))["privacy"])
+    assert losses[0] == losses[1] > 0
 
 
 @pytest.mark.sampled(1)

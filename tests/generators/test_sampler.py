@@ -21,16 +21,16 @@ def rng():
 
 def parts(replay_plan, sizes=(7, 4)):
     """Return sources with decoders of their own; labels are numbers of codes, over all sources."""
-    found, before = [], 0
+    sources, before = [], 0
     for number, n in enumerate(sizes):
         model = replay_plan.fresh_generator().eval()
         for parameter in model.parameters():
             parameter.data.add_(0.1 * number)
         codes = torch.randint(K, (n, N), generator=rng())
         packed = pack_codes(codes.numpy(), K)
-        found.append((model, CodeSource(bytes([number]), to_arrays(model), packed, np.arange(before, before + n))))
+        sources.append((model, CodeSource(bytes([number]), to_arrays(model), packed, np.arange(before, before + n))))
         before += n
-    return found
+    return sources
 
 
 def sampler(*options):
@@ -44,7 +44,7 @@ def test_every_code_comes_once_before_any_comes_again(size):
     assert {len(images) for images, _ in batches} == {size}
     drawn = torch.cat([labels for _, labels in batches]).tolist()
     rounds = [drawn[i : i + 11] for i in range(0, len(drawn), 11)]
-    assert all(sorted(one) == list(range(11)) for one in rounds)
+    assert all(sorted(pass_rows) == list(range(11)) for pass_rows in rounds)
     assert len(set(map(tuple, rounds))) > 1
 
 
@@ -58,8 +58,8 @@ def test_without_a_cache_the_images_are_the_same():
     cached, decoded = sampler(), sampler("replay.cache-mb=0")
     assert (cached.cached is None, decoded.cached is None) == (False, True)
     rows = torch.tensor([10, 0, 3, 8, 0])
-    for one, other in zip(cached.take(rows), decoded.take(rows), strict=True):
-        assert torch.equal(one, other)
+    for image, again in zip(cached.take(rows), decoded.take(rows), strict=True):
+        assert torch.equal(image, again)
     for (x, y), (x_, y_) in itertools.islice(zip(cached.batches(5, rng()), decoded.batches(5, rng()), strict=False), 6):
         assert torch.equal(x, x_)
         assert torch.equal(y, y_)

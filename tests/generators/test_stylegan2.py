@@ -46,21 +46,21 @@ def images(size=8, channels=1, n=10):
 def test_a_modulated_convolution_is_one_of_scaled_weights_for_every_example(demodulate):
     layer = Modulated(5, 7, 6, demodulate=demodulate)
     x, w = torch.randn(4, 5, 8, 8, generator=rng()), torch.randn(4, 6, generator=rng(1))
-    found = layer(x, w)
+    convolved = layer(x, w)
     weight, gain = layer.conv.layer.weight, layer.conv.gain
     for i, style in enumerate(layer.style(w)):
         scaled = weight * gain * style[None, :, None, None]
         if demodulate:
             scaled = scaled / (scaled.square().sum((1, 2, 3), keepdim=True) + 1e-8).sqrt()
         expected = F.conv2d(x[i : i + 1], scaled, padding=1)
-        torch.testing.assert_close(found[i : i + 1], expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(convolved[i : i + 1], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_r1_is_the_squared_gradient_by_finite_differences():
     torch.manual_seed(0)
     model = Discriminator(3, 1, 8, 4, 8, residual=True).double()
     x, y = torch.randn(2, 1, 8, 8, generator=rng(), dtype=torch.float64).requires_grad_(), torch.tensor([0, 0])
-    found = gradient_penalty(model(x, y), x)
+    penalty = gradient_penalty(model(x, y), x)
     slow = 0.0
     with torch.no_grad():
         for place in np.ndindex(*x.shape):
@@ -70,14 +70,14 @@ def test_r1_is_the_squared_gradient_by_finite_differences():
                 moved[place] += h
                 ends.append(float(model(moved, y).sum()))
             slow += ((ends[0] - ends[1]) / 2e-5) ** 2 / len(x)
-    assert found.item() == pytest.approx(slow, rel=1e-5)
+    assert penalty.item() == pytest.approx(slow, rel=1e-5)
 
 
 def test_path_lengths_are_norms_of_a_directional_derivative():
     torch.manual_seed(0)
     model = StyleGenerator(4, 1, 3, 1, 8, 4, 8).double()
     w = torch.randn(2, 4, generator=rng(), dtype=torch.float64).requires_grad_()
-    found = path_lengths(model.synthesis(w, None), w, rng(3))
+    lengths = path_lengths(model.synthesis(w, None), w, rng(3))
     noise = torch.randn((2, 1, 8, 8), generator=rng(3), dtype=torch.float64) / 8
     with torch.no_grad():
         for i in range(2):
@@ -89,18 +89,18 @@ def test_path_lengths_are_norms_of_a_directional_derivative():
                     moved[i, j] += h
                     ends.append(float((model.synthesis(moved, None) * noise).sum()))
                 gradient.append((ends[0] - ends[1]) / 2e-5)
-            assert float(found[i]) == pytest.approx(float(np.linalg.norm(gradient)), rel=1e-5)
+            assert float(lengths[i]) == pytest.approx(float(np.linalg.norm(gradient)), rel=1e-5)
 
 
 def test_the_deviation_is_over_examples_of_one_label():
     x, labels = torch.randn(5, 2, 4, 4, generator=rng()), torch.tensor([0, 1, 0, 2, 1])
-    found = label_deviation(x, labels)
-    assert found.shape == (5, 1, 4, 4)
+    deviation = label_deviation(x, labels)
+    assert deviation.shape == (5, 1, 4, 4)
     for label in (0, 1):
         own = x[labels == label]
         expected = (own.var(0, unbiased=False) + 1e-8).sqrt().mean()
-        torch.testing.assert_close(found[labels == label], expected.expand(2, 1, 4, 4))
-    assert float(found[3].abs().max()) == 0  # alone with its label
+        torch.testing.assert_close(deviation[labels == label], expected.expand(2, 1, 4, 4))
+    assert float(deviation[3].abs().max()) == 0  # alone with its label
 
 
 def test_p_moves_both_ways_and_stays_in_its_range():
@@ -114,16 +114,16 @@ def test_without_probability_an_image_stays_as_it_is():
     assert torch.equal(augmented(x, 0.0, rng()), x)
     changed = augmented(x, 1.0, rng())
     assert changed.shape == x.shape
-    assert all(not torch.equal(one, other) for one, other in zip(changed, x, strict=True))
+    assert all(not torch.equal(after, before) for after, before in zip(changed, x, strict=True))
 
 
 def test_every_16_steps_the_discriminators_gradient_has_r1s():
     x, y = images(n=4)
-    x, found = x / 127.5 - 1, []
+    x, gradients = x / 127.5 - 1, []
     for step in (0, 1, 15, 16):
         model = gan(r1=0.5)
         model._discriminator_step(step, x, y, rng())
-        found.append(torch.cat([p.grad.flatten() for p in model.discriminator.parameters()]))
+        gradients.append(torch.cat([p.grad.flatten() for p in model.discriminator.parameters()]))
     model, x = gan(), x.requires_grad_()
     (by_x,) = torch.autograd.grad(model.discriminator(x, y).sum(), x, create_graph=True)
     (16 * 0.5 / 2 * by_x.square().sum() / 4).backward()
@@ -131,7 +131,7 @@ def test_every_16_steps_the_discriminators_gradient_has_r1s():
     expected = torch.cat([gradient.flatten() for gradient in of_r1])
     assert float(expected.abs().max()) > 1e-3
     for regularised, plain in ((0, 1), (3, 2)):
-        torch.testing.assert_close(found[regularised] - found[plain], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(gradients[regularised] - gradients[plain], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_all_images_that_the_discriminator_sees_are_augmented():
@@ -144,7 +144,7 @@ def test_all_images_that_the_discriminator_sees_are_augmented():
         model.train(x, y, range(1))
     pairs = [*zip(*seen.values(), strict=True)]
     assert len(pairs) == 3  # real ones; generated ones in D's step, and in G's
-    assert all(not torch.equal(one, other) for pair in pairs for one, other in zip(*pair, strict=True))
+    assert all(not torch.equal(seen, original) for pair in pairs for seen, original in zip(*pair, strict=True))
 
 
 def test_samples_come_from_the_running_means_alone():
@@ -182,8 +182,8 @@ def test_a_training_in_slices_ends_with_the_same_bits(options):
 def test_images_have_the_tasks_form(size, channels):
     model = gan(size, channels, steps=2)
     x, y = images(size, channels)
-    said = model.train(x, y, range(2))
-    assert set(said) == {"loss", "discriminator", "p"}
+    figures = model.train(x, y, range(2))
+    assert set(figures) == {"loss", "discriminator", "p"}
     drawn = model.sample(y, rng())
     assert drawn.shape == x.shape
     assert 0 <= float(drawn.min()) <= float(drawn.max()) <= 1

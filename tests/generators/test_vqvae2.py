@@ -66,12 +66,12 @@ def test_shapes(codebook, size, channels, top, bottom):
 def test_decoding_codes_gives_the_forward_passs_reconstruction(codebook, size):
     model, x = tiny(size=size, codebook=codebook), images(3, size=size)
     codes = model.encode(x)
-    found = []
-    hook = model.decoder.register_forward_hook(lambda *call: found.append(call[-1]))
+    decoded = []
+    hook = model.decoder.register_forward_hook(lambda *call: decoded.append(call[-1]))
     _, parts = model.eval().loss(x, torch_rng("draws"))
     hook.remove()
-    pad = (found[0].shape[-1] - size) // 2
-    forward = found[0][..., pad : pad + size, pad : pad + size]
+    pad = (decoded[0].shape[-1] - size) // 2
+    forward = decoded[0][..., pad : pad + size, pad : pad + size]
     torch.testing.assert_close(model.decode(codes), forward.clamp(0, 1))
     torch.testing.assert_close(parts["reconstruction"], (forward - x).square().mean())
     assert torch.equal(model.train().encode(x), codes)

@@ -32,7 +32,7 @@ def kinds_of(changed, image, turns):
     """Which of an image's quarter turns and their flips each result is; fails if it is none."""
     forms = [image.rot90(turn, (1, 2)) for turn in range(turns)]
     forms += [form.flip(2) for form in forms]
-    return [next(i for i, form in enumerate(forms) if torch.equal(form, one)) for one in changed]
+    return [next(i for i, form in enumerate(forms) if torch.equal(form, image)) for image in changed]
 
 
 def blank(x):
@@ -56,20 +56,20 @@ def test_with_quarter_turns_all_eight_forms_come_equally_often():
     assert all(60 < kinds.count(kind) < 140 for kind in range(8))
 
 
-@pytest.mark.parametrize("changes", [[one] for one in CHANGES] + [[*CHANGES]])
+@pytest.mark.parametrize("changes", [[change] for change in CHANGES] + [[*CHANGES]])
 def test_each_change_does_something_within_the_range_the_same_for_the_same_draws(changes):
     x = torch.rand(30, 3, 20, 20, generator=rng())
     y = torch.arange(30)
-    one, labels = augmented(x, y, changes, rng(1))
+    changed, labels = augmented(x, y, changes, rng(1))
     again, _ = augmented(x, y, changes, rng(1))
     other, _ = augmented(x, y, changes, rng(2))
-    assert torch.equal(one, again)
-    assert not torch.equal(one, other)
-    assert not torch.equal(one, x)
+    assert torch.equal(changed, again)
+    assert not torch.equal(changed, other)
+    assert not torch.equal(changed, x)
     assert torch.equal(labels, y)
-    assert one.shape == x.shape
-    assert one.dtype == x.dtype
-    assert -1e-6 <= float(one.min()) <= float(one.max()) <= 1 + 1e-6
+    assert changed.shape == x.shape
+    assert changed.dtype == x.dtype
+    assert -1e-6 <= float(changed.min()) <= float(changed.max()) <= 1 + 1e-6
 
 
 def test_none_changes_nothing_and_draws_nothing():
@@ -83,7 +83,7 @@ def test_none_changes_nothing_and_draws_nothing():
 
 def test_a_shift_is_by_whole_pixels_up_to_a_tenth_and_black_comes_in():
     x = torch.arange(1.0, 401).view(1, 1, 20, 20).expand(300, 1, 20, 20) / 400
-    found = set()
+    offsets_seen = set()
     for image in images_of(x, ["shift"]):
         offsets = [
             (down, right)
@@ -92,8 +92,8 @@ def test_a_shift_is_by_whole_pixels_up_to_a_tenth_and_black_comes_in():
             if torch.allclose(image[0], shifted(x[0, 0], down, right), atol=1e-5)
         ]
         assert len(offsets) == 1
-        found.update(offsets)
-    assert found == {(down, right) for down in range(-2, 3) for right in range(-2, 3)}
+        offsets_seen.update(offsets)
+    assert offsets_seen == {(down, right) for down in range(-2, 3) for right in range(-2, 3)}
 
 
 def shifted(image, down, right):
@@ -130,7 +130,7 @@ def test_a_crop_shows_a_part_of_the_stated_size():
     assert 1.1 < float((wide / high).max()) < 1.45
 
 
-@pytest.mark.parametrize("changes", [[one] for one in CHANGES] + [[*CHANGES]])
+@pytest.mark.parametrize("changes", [[change] for change in CHANGES] + [[*CHANGES]])
 def test_masks_move_with_their_images(changes):
     y = (torch.nn.functional.interpolate(torch.rand(40, 1, 4, 4, generator=rng()), 32)[:, 0] > 0.6).to(torch.uint8)
     images, masks = augmented(y[:, None].float(), y, changes, rng(3))
@@ -143,13 +143,13 @@ def test_masks_move_with_their_images(changes):
     assert wrong < 0.03 < still
 
 
-@pytest.mark.parametrize("changes", [[one] for one in CHANGES] + [[*CHANGES]])
+@pytest.mark.parametrize("changes", [[change] for change in CHANGES] + [[*CHANGES]])
 def test_what_happens_to_an_image_depends_on_no_other(changes):
     x = torch.rand(9, 3, 16, 16, generator=rng())
     others = x.clone()
     others[4] = 0
-    one, two = images_of(x, changes, 5), images_of(others, changes, 5)
-    same = [torch.equal(a, b) for a, b in zip(one, two, strict=True)]
+    alone, two = images_of(x, changes, 5), images_of(others, changes, 5)
+    same = [torch.equal(a, b) for a, b in zip(alone, two, strict=True)]
     assert same == [n != 4 for n in range(9)]
 
 
@@ -179,9 +179,9 @@ def test_under_dp_the_draws_are_of_the_secret_stream_and_an_empty_batch_stays_on
     cost = SampledGaussian(0.5, 1.0, 4)
     trainings = [DPTraining(1.0, cost, Stream(bytes([key]) * 32)) for key in (1, 1, 2)]
     x, client = torch.rand(20, 1, 8, 8, generator=rng()), SimpleNamespace(training=SimpleNamespace(changes=CHANGES))
-    one, two, other = (InstitutionClient.augmentation(client, dp)(x, blank(x))[0] for dp in trainings)
-    assert torch.equal(one, two)
-    assert not torch.equal(one, other)
+    first, two, other = (InstitutionClient.augmentation(client, dp)(x, blank(x))[0] for dp in trainings)
+    assert torch.equal(first, two)
+    assert not torch.equal(first, other)
     plain = Stream(bytes([1]) * 32)
     plain.uniform(20 * (1 + 1 + DRAWS))  # not 32 bits of it, which could be tried out
     assert torch.equal(trainings[0].stream.uniform(3), plain.uniform(3))
@@ -256,14 +256,14 @@ def test_every_methods_runs_differ_by_augment_and_can_be_repeated_and_resumed_to
 def trained_bits(ran, state):
     """What a run has learned, at the server and at the institutions."""
     files = [*(ran.folder / "models").glob("*.safetensors"), *state.glob("*/runs/*/*00000*.safetensors")]
-    found = {}
+    bits = {}
     for file in files:
         with safe_open(file, "np") as arrays:
-            found[file.name, file.parents[2].name if "runs" in file.parts[-3:] else ""] = {
+            bits[file.name, file.parents[2].name if "runs" in file.parts[-3:] else ""] = {
                 key: arrays.get_tensor(key).tobytes()
                 for key in arrays.keys()  # noqa: SIM118 - no mapping
             }
-    return found
+    return bits
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_an_app_of_ones_own_refuses_labels_that_are_no_classes_and_dp(labels):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["strategy=fedavg", "dp=classifier", "target-epsilon=8"], "batches=balanced is not for training under DP"),
         (["strategy=fedreplay"], "for methods whose institutions train on batches of their own"),
@@ -60,7 +60,7 @@ def test_an_app_of_ones_own_refuses_labels_that_are_no_classes_and_dp(labels):
         (["strategy=fedavg", "batches=even"], "training.batches must be"),
     ],
 )
-def test_what_cannot_balance_refuses(words, said):
+def test_what_cannot_balance_refuses(words, message):
     task = [] if "task=diabetes" in words else ["task=digits"]
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         resolve([*task, "batches=balanced", *words], "runs", "")

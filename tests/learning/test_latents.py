@@ -70,14 +70,14 @@ def test_batches_come_from_the_disk_and_memory_stays_bounded(tmp_path):
     tracemalloc.reset_peak()
     opened_maps = []
     store._open = lambda name: opened_maps.append(LatentStore._open(store, name)) or opened_maps[-1]
-    found = 0
+    seen = 0
     for e_B, y_B in store.epoch(32, torch.Generator().manual_seed(0)):
         assert (e_B[:, 0].long() % rows == y_B // width * width).all()
         assert (e_B == e_B[:, :1]).all()
-        found += len(y_B)
+        seen += len(y_B)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert found == 3 * rows
+    assert seen == 3 * rows
     assert peak < union_bytes / 8
     assert len(opened_maps) == 3
     assert all(isinstance(array, np.memmap) for maps in opened_maps for array in maps.values())
@@ -104,10 +104,10 @@ def test_batches_are_those_of_the_union_in_memory(tmp_path_factory, sizes, step,
     LatentStore(folder).add("incomplete", chunk(codes[:1], 0, 2, None if scales is None else scales[:1]))
     e, y = (np.concatenate(column) for column in zip(*parts, strict=True))
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(1)).numpy()
-    found = list(LatentStore(folder).epoch(b, torch.Generator().manual_seed(1)))
-    assert len(found) == max(1, len(y) // b)
+    drawn = list(LatentStore(folder).epoch(b, torch.Generator().manual_seed(1)))
+    assert len(drawn) == max(1, len(y) // b)
     size = min(b, len(y))
-    for i, (e_B, y_B) in enumerate(found):
+    for i, (e_B, y_B) in enumerate(drawn):
         rows = order[i * size : (i + 1) * size]
         assert e_B.numpy().tobytes() == e[rows].tobytes()
         assert y_B.tolist() == y[rows].tolist()

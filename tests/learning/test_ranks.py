@@ -29,18 +29,18 @@ LOSS = Classification(3).loss
 
 @pytest.fixture
 def store(tmp_path):
-    found, rng = LatentStore(tmp_path), np.random.default_rng(0)
+    kept, rng = LatentStore(tmp_path), np.random.default_rng(0)
     for name, n in SIZES.items():
         rows = {"latents": rng.normal(size=(n, 4, 6, 6)).astype(np.float32), "labels": rng.integers(0, 3, n)}
-        found.add(name, Latents(**rows, scales=None, num_examples=n, first=0, total=n, raw_bytes=1))
-    return found
+        kept.add(name, Latents(**rows, scales=None, num_examples=n, first=0, total=n, raw_bytes=1))
+    return kept
 
 
 @pytest.fixture(scope="module")
 def several():
     """Two processes, which start where none are left by the test before: each takes seconds to start."""
-    with closing(Ranks(2, "cpu")) as found:
-        yield found
+    with closing(Ranks(2, "cpu")) as ranks:
+        yield ranks
 
 
 def network():
@@ -56,27 +56,27 @@ def epoch(ranks, module, optimizer, training, store, number):
     return torch.stack(ranks.train(descend, module, optimizer, training, LOSS, batches, size)).tolist()
 
 
-def agree(one, two):
-    for name, value in one.state_dict().items():
-        torch.testing.assert_close(two.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name)
+def agree(left, right):
+    for name, value in left.state_dict().items():
+        torch.testing.assert_close(right.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_two_processes_train_as_one_would(store, several, forks):
     others = 0
     for kind, b in (("sgd", 7), ("adam", 8), ("sgd", 100)):  # shares of two sizes; one batch of all 41
         training = TrainingConfig(optimizer=kind, lr=0.05, batch_size=b)
-        one, two = network(), network()
-        optimizers = [make_optimizer(module, training, training.lr) for module in (one, two)]
+        single, shared = network(), network()
+        optimizers = [make_optimizer(module, training, training.lr) for module in (single, shared)]
         for number in range(2):
-            losses = epoch(Ranks(1, "cpu"), one, optimizers[0], training, store, number)
+            losses = epoch(Ranks(1, "cpu"), single, optimizers[0], training, store, number)
             assert len(losses) == max(1, 41 // b)
-            found = epoch(several, two, optimizers[1], training, store, number)
-            assert found == pytest.approx(losses, rel=1e-5)
-            others += found != losses
-            agree(one, two)
+            loss = epoch(several, shared, optimizers[1], training, store, number)
+            assert loss == pytest.approx(losses, rel=1e-5)
+            others += loss != losses
+            agree(single, shared)
             state = optimizer_arrays(optimizers[1])
             assert state.keys() == optimizer_arrays(optimizers[0]).keys()
-            optimizers[1] = make_optimizer(two, training, training.lr)  # as after a restart
+            optimizers[1] = make_optimizer(shared, training, training.lr)  # as after a restart
             load_optimizer_arrays(optimizers[1], state)
     assert others  # the sums were others, so something was shared out
 
@@ -111,11 +111,11 @@ def test_none_outlives_the_run(tmp_path, by):
         while not metrics.exists() or not metrics.stat().st_size:
             assert run.poll() is None, run.rest()
             time.sleep(0.1)
-        found = psutil.Process(run.pid).children(recursive=True)
-        assert sum("spawn_main" in " ".join(process.cmdline()) for process in found) == 2
+        children = psutil.Process(run.pid).children(recursive=True)
+        assert sum("spawn_main" in " ".join(process.cmdline()) for process in children) == 2
         run.send_signal(by)
         run.rest()
-        assert not psutil.wait_procs(found, timeout=20)[1]
+        assert not psutil.wait_procs(children, timeout=20)[1]
     finally:
         run.kill()
         run.wait()

@@ -78,16 +78,16 @@ def test_evaluation_is_of_the_model_as_it_will_be_used_and_leaves_it_so():
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     x, y = torch.arange(12).reshape(4, 3).float(), torch.tensor([0, 1, 2, 0])
-    one, again = (Classification(3).evaluate(model.train(), x, y) for _ in range(2))
-    assert one == again
-    assert one.num_examples == 4
+    first, again = (Classification(3).evaluate(model.train(), x, y) for _ in range(2))
+    assert first == again
+    assert first.num_examples == 4
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 def test_confusion_has_labels_in_rows_and_predictions_in_columns():
     x, y = torch.tensor([[0.0, 1, 0], [0, 1, 0], [1, 0, 0]]), torch.tensor([2, 1, 2])
-    [found] = evaluations(3, [(x.numpy(), y.numpy())])
-    assert np.reshape(found.confusion, (3, 3)).tolist() == [[0, 0, 0], [0, 1, 0], [1, 1, 0]]
+    [evaluation] = evaluations(3, [(x.numpy(), y.numpy())])
+    assert np.reshape(evaluation.confusion, (3, 3)).tolist() == [[0, 0, 0], [0, 1, 0], [1, 1, 0]]
 
 
 def test_the_auc_is_of_class_1_and_missing_where_one_class_is():
@@ -104,8 +104,8 @@ def test_bins_of_scores_cost_the_auc_little():
     y, logits = rng.integers(0, 2, 3000), np.zeros((3000, 2), np.float32)
     for scale in (0.3, 1, 10, 40):  # however confident the model
         logits[:, 1] = scale * rng.normal(1.5 * y, 2)
-        [found] = evaluations(2, [(logits, y)])
-        assert Classification(2).pool([found])["auc"] == pytest.approx(roc_auc_score(y, logits[:, 1]), abs=3e-3)
+        [evaluation] = evaluations(2, [(logits, y)])
+        assert Classification(2).pool([evaluation])["auc"] == pytest.approx(roc_auc_score(y, logits[:, 1]), abs=3e-3)
 
 
 @settings(max_examples=30)
@@ -115,9 +115,9 @@ def test_errors_of_a_regression_are_in_the_labels_unit(seed, sizes):
     parts = [(rng.normal(size=(n, 1)).astype(np.float32), rng.normal(100, 40, n).astype(np.float32)) for n in sizes]
     x, y = (np.concatenate(column) for column in zip(*parts, strict=True))
     task = Regression().scaled(float(y.mean()), float(y.std()) or 1.0)
-    found = [task.evaluate(nn.Identity(), torch.from_numpy(x), torch.from_numpy(y), 7) for x, y in parts]
+    evaluated = [task.evaluate(nn.Identity(), torch.from_numpy(x), torch.from_numpy(y), 7) for x, y in parts]
     guesses = x[:, 0].astype(float) * task.scale + task.mean
-    pooled = task.pool(found)
+    pooled = task.pool(evaluated)
     assert pooled["mae"] == pytest.approx(mean_absolute_error(y, guesses), rel=1e-5)
     assert pooled["rmse"] == pytest.approx(root_mean_squared_error(y, guesses), rel=1e-5)
     assert pooled["loss"] == pytest.approx(float(task.loss(torch.from_numpy(x), torch.from_numpy(y))), rel=1e-4)
@@ -127,16 +127,18 @@ def test_dice_is_of_all_pixels_together_and_its_mean_is_over_institutions():
     rng = np.random.default_rng(0)
     logits, masks = rng.normal(size=(5, 1, 8, 8)).astype(np.float32), rng.integers(0, 2, (5, 8, 8), dtype=np.uint8)
     task, shards = Segmentation(), [slice(0, 1), slice(1, 5)]
-    found = [task.evaluate(nn.Identity(), torch.from_numpy(logits[s]), torch.from_numpy(masks[s]), 2) for s in shards]
+    evaluated = [
+        task.evaluate(nn.Identity(), torch.from_numpy(logits[s]), torch.from_numpy(masks[s]), 2) for s in shards
+    ]
     guesses = logits[:, 0] > 0
-    assert task.pool(found)["dice"] == pytest.approx(f1_score(masks.ravel(), guesses.ravel()))
-    assert task.pool(found)["pixel-accuracy"] == pytest.approx(accuracy_score(masks.ravel(), guesses.ravel()))
+    assert task.pool(evaluated)["dice"] == pytest.approx(f1_score(masks.ravel(), guesses.ravel()))
+    assert task.pool(evaluated)["pixel-accuracy"] == pytest.approx(accuracy_score(masks.ravel(), guesses.ravel()))
     apart = [f1_score(masks[s].ravel(), guesses[s].ravel()) for s in shards]  # four images weigh as much as one
-    assert task.pool(found)["dice-mean"] == pytest.approx(np.mean(apart))
-    assert task.pool([*found, task.empty()])["dice-mean"] == pytest.approx(np.mean(apart))
-    assert [task.pool([one])["dice-mean"] for one in found] == pytest.approx(apart)
-    assert abs(np.mean(apart) - task.pool(found)["dice"]) > 1e-4
-    assert set(task.pool(found)) == set(task.metrics)
+    assert task.pool(evaluated)["dice-mean"] == pytest.approx(np.mean(apart))
+    assert task.pool([*evaluated, task.empty()])["dice-mean"] == pytest.approx(np.mean(apart))
+    assert [task.pool([evaluation])["dice-mean"] for evaluation in evaluated] == pytest.approx(apart)
+    assert abs(np.mean(apart) - task.pool(evaluated)["dice"]) > 1e-4
+    assert set(task.pool(evaluated)) == set(task.metrics)
     right = torch.from_numpy(np.where(masks == 1, 50.0, -50.0)).float()[:, None]
     assert float(task.loss(right, torch.from_numpy(masks))) == pytest.approx(0, abs=1e-6)
     assert float(task.loss(-right, torch.from_numpy(masks))) > 2

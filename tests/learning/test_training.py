@@ -50,25 +50,25 @@ def client(tmp_path):
     torch.set_num_threads(1)
 
     def new(**training):
-        one = Institution("a", lambda: Dataset("d", DATA, DATA), torch.device("cpu"), state_root=tmp_path)
+        institution = Institution("a", lambda: Dataset("d", DATA, DATA), torch.device("cpu"), state_root=tmp_path)
         training = {"batch_size": B, "lr": 0.1, **training}
-        return CWTClient(one, build, Classification(3), TrainingConfig(**training), seed=5)
+        return CWTClient(institution, build, Classification(3), TrainingConfig(**training), seed=5)
 
     return new
 
 
 def visits(new, arrays, rounds, **more):
     """Send the model to fresh clients, visit after visit; return its weights after each."""
-    found = {}
+    weights = {}
     for exchange in rounds:
         visit = Train(exchange=exchange, arrays=arrays, **{"run": "r", "lr": 0.1, **more})
         arrays = opened(new().train(visit).arrays)
-        found[exchange] = arrays
-    return found
+        weights[exchange] = arrays
+    return weights
 
 
-def same(one, other):
-    return all(one[name].tobytes() == other[name].tobytes() for name in one | other)
+def same(left, right):
+    return all(left[name].tobytes() == right[name].tobytes() for name in left | right)
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
@@ -78,12 +78,12 @@ def same(one, other):
 @given(n=st.integers(1, 70), b=st.integers(1, 80), seed=st.integers(0, 9))
 def test_a_visit_has_max_1_floor_n_over_b_full_batches_of_different_examples(n, b, seed):
     x, y = torch.arange(n)[:, None].float(), torch.arange(n)
-    found = list(batches(x, y, b, torch_rng(seed)))
-    assert len(found) == max(1, n // b)
-    assert all(len(y_B) == min(b, n) for _, y_B in found)
-    drawn = torch.cat([y_B for _, y_B in found])
+    taken = list(batches(x, y, b, torch_rng(seed)))
+    assert len(taken) == max(1, n // b)
+    assert all(len(y_B) == min(b, n) for _, y_B in taken)
+    drawn = torch.cat([y_B for _, y_B in taken])
     assert len(set(drawn.tolist())) == len(drawn)
-    assert torch.equal(torch.cat([x_B for x_B, _ in found])[:, 0].long(), drawn)
+    assert torch.equal(torch.cat([x_B for x_B, _ in taken])[:, 0].long(), drawn)
 
 
 def test_every_round_has_a_fresh_shuffle_that_the_seed_alone_decides(client):
@@ -93,8 +93,8 @@ def test_every_round_has_a_fresh_shuffle_that_the_seed_alone_decides(client):
         return next(y_B.tolist() for _, y_B in batches(data.x, torch.arange(N), N, client().shuffle(exchange)))
 
     orders = [order(exchange) for exchange in range(1, 6)]
-    assert all(sorted(found) == list(range(N)) for found in orders)
-    assert len({tuple(found) for found in orders}) == 5
+    assert all(sorted(order) == list(range(N)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 5
     assert orders == [order(exchange) for exchange in range(1, 6)]
     twin = torch.randperm(N, generator=torch.Generator().manual_seed(derived_seed(5, "a", 1)))
     assert orders[0] == twin.tolist()
@@ -136,10 +136,10 @@ def twin(arrays, rounds, keep, optimizer="sgd", momentum=0.9, weight_decay=0.0):
 @pytest.mark.parametrize("rule", ["keep", "reset"])
 def test_optimizer_state_is_kept_or_reset_between_visits_as_reported(client, training, rule):
     start = to_arrays(build(0))
-    found = visits(lambda: client(**training), start, [1, 4, 7], optimizer_state=rule)[7]
-    assert same(found, twin(start, [1, 4, 7], rule == "keep", **training))
+    weights = visits(lambda: client(**training), start, [1, 4, 7], optimizer_state=rule)[7]
+    assert same(weights, twin(start, [1, 4, 7], rule == "keep", **training))
     if training.get("momentum") != 0:
-        assert not same(found, twin(start, [1, 4, 7], rule == "reset", **training))
+        assert not same(weights, twin(start, [1, 4, 7], rule == "reset", **training))
 
 
 @pytest.mark.parametrize("training", OPTIMIZERS, ids=str)
@@ -173,28 +173,28 @@ def test_runs_share_no_state(client):
 )
 def test_an_optimizer_makes_the_steps_of_pytorchs_which_hooks_see(ours, kind, options):
     models, seen = (build(1), build(1)), list[tuple[object, ...]]()
-    one, other = make_optimizer(models[0], ours, 0.1), kind(models[1].parameters(), lr=0.1, **options)
+    made, theirs = make_optimizer(models[0], ours, 0.1), kind(models[1].parameters(), lr=0.1, **options)
     x, y = torch.rand(8, 9, generator=torch_rng(0)), torch.arange(8) % 3
     hooks = [register_optimizer_step_pre_hook(lambda *given: seen.append(given))]
     hooks += [register_optimizer_step_post_hook(lambda *given: seen.append(given))]
-    for optimizer in (one, other):
+    for optimizer in (made, theirs):
         optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
         optimizer.register_step_post_hook(lambda *_: seen.append("after"))
     for _ in range(3):
-        for model, optimizer in zip(models, (one, other), strict=True):
+        for model, optimizer in zip(models, (made, theirs), strict=True):
             optimizer.zero_grad(True)  # as Opacus calls it
             cross_entropy(model(x), y).backward()
             optimizer.step()
-    given = one.step(lambda: 7.0), other.step(lambda: 7.0)
+    given = made.step(lambda: 7.0), theirs.step(lambda: 7.0)
     assert given == (7, 7)
     for hook in hooks:
         hook.remove()
-    whole = [of for own in (one, other) for of in ((own, (own,), {}), "before", "after", (own, (own,), {}))]
+    whole = [of for own in (made, theirs) for of in ((own, (own,), {}), "before", "after", (own, (own,), {}))]
     assert seen[:24] == whole * 3
     assert len(seen) == 32
     for mine, its in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(mine, its)
-    assert str(one.state_dict()) == str(other.state_dict())
+    assert str(made.state_dict()) == str(theirs.state_dict())
 
 
 def test_an_optimizer_comes_back_from_named_arrays():
@@ -242,9 +242,9 @@ def test_an_optimizer_goes_on_whatever_order_the_weights_lie_in(optimizer):
 def test_nothing_of_a_broken_visit_is_left_in_the_next(client):
     start = to_arrays(build(0))
     clean = visits(client, start, [1])[1]
-    one = client()
-    one.scratch_model(start)(torch.ones(2, 9)).sum().backward()  # and then an error
-    assert same(opened(one.train(Train(exchange=1, arrays=start, run="r", lr=0.1)).arrays), clean)
+    stopped = client()
+    stopped.scratch_model(start)(torch.ones(2, 9)).sum().backward()  # and then an error
+    assert same(opened(stopped.train(Train(exchange=1, arrays=start, run="r", lr=0.1)).arrays), clean)
 
 
 # --- losses, learning rate, weights -----------------------------------------------------------------------------------
@@ -284,19 +284,19 @@ def test_batch_norm_never_meets_a_batch_of_one(client):
 
 
 def test_weights_go_in_and_out_bit_for_bit_or_not_at_all():
-    one, other = to_arrays(build(1)), build(2)
-    load_arrays(other, one)
-    assert same(to_arrays(other), one)
-    one["1.weight"][:] = 7  # a copy, not the module's own memory
-    assert not (to_arrays(other)["1.weight"] == 7).any()
-    lacking = {name: array for name, array in one.items() if name != "4.bias"}
+    arrays, model = to_arrays(build(1)), build(2)
+    load_arrays(model, arrays)
+    assert same(to_arrays(model), arrays)
+    arrays["1.weight"][:] = 7  # a copy, not the module's own memory
+    assert not (to_arrays(model)["1.weight"] == 7).any()
+    lacking = {name: array for name, array in arrays.items() if name != "4.bias"}
     for wrong in (
         lacking,
-        {**one, "more": one["4.bias"]},
-        {**one, "4.bias": np.zeros(4, np.float32)},
-        {**one, "4.bias": one["4.bias"].astype(int)},
+        {**arrays, "more": arrays["4.bias"]},
+        {**arrays, "4.bias": np.zeros(4, np.float32)},
+        {**arrays, "4.bias": arrays["4.bias"].astype(int)},
     ):
-        before = to_arrays(other)
+        before = to_arrays(model)
         with pytest.raises(WireError, match="model's own names, shapes and kinds of number"):
-            load_arrays(other, wrong)
-        assert same(to_arrays(other), before)
+            load_arrays(model, wrong)
+        assert same(to_arrays(model), before)

@@ -96,9 +96,9 @@ def test_wrapped_weights_are_opened_by_timms_names_and_ours(tmp_path, wrap):
     theirs = {model.foreign[name]: tensor for name, tensor in ours.items() if name in model.foreign}
     for weights in (ours, theirs):
         torch.save(wrap(weights), tmp_path / "w.pth")
-        found = load_pretrained(build(config, TASK, 2), str(tmp_path / "w.pth"), "timm").state_dict()
+        loaded = load_pretrained(build(config, TASK, 2), str(tmp_path / "w.pth"), "timm").state_dict()
         for name in model.foreign:
-            torch.testing.assert_close(found[name], ours[name], rtol=1e-3, atol=1e-3)  # as half precision has it
+            torch.testing.assert_close(loaded[name], ours[name], rtol=1e-3, atol=1e-3)  # as half precision has it
 
 
 def test_an_average_beside_the_weights_is_chosen_by_nobody(tmp_path):

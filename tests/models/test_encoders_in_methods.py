@@ -65,7 +65,9 @@ def keeps_the_contract(name, options, monkeypatch, tmp_path):
     check.check_strategy(name, [*SMALL, *DRAWN.get(name, []), *options])
     assert encoder_of(config.model, config.task) is encoder  # all models of the runs had these very weights
     assert encoder.digest == before
-    assert not [one for one in sent for name, _ in encoder.stages.named_buffers() if one.endswith(name)]
+    assert not [
+        sent_name for sent_name in sent for name, _ in encoder.stages.named_buffers() if sent_name.endswith(name)
+    ]
 
 
 @pytest.mark.sampled(1)
@@ -100,7 +102,7 @@ def runs(tmp_path_factory):
 def test_an_attacker_has_an_encoder_that_everyone_has(run, stages, runs):
     evidence = Evidence.of(runs / run, "institution-1")
     own = originals_of(evidence.config, "institution-1")
-    trials = [trial_of(one, evidence) for one in evidence.exhibits if one.means == "activations"]
+    trials = [trial_of(exhibit, evidence) for exhibit in evidence.exhibits if exhibit.means == "activations"]
     assert [trial.exhibit.stage for trial in trials] == stages
     rows = torch.cat([trial.rows(own) for trial in trials])
     assert sorted(rows.tolist()) == list(range(64))

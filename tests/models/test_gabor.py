@@ -29,9 +29,9 @@ def test_only_the_head_is_learned_or_travels():
 
 
 def test_filters_have_no_mean_and_norm_one():
-    found = filters().flatten(1)
-    torch.testing.assert_close(found.mean(1), torch.zeros(16), atol=1e-7, rtol=0)
-    torch.testing.assert_close(found.norm(dim=1), torch.ones(16))
+    flat = filters().flatten(1)
+    torch.testing.assert_close(flat.mean(1), torch.zeros(16), atol=1e-7, rtol=0)
+    torch.testing.assert_close(flat.norm(dim=1), torch.ones(16))
 
 
 @pytest.mark.parametrize("k", range(ORIENTATIONS))

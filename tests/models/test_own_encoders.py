@@ -88,9 +88,9 @@ def test_an_own_encoder_serves_every_method(name, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setenv(VARIABLE, f"{name}:build")
     config = ModelConfig(name="own", build=f"{name}:build", weights=str(tmp_path / "weights.pth"), train="head")
-    found = encoder_of(config, TASK)
+    encoder = encoder_of(config, TASK)
     with torch.no_grad():
-        torch.testing.assert_close(found(x), features(prepared(x)), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(encoder(x), features(prepared(x)), rtol=1e-4, atol=1e-4)
 
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     words = [
@@ -99,7 +99,7 @@ def test_an_own_encoder_serves_every_method(name, tmp_path, monkeypatch):
         *("training.batch_size=4", "partition=iid", "nodes=2", f"runs_dir={tmp_path / 'runs'}"),
     ]
     result, folder = run_inline([*words, "strategy=fedavg", "rounds=3"], Display())
-    assert result["encoder"] == found.digest
+    assert result["encoder"] == encoder.digest
     assert result["final"]["global"]["accuracy"] == 1
     assert result["bytes"]["up"] < 3 * 2 * 30_000  # three rounds of two heads
 
@@ -107,7 +107,7 @@ def test_an_own_encoder_serves_every_method(name, tmp_path, monkeypatch):
     monkeypatch.setattr(FeatureSource, "examples", lambda *_: pytest.fail("features are computed again"))
     for method in (["fedreplay", "cut=features"], ["fedavg", "dp=classifier", "target-epsilon=8"]):
         again, _ = run_inline([*words, f"strategy={method[0]}", *method[1:], "rounds=2"], Display())
-        assert again["encoder"] == found.digest
+        assert again["encoder"] == encoder.digest
     monkeypatch.setattr(FeatureSource, "examples", computed)
 
     model = load_model(folder)

@@ -94,8 +94,8 @@ WRAPPED = {
 def test_a_wrapped_checkpoint_is_opened(tmp_path, wrap):
     weights = cnn().state_dict()
     torch.save(wrap(weights), tmp_path / "w.pt")
-    found = load_pretrained(cnn(seed=1), str(tmp_path / "w.pt")).state_dict()
-    assert all(torch.equal(found[name], weights[name]) for name in weights if not name.startswith("head"))
+    loaded = load_pretrained(cnn(seed=1), str(tmp_path / "w.pt")).state_dict()
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights if not name.startswith("head"))
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_files_are_known_by_what_they_hold_and_nobody_is_told_to_run_that(tmp_pa
     torch.save(weights, tmp_path / "w.safetensors")
     torch.save({"state_dict": weights, "args": Namespace(lr=0.1)}, tmp_path / "timm.pth")
     for name in ("w.bin", "w.safetensors", "timm.pth"):
-        found = load_pretrained(cnn(seed=1), str(tmp_path / name)).state_dict()
-        assert all(torch.equal(found[name], weights[name]) for name in weights)
+        loaded = load_pretrained(cnn(seed=1), str(tmp_path / name)).state_dict()
+        assert all(torch.equal(loaded[name], weights[name]) for name in weights)
     (tmp_path / "w.pth").write_bytes(pickle.dumps(weights))
     with pytest.raises(ConfigError, match=r"torch\.save did not write it so") as error:
         load_pretrained(cnn(), str(tmp_path / "w.pth"))
@@ -159,14 +159,14 @@ def test_of_several_models_that_fit_one_is_to_be_saved_alone(tmp_path):
     with pytest.raises(ConfigError, match="several that fit: under 'model', under 'model_ema': save the one"):
         load_pretrained(cnn(), str(tmp_path / "w.pth"))
     torch.save(torch.load(tmp_path / "w.pth")["model_ema"], tmp_path / "weights.pth")  # as the line says
-    found = load_pretrained(cnn(seed=1), str(tmp_path / "weights.pth")).state_dict()
-    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    loaded = load_pretrained(cnn(seed=1), str(tmp_path / "weights.pth")).state_dict()
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
 
 
 def test_what_a_file_lacks_is_told_with_where_it_was_looked_for(tmp_path):
     weights = cnn().state_dict()
     del weights["conv1.conv.weight"]
-    for content, said in (
+    for content, message in (
         ({"state_dict": weights}, "under 'state_dict' lacks it; it holds conv1.norm.weight, "),
         ({f"module.{name}": tensor for name, tensor in weights.items()}, "after 'module.' lacks it"),
         ({"other.weight": torch.ones(2)}, "lacks it; it holds other.weight"),
@@ -174,7 +174,7 @@ def test_what_a_file_lacks_is_told_with_where_it_was_looked_for(tmp_path):
         (cnn(), "it also holds flwr_replay.models.staged.StagedModel, which may run code"),
     ):
         torch.save(content, tmp_path / "w.pth")
-        with pytest.raises(ConfigError, match=said) as error:
+        with pytest.raises(ConfigError, match=message) as error:
             load_pretrained(cnn(), str(tmp_path / "w.pth"))
         assert "\n" not in str(error.value)
 
@@ -206,8 +206,8 @@ def test_buda_et_al_s_names_of_a_u_net_are_ours(tmp_path):
     known = {"encoder4.enc4conv2.weight", "bottleneck.bottlenecknorm1.running_mean", "decoder1.dec1conv1.weight"}
     assert known <= set(renamed)
     torch.save(renamed, tmp_path / "unet.pt")
-    found = load_pretrained(build(config.model, config.task, 0), str(tmp_path / "unet.pt")).state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in ours.state_dict().items())
+    weights = load_pretrained(build(config.model, config.task, 0), str(tmp_path / "unet.pt")).state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in ours.state_dict().items())
 
 
 def publishers(**more):

@@ -176,7 +176,7 @@ def test_a_model_with_a_forward_of_its_own_is_cut_by_tracing(cut: str, training:
 
 
 @pytest.mark.parametrize(
-    ("kind", "cut", "said"),
+    ("kind", "cut", "message"),
     [
         (Traced, "pool", "conv1, block, fc1"),
         (Traced, "fc2", "conv1, block, fc1"),
@@ -186,6 +186,6 @@ def test_a_model_with_a_forward_of_its_own_is_cut_by_tracing(cut: str, training:
         (OneLayer, "", "has two stages or more; got OneLayer"),
     ],
 )
-def test_where_a_traced_model_cannot_be_cut_is_said(kind: type[nn.Module], cut: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_where_a_traced_model_cannot_be_cut_is_said(kind: type[nn.Module], cut: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         split(kind(), cut)

@@ -35,14 +35,14 @@ def test_clipped_gradients_are_those_of_standardised_images():
     config = ModelConfig(name="mlp", width=8)
     plain, model = build(config, PLAIN, 0), build(config, TASK, 0)
     assert Ghost.serves(model)
-    for one, other in zip(
+    for sums, expected in zip(
         *(
             clipped_sums(m, lambda x, y, m=m: nn.functional.cross_entropy(m(x), y, reduction="none"), (x, y), 0.1)[0]
             for m, x, y in ((plain, STANDARD, torch.arange(3)), (model, X, torch.arange(3)))
         ),
         strict=True,
     ):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(sums, expected)
 
 
 def test_the_cifar_preset_standardises_as_their_code_does():

@@ -84,9 +84,9 @@ def test_prv_is_dp_accountings_privacy_loss_distribution(parts):
     mechanisms, other = [SampledGaussian(*part) for part in parts], PLDAccountant()
     for mechanism in mechanisms:
         other.compose(event(mechanism))
-    found = epsilon(mechanisms, 1e-5, "prv")
-    assert found == pytest.approx(other.get_epsilon(1e-5), rel=0.01)
-    assert found < epsilon(mechanisms, 1e-5)
+    ours = epsilon(mechanisms, 1e-5, "prv")
+    assert ours == pytest.approx(other.get_epsilon(1e-5), rel=0.01)
+    assert ours < epsilon(mechanisms, 1e-5)
 
 
 @pytest.mark.parametrize("steps", [[(3.5, 30)], [(15.7, 15)], [(2.0, 1), (20.0, 40)], [(0.6, 1)]])
@@ -95,13 +95,13 @@ def test_where_every_step_takes_all_examples_epsilon_is_exact(steps, delta):
     mechanisms, other = [SampledGaussian(1.0, *these) for these in steps], PLDAccountant()
     for mechanism in mechanisms:
         other.compose(event(mechanism))
-    found, theirs = epsilon(mechanisms, delta), other.get_epsilon(delta)  # theirs is rounded up to its grid
-    assert found == epsilon(mechanisms, delta, "prv")
-    assert found <= theirs <= found + 0.01 * max(1.0, found)
+    ours, theirs = epsilon(mechanisms, delta), other.get_epsilon(delta)  # theirs is rounded up to its grid
+    assert ours == epsilon(mechanisms, delta, "prv")
+    assert ours <= theirs <= ours + 0.01 * max(1.0, ours)
     below = [from_gaussian_mechanism(sigma, pessimistic_estimate=False).self_compose(n) for sigma, n in steps]
-    assert reduce(lambda one, other: one.compose(other), below).get_epsilon_for_delta(delta) <= found
+    assert reduce(lambda left, right: left.compose(right), below).get_epsilon_for_delta(delta) <= ours
     almost = [SampledGaussian(1 - 1e-9, *these) for these in steps]
-    assert 0.85 * epsilon(almost, delta) < found < epsilon(almost, delta)
+    assert 0.85 * epsilon(almost, delta) < ours < epsilon(almost, delta)
 
 
 @settings(max_examples=40)

@@ -19,17 +19,17 @@ def test_what_perfect_guesses_show(canaries, most):
 
 
 def test_at_one_over_the_examples_steinke_s_test_has_no_power():
-    found = Guesses(500, 500, 456)
-    bounds = [by_steinke(found, delta, 0.05) for delta in (1e-2, 1e-3, 1e-4, 0)]
+    guesses = Guesses(500, 500, 456)
+    bounds = [by_steinke(guesses, delta, 0.05) for delta in (1e-2, 1e-3, 1e-4, 0)]
     assert bounds == sorted(bounds)
     assert bounds[0] < 0.3
 
 
 def test_the_bound_grows_with_what_is_right_and_shrinks_with_the_significance():
-    found = [by_steinke(Guesses(200, 100, right), 1e-5) for right in (50, 60, 80, 100)]
-    assert found[0] == 0
-    assert found == sorted(found)
-    assert by_steinke(Guesses(200, 100, 80), 1e-5, 0.001) < found[2]
+    bounds = [by_steinke(Guesses(200, 100, right), 1e-5) for right in (50, 60, 80, 100)]
+    assert bounds[0] == 0
+    assert bounds == sorted(bounds)
+    assert by_steinke(Guesses(200, 100, 80), 1e-5, 0.001) < bounds[2]
 
 
 @pytest.mark.sampled(2, of="slow learning")
@@ -45,10 +45,10 @@ def test_audits_of_randomised_response_are_rarely_above_its_epsilon():
 
 
 def test_trying_more_thresholds_costs():
-    one = Guesses(500, 500, 400)
-    assert lower_bound([one] * 10, 1e-5)[0] < lower_bound([one], 1e-5)[0]
-    found, _ = lower_bound([one] * 7, 1e-5)
-    assert found == by_steinke(one, 1e-5, 0.01 / 7)
+    guesses = Guesses(500, 500, 400)
+    assert lower_bound([guesses] * 10, 1e-5)[0] < lower_bound([guesses], 1e-5)[0]
+    bound, _ = lower_bound([guesses] * 7, 1e-5)
+    assert bound == by_steinke(guesses, 1e-5, 0.01 / 7)
 
 
 def test_guesses_take_both_ends_and_abstain_between():

@@ -170,7 +170,7 @@ def test_weights_in_another_order_of_memory_step_alike(ghost, monkeypatch):
     monkeypatch.setattr(Ghost, "serves", lambda module: ghost)
     config, task = MODELS[1]
     x, y = examples(task, 12)
-    found = []
+    weights = []
     for model in (build(config, task, seed=0), placed(build(config, task, seed=0), "cpu")):
         optimizer = make_optimizer(model, TrainingConfig(optimizer="adam"), 0.01)
         for _ in range(3):
@@ -178,9 +178,9 @@ def test_weights_in_another_order_of_memory_step_alike(ghost, monkeypatch):
             noisy_step(
                 model, optimizer, of_model(model, task), (x / 12, y), clip=1.0, sigma=0.1, batch_size=12, stream=noise
             )
-        found.append([parameter.detach() for parameter in model.parameters()])
-    assert not all(parameter.is_contiguous() for parameter in found[1])
-    assert all(torch.allclose(*pair, atol=1e-4) for pair in zip(*found, strict=True))
+        weights.append([parameter.detach() for parameter in model.parameters()])
+    assert not all(parameter.is_contiguous() for parameter in weights[1])
+    assert all(torch.allclose(*pair, atol=1e-4) for pair in zip(*weights, strict=True))
 
 
 @pytest.mark.parametrize("n", [0, 4], ids=["empty batch", "batch"])

@@ -79,9 +79,9 @@ class Twice(StagedModel):
 
 
 def tied():
-    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
-    other.weight = one.weight
-    return [one, other]
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    return [first, second]
 
 
 @pytest.mark.parametrize(
@@ -111,9 +111,9 @@ def test_padding_by_name_is_clipped_like_padding_in_pixels(padding):
     pixels = copy.deepcopy(named)
     pixels.layer0[0].padding = (1, 1) if padding == "same" else (0, 0)
     x = torch.randn(3, 1, 5, 5)
-    found, expected = (clipped_sums(m, lambda x, m=m: m(x).pow(2).sum(1), (x,), 0.5)[0] for m in (named, pixels))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    sums, expected = (clipped_sums(m, lambda x, m=m: m(x).pow(2).sum(1), (x,), 0.5)[0] for m in (named, pixels))
+    for left, right in zip(sums, expected, strict=True):
+        torch.testing.assert_close(left, right)
 
 
 @pytest.mark.parametrize("kind", ["units", "places"])

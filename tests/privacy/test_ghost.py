@@ -98,7 +98,7 @@ def test_a_large_common_activation_does_not_hide_a_gradient():
         return model(x) @ signs
 
     sums, _ = clipped_sums(model, losses, (x[:1],), 1.0)
-    assert torch.cat([one.flatten() for one in sums]).norm() <= 1 + 1e-5
+    assert torch.cat([of.flatten() for of in sums]).norm() <= 1 + 1e-5
 
 
 @pytest.mark.parametrize("size", [1e-23, 1e23])

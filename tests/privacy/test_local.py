@@ -97,16 +97,16 @@ def test_measured_noise_is_the_formulas():
 
 def test_rows_are_clipped_one_by_one_whatever_an_encoder_makes_of_them():
     x = torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0], [torch.inf, 1.0], [torch.nan, 1.0], [3e38, -3e38]])
-    found = clipped(x, 2.0)
-    torch.testing.assert_close(found[:2], torch.tensor([[1.2, 1.6], [0.3, 0.4]], dtype=torch.float64))
-    assert found[2:5].count_nonzero() == 0
-    assert float(torch.linalg.vector_norm(found, dim=1).max()) <= 2.0
+    rows = clipped(x, 2.0)
+    torch.testing.assert_close(rows[:2], torch.tensor([[1.2, 1.6], [0.3, 0.4]], dtype=torch.float64))
+    assert rows[2:5].count_nonzero() == 0
+    assert float(torch.linalg.vector_norm(rows, dim=1).max()) <= 2.0
 
 
 def test_labels_stay_as_often_as_they_may():
     n, given = 60_000, torch.arange(3).repeat(20_000)
-    found = randomised(given, 3, 1.5, stream())
-    table = torch.bincount(3 * given + found, minlength=9).reshape(3, 3) / (n / 3)
+    labels = randomised(given, 3, 1.5, stream())
+    table = torch.bincount(3 * given + labels, minlength=9).reshape(3, 3) / (n / 3)
     stays = exp(1.5) / (exp(1.5) + 2)
     assert keep_probability(1.5, 3) == pytest.approx(stays)
     expected = torch.full((3, 3), (1 - stays) / 2).fill_diagonal_(stays)
@@ -141,7 +141,7 @@ def test_bad_input_is_one_line(options, line):
 
 
 @pytest.mark.parametrize(
-    ("options", "said", "unsaid"),
+    ("options", "claims", "unsaid"),
     [
         (["upload-views=3"], ["all 3 views together", "the encoder, which whoever is asked trains"], []),
         (
@@ -151,12 +151,12 @@ def test_bad_input_is_one_line(options, line):
         ),
     ],
 )
-def test_the_claim_names_neighbours_and_what_it_leaves_out(options, said, unsaid):
+def test_the_claim_names_neighbours_and_what_it_leaves_out(options, claims, unsaid):
     text = claim(Job.of(compose([*LATENTS, *options])).strategy("run"))
-    said = [*said, "one example replaced by another", "not for one more or less", "how many examples there are"]
-    said += ["each row is a view of one example", "losses and metrics", "What leaves as a whole has no epsilon."]
-    said += ["a patient with several has as many times the epsilon", "every further run adds its own"]
-    assert [words for words in [*said, "Rounding to float16 or int8 adds no protection"] if words not in text] == []
+    claims = [*claims, "one example replaced by another", "not for one more or less", "how many examples there are"]
+    claims += ["each row is a view of one example", "losses and metrics", "What leaves as a whole has no epsilon."]
+    claims += ["a patient with several has as many times the epsilon", "every further run adds its own"]
+    assert [words for words in [*claims, "Rounding to float16 or int8 adds no protection"] if words not in text] == []
     assert [words for words in unsaid if words in text.replace("a view of", "")] == []
     assert "promises an example next to nothing" in text  # at 11
     assert "promises an example next to nothing" not in local(latent_epsilon=4.0).sentence()
@@ -180,25 +180,25 @@ def test_forecast_ledger_and_result_say_the_same(tmp_path, monkeypatch):
     assert {(line["field"], line["protection"]) for line in ledger if line["direction"] == "up"} == expected
     assert {(name, "(11, 0.001)-DP of each replaced example") for name in ("latents", "labels")} <= expected
     assert result["privacy-claim"] == run.job.settings.privacy.local.sentence()
-    for one in result["privacy"].values():
-        assert 10.999 < one["epsilon"] <= 11
-        assert (one["delta"], one["dp"], one["proven"]) == (1e-3, "latents", True)
-        assert one["mechanism"].endswith("one example replaced")
+    for account in result["privacy"].values():
+        assert 10.999 < account["epsilon"] <= 11
+        assert (account["delta"], account["dp"], account["proven"]) == (1e-3, "latents", True)
+        assert account["mechanism"].endswith("one example replaced")
 
 
 def test_the_noise_that_a_run_states_is_that_of_its_latents_and_counts():
     latents = ["strategy=fedreplay", "dp=latents", "latent-clip=2", "latent-epsilon=4", "label-epsilon=1"]
     plan = PrivacyPlan.of(compose([*latents, "delta=1e-4"]))
-    (one,) = noise_of(plan, 300)
-    assert one == {
+    (noise,) = noise_of(plan, 300)
+    assert noise == {
         "mechanism": "latents",
         "sigma": plan.local.cost(1e-4).sigma,
         "clip": 2.0,
         "label-epsilon": 1.0,
         "examples": 300,
     }
-    assert shown_noise([one]) == (
-        f"latents: sigma {one['sigma']:.3g}, clip C 2, noise 2 C sigma; labels: randomised response, epsilon 1"
+    assert shown_noise([noise]) == (
+        f"latents: sigma {noise['sigma']:.3g}, clip C 2, noise 2 C sigma; labels: randomised response, epsilon 1"
     )
     replay = ["strategy=cwt", "replay=pixelcnn", "dp=generator+prior", "codebook=gradient", "prior-clip=0.5"]
     counted = noise_of(PrivacyPlan.of(compose(replay)), 300)

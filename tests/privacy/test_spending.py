@@ -87,7 +87,7 @@ def test_when_one_diverges_the_others_go_on_and_what_they_released_is_in_the_led
             return Message(Failure(failure="not finite", error="DivergedError", name="a").encode(), reply_to=message)
 
     ran = run(folder, *JOB, "rounds=3", name="diverged", after=diverges)
-    assert [(one["institution"], one["reason"]) for one in ran.result["failures"]] == [("a", "not finite")]
+    assert [(failure["institution"], failure["reason"]) for failure in ran.result["failures"]] == [("a", "not finite")]
     for file, reported in (("ledger", {"direction": "up", "field": "arrays"}), ("privacy", {})):
         rows = [json.loads(line) for line in (folder / "runs" / "diverged" / f"{file}.jsonl").read_text().splitlines()]
         assert {row["institution"] for row in rows if row["round"] == 2 and reported.items() <= row.items()} == {*"bcd"}
