@@ -41,7 +41,7 @@ def written(tmp_path_factory):
     """Return a folder in which the page's commands have written one of each."""
     folder = tmp_path_factory.mktemp("written")
     with pytest.MonkeyPatch.context() as patch:
-        assert {command(patch, "new", *one, "--into", str(folder)) for one in WRITTEN.items()} == {0}
+        assert {command(patch, "new", *arguments, "--into", str(folder)) for arguments in WRITTEN.items()} == {0}
     point = tomllib.loads((folder / MINE / "pyproject.toml").read_text())["project"]["entry-points"][catalogue.GROUP]
     ((name, package),) = point.items()
     distribution(folder, MINE, f"{name} = {package}")
@@ -63,8 +63,8 @@ def path(monkeypatch, tmp_path):
     caches += [composing._compose, composing._unset, composing._hydra]
 
     def clear():
-        for one in caches:
-            one.cache_clear()
+        for cache in caches:
+            cache.cache_clear()
         forget()
         for module in [
             module for module in sys.modules if module.partition(".")[0] in (MINE, "broken", "taken", *WALKED)
@@ -105,11 +105,11 @@ def test_what_is_written_passes_its_own_tests(path, written):
 
     def tested():
         os.chdir(study)
-        with open(written / "said", "w") as said, redirect_stdout(said):
+        with open(written / "said", "w") as log, redirect_stdout(log):
             pytest.main(words)
 
     os.waitpid(forked(tested), 0)
-    assert "5 passed" in (said := (written / "said").read_text()), said
+    assert "5 passed" in (output := (written / "said").read_text()), output
 
 
 @pytest.mark.sampled(1)
@@ -139,14 +139,16 @@ def test_the_written_studys_options_fit_its_data(written, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv(VARIABLE, "")
-    assert [command(monkeypatch, "run", "--dry-run", f"strategy={one}", *line.split()) for one in ("cwt", "local")] == [
+    assert [
+        command(monkeypatch, "run", "--dry-run", f"strategy={method}", *line.split()) for method in ("cwt", "local")
+    ] == [
         0,
         0,
     ]
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "said"),
+    ("kind", "name", "message"),
     [
         ("strategy", "Fed-mine", "small letters and digits"),
         ("strategy", "class", "small letters and digits"),
@@ -156,10 +158,10 @@ def test_the_written_studys_options_fit_its_data(written, monkeypatch):
         ("app", WRITTEN["app"], "must be new"),
     ],
 )
-def test_a_wrong_name_is_one_line_and_nothing_is_written(written, kind, name, said, monkeypatch, capsys):
+def test_a_wrong_name_is_one_line_and_nothing_is_written(written, kind, name, message, monkeypatch, capsys):
     before = set(written.rglob("*"))
     assert command(monkeypatch, "new", kind, name, "--into", str(written)) == 2
-    assert re.fullmatch(f"error: .*{said}.*\n", capsys.readouterr().err)
+    assert re.fullmatch(f"error: .*{message}.*\n", capsys.readouterr().err)
     assert set(written.rglob("*")) == before
 
 
@@ -174,11 +176,11 @@ def test_the_pages_commands_run(mine, tmp_path, monkeypatch, capsys):
     assert f"flwr-replay run {RUN}\n" in PAGE
     assert command(monkeypatch, "run", *RUN.split(), "--runs-dir", str(tmp_path)) == 0
     assert command(monkeypatch, "options", f"strategy={MINE}") == 0
-    said = capsys.readouterr().out
-    assert f"{MINE} on digits: accuracy" in said
+    output = capsys.readouterr().out
+    assert f"{MINE} on digits: accuracy" in output
     (folder,) = tmp_path.glob(f"*-{MINE}-*")
     assert read_json(folder / "environment.json")["versions"][MINE] == "0.1.0"
-    assert "strategy.bound  (number)\n    how far an institution may move the model" in said
+    assert "strategy.bound  (number)\n    how far an institution may move the model" in output
 
 
 def test_a_presets_options_hold(mine, written):
@@ -259,7 +261,7 @@ def test_a_name_of_two_packages_is_refused(path, written, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "conf", "point", "said"),
+    ("code", "conf", "point", "message"),
     [
         ("1 / 0", "broken", "", "strategy=broken.* of the package broken cannot be imported: .*ZeroDivisionError"),
         ("import nonesuch", "broken", "", "of the package broken cannot be imported: .*No module named 'nonesuch'"),
@@ -269,17 +271,17 @@ def test_a_name_of_two_packages_is_refused(path, written, tmp_path):
         ("", "Broken", "Broken = broken", "the package broken brings a strategy 'Broken'.* in lower case"),
     ],
 )
-def test_a_broken_package_is_one_line_and_others_work(path, tmp_path, code, conf, point, said):
+def test_a_broken_package_is_one_line_and_others_work(path, tmp_path, code, conf, point, message):
     package(tmp_path, "broken", code, conf, point)
     path(tmp_path)
     name = conf or "broken"
-    with pytest.raises(ConfigError, match=said) as error:
+    with pytest.raises(ConfigError, match=message) as error:
         compose_own([f"strategy={name}"])
     assert "\n" not in str(error.value)
     known = described()
     assert "broken" not in sys.modules or conf == "broken"
-    if "has no conf" in said or "brings" in said:  # whoever lists methods imports none
-        assert re.search(said, known[f"strategy={name}"].title)
+    if "has no conf" in message or "brings" in message:  # whoever lists methods imports none
+        assert re.search(message, known[f"strategy={name}"].title)
     assert known["strategy=fedavg"].options
     with pytest.raises(ConfigError, match="unknown option 'speedy'"):
         compose(["speedy=1"])

@@ -344,11 +344,11 @@ def test_the_same_choices_in_other_words_are_composed_once(monkeypatch):
     monkeypatch.setattr(composing, "_default", {})
     composing._unset.cache_clear()
     composing._compose.cache_clear()
-    one = compose(words)
+    first = compose(words)
     spelled = [
-        f"{group}={getattr(one, group).name}" for group in ("model", "partition", "replay", "generator", "prior")
+        f"{group}={getattr(first, group).name}" for group in ("model", "partition", "replay", "generator", "prior")
     ]
-    assert compose([*spelled, *reversed(words)]) == one
+    assert compose([*spelled, *reversed(words)]) == first
     assert len(composed) == 1
     own = compose([*words, "model=mlp"])  # not what stands without a choice
     assert (own.model.name, len(composed)) == ("mlp", 2)

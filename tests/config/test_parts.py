@@ -68,18 +68,18 @@ def test_a_model_has_its_stages_and_weights_of_the_seed(own):
 def test_the_bytes_of_a_model_are_those_of_its_weights(own, name):
     config = composed(f"model=ownnets:{name}")
     weights = build(config.model, config.task, 0).state_dict().values()
-    assert bytes_of(config.model, config.task) == sum(one.numel() * one.element_size() for one in weights) > 0
+    assert bytes_of(config.model, config.task) == sum(weight.numel() * weight.element_size() for weight in weights) > 0
 
 
 def test_a_bare_first_layer_is_standardised_too(own):
     plain, config = composed("model=ownnets:bare"), composed("model=ownnets:bare", "mean=[0.5]", "std=[0.25]")
     x = torch.rand(2, 1, 8, 8)
-    found = build(config.model, config.task, 0)(x)
-    assert torch.allclose(found, build(plain.model, plain.task, 0)((x - 0.5) / 0.25), atol=1e-5)
+    output = build(config.model, config.task, 0)(x)
+    assert torch.allclose(output, build(plain.model, plain.task, 0)((x - 0.5) / 0.25), atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("option", "said"),
+    ("option", "message"),
     [
         ("model=ownnets:sub", "must return torch.nn.Sequential"),
         ("model=ownnets:module", "must return torch.nn.Sequential"),
@@ -101,9 +101,9 @@ def test_a_bare_first_layer_is_standardised_too(own):
         ("model=ownnets:frozen", "depend on a parameter that trains"),
     ],
 )
-def test_a_wrong_model_is_one_line(own, option, said):
+def test_a_wrong_model_is_one_line(own, option, message):
     config = composed(option)
-    with pytest.raises(ConfigError, match=said) as error:
+    with pytest.raises(ConfigError, match=message) as error:
         build(config.model, config.task, 0)
     assert "\n" not in str(error.value)
 
@@ -117,8 +117,8 @@ def test_own_without_a_function_is_refused(group):
 def test_under_dp_layers_of_the_users_own_are_refused(own):
     fine, mixing = composed("model=ownnets:build"), composed("model=ownnets:mixing")
     check_layers(fine.model, build(fine.model, fine.task, 0))
-    for config, said in ((mixing, "centre is a Centred"), (composed("model=ownnets:batchwise"), "soft is a Softmax")):
-        with pytest.raises(ConfigError, match=f"each example by itself; {said}"):
+    for config, stated in ((mixing, "centre is a Centred"), (composed("model=ownnets:batchwise"), "soft is a Softmax")):
+        with pytest.raises(ConfigError, match=f"each example by itself; {stated}"):
             check_layers(config.model, build(config.model, config.task, 0))
     hooked = build(fine.model, fine.task, 0)
     hooked.body.register_forward_hook(lambda layer, x, y: y - y.mean(0))
@@ -163,7 +163,7 @@ def test_one_split_is_divided_and_channels_may_come_last(own):
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [
         ("names", 'must return {"train": …, "test": …}, perhaps with "val", or "all"; got training'),
         ("fails", "called with task.data-dir='here', failed: OSError: nothing in here (owndata.py, line "),
@@ -173,11 +173,11 @@ def test_one_split_is_divided_and_channels_may_come_last(own):
         ("unlabelled", "no images with labels"),
     ],
 )
-def test_wrong_data_are_one_line(own, function, said):
+def test_wrong_data_are_one_line(own, function, message):
     task = composed(f"task=owndata:{function}", "task.data-dir=here").task
     with pytest.raises((ConfigError, DataError)) as error:
         load(task)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_model_is_tried_in_training_and_its_norm_statistics_stay(own):
@@ -209,14 +209,14 @@ def test_a_model_is_not_cut_between_layers_that_share_weights(own):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["fedavg", "splitnn"])  # SplitNN's server has the layer that fails
-@pytest.mark.parametrize(("name", "said"), [("late", "KeyError: '/data/patient-7'"), ("leaving", "SystemExit: 4")])
-def test_a_model_that_fails_in_training_is_one_line(own, monkeypatch, capsys, strategy, name, said):
+@pytest.mark.parametrize(("name", "message"), [("late", "KeyError: '/data/patient-7'"), ("leaving", "SystemExit: 4")])
+def test_a_model_that_fails_in_training_is_one_line(own, monkeypatch, capsys, strategy, name, message):
     monkeypatch.delenv("COLUMNS", raising=False)
     job = [f"strategy={strategy}", "task=digits", f"model=ownnets:{name}", "nodes=2", "partition=iid", "rounds=1"]
     assert command(monkeypatch, "run", *job, "partition.size=40") == 2
     written = capsys.readouterr().err
     assert "Traceback" not in written
-    assert f"{said} (ownnets.py, line " in written.splitlines()[-1]
+    assert f"{message} (ownnets.py, line " in written.splitlines()[-1]
 
 
 def test_what_a_users_code_raises_at_an_institution_does_not_leave(own, tmp_path, caplog):

@@ -65,7 +65,9 @@ def test_a_preset_over_another_keeps_what_it_does_not_change():
 
 @pytest.mark.parametrize("strategy", KALRA)
 def test_sound_baselines_have_the_same_epsilon(strategy):
-    config, proxyfl = (compose(["task=mnist", f"strategy={one}", "preset=sound"]) for one in (strategy, "proxyfl"))
+    config, proxyfl = (
+        compose(["task=mnist", f"strategy={method}", "preset=sound"]) for method in (strategy, "proxyfl")
+    )
     assert (config.training, config.strategy.optimizer_state) == (proxyfl.training, "keep")
     assert getattr(config.strategy, "topology", "complete") == proxyfl.strategy.topology
     assert (config.privacy.dp, config.privacy.target_epsilon, config.training.optimizer) == ("classifier", 8.0, "sgd")
@@ -81,7 +83,7 @@ def test_sound_baselines_have_the_same_epsilon(strategy):
     ],
 )
 def test_the_sound_preset_standardises_by_public_constants(task, mean, std):
-    config, default = (compose([f"task={one}", "strategy=proxyfl", "preset=sound"]) for one in (task, "digits"))
+    config, default = (compose([f"task={name}", "strategy=proxyfl", "preset=sound"]) for name in (task, "digits"))
     assert (config.task.mean, config.task.std) == (mean, std)
     assert (config.strategy, config.training, config.privacy) == (default.strategy, default.training, default.privacy)
 

@@ -63,18 +63,18 @@ def test_whatever_else_is_no_mapping_is_one_line(read, text):
 
 
 def test_the_values_are_those_of_yaml_1_2(read):
-    found = read(
+    values = read(
         "\ufeffa: 1e-5\r\nb: [-3, +4, .5, 1., 1.5E3, 0, 0.0e-999]\r\n"
         "c: [true, False, null, ~, '010', \"yes\", no one]\r\nd:\r\n"
     )
-    assert found == {
+    assert values == {
         "a": 1e-5,
         "b": [-3, 4, 0.5, 1.0, 1500.0, 0, 0.0],
         "c": [True, False, None, None, "010", "yes", "no one"],
         "d": None,
     }
-    assert found.lines == {"a": 1, "b": 2, "c": 3, "d": 4}
-    assert [type(value) for value in found["b"]] == [int, int, float, float, float, int, float]
+    assert values.lines == {"a": 1, "b": 2, "c": 3, "d": 4}
+    assert [type(value) for value in values["b"]] == [int, int, float, float, float, int, float]
 
 
 def test_our_own_files_mean_the_same_to_both_readers():

@@ -59,8 +59,8 @@ def test_external_examples_look_as_they_do_where_they_are(tmp_path):
 
 
 def test_of_numbers_all_external_examples_count():
-    one, *others = (simulated(["task=diabetes", "partition=iid"], k) for k in range(4))
-    assert len(one.external) == sum(len(other.test) for other in others)
+    first, *others = (simulated(["task=diabetes", "partition=iid"], k) for k in range(4))
+    assert len(first.external) == sum(len(other.test) for other in others)
 
 
 def test_an_institution_may_bring_external_examples_of_its_own(tmp_path):

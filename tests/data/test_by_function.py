@@ -69,7 +69,7 @@ def test_names_drops_and_classes_of_the_function_reach_the_run(module: Any, tmp_
 
 
 @pytest.mark.parametrize(
-    ("deal", "said"),
+    ("deal", "message"),
     [
         (lambda y, nodes, seed: Dealt(np.array_split(np.arange(9), nodes), ["a"]), "name each of 2 institutions"),
         (lambda y, nodes, seed: Dealt(np.array_split(np.arange(9), nodes), ["a"] * nodes), "or none; got a, a"),
@@ -91,23 +91,23 @@ def test_names_drops_and_classes_of_the_function_reach_the_run(module: Any, tmp_
         (lambda y: [], "takes 1 positional argument"),
     ],
 )
-def test_what_deals_no_examples_is_one_line(module: Any, deal: Any, said: str) -> None:
+def test_what_deals_no_examples_is_one_line(module: Any, deal: Any, message: str) -> None:
     module.deal = deal
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         check_partition("handed:deal")
 
 
 @pytest.mark.parametrize(
-    ("deal", "said"),
+    ("deal", "message"),
     [
         (lambda y, nodes, seed: np.array_split(np.random.permutation(len(y)), nodes), "one seed must deal alike"),  # noqa: NPY002
         (lambda y, nodes, seed: [np.arange(len(y)), *[np.arange(0)] * (nodes - 1)], "must get examples"),
         (lambda y, nodes, seed: Dealt(np.array_split(np.arange(9), nodes), np.random.random(nodes)), "deal alike"),  # noqa: NPY002
     ],
 )
-def test_a_broken_contract_is_found(module: Any, deal: Any, said: str) -> None:
+def test_a_broken_contract_is_found(module: Any, deal: Any, message: str) -> None:
     module.deal = deal
-    with pytest.raises(AssertionError, match=said):
+    with pytest.raises(AssertionError, match=message):
         check_partition("handed:deal")
 
 

@@ -178,14 +178,14 @@ def test_classes_that_starve_are_said_in_one_line(examples: Make, tmp_path: Path
     data, part = scarce(examples, 120)
     skew, counts_KC = part.skew, count(data, part)
     for k, name in enumerate(part.names):
-        one, own = skew["classes"]["institutions"][name], part.classes.majors_K[k]
-        assert one["largest"] == {"class": own, "examples": 96}
-        assert one["smallest"]["examples"] == counts_KC[k].min() == counts_KC[k, one["smallest"]["class"]]
-        assert one["starved"] == {str(c): n for c, n in enumerate(counts_KC[k]) if n < 2 and c != own}  # of 8
+        classes, own = skew["classes"]["institutions"][name], part.classes.majors_K[k]
+        assert classes["largest"] == {"class": own, "examples": 96}
+        assert classes["smallest"]["examples"] == counts_KC[k].min() == counts_KC[k, classes["smallest"]["class"]]
+        assert classes["starved"] == {str(c): n for c, n in enumerate(counts_KC[k]) if n < 2 and c != own}  # of 8
     (warning,) = warnings(skew)
     assert "less than a quarter of an equal remainder's 8 examples" in warning
     assert "\n" not in warning
-    (said,) = [one for one in summary(skew) if "most 96 of class" in one]
+    (told,) = [line for line in summary(skew) if "most 96 of class" in line]
     text = show(data, part, tmp_path)
     assert all(line in text.splitlines() for line in [*extremes(skew), warning])
     assert len(extremes(skew)) == 3
@@ -203,9 +203,9 @@ def test_classes_that_starve_are_said_in_one_line(examples: Make, tmp_path: Path
     }
     assert not [note for note in notes(cells(report)) if "warning" in note]
     report["cells"].append({"label": "a", "seed": 4, "options": [], "result": {"skew": skew}})
-    found = notes(cells(report))
-    assert f"seed 4: {said}" in found
-    assert f"seed 4: {warning}" in found
+    notes_found = notes(cells(report))
+    assert f"seed 4: {told}" in notes_found
+    assert f"seed 4: {warning}" in notes_found
 
 
 def cells(report: dict[str, Any]) -> dict[str, Any]:

@@ -25,8 +25,8 @@ def dealt(dataset: Dataset, nodes: int, seed: int = 0, **options: object) -> Par
     return partition(dataset, PartitionConfig(name="shares", **options), nodes, seed)  # type: ignore[arg-type]
 
 
-def counts(dataset: Dataset, found: Partition) -> list[list[int]]:
-    return [np.bincount(dataset.train.y[part], minlength=2).tolist() for part in found.train]
+def counts(dataset: Dataset, partition: Partition) -> list[list[int]]:
+    return [np.bincount(dataset.train.y[part], minlength=2).tolist() for part in partition.train]
 
 
 def table(path: Path, *lines: str) -> str:
@@ -36,13 +36,13 @@ def table(path: Path, *lines: str) -> str:
 
 def test_table_1_of_qu_et_al() -> None:
     dataset = data(3000, 3000)
-    found = dealt(dataset, 4, shares=TABLE_1, size=1000)
-    assert counts(dataset, found) == [[960, 40], [830, 170], [230, 770], [90, 910]]
-    assert found.ks == pytest.approx(np.mean([0.13, 0.73, 0.87, 0.60, 0.74, 0.14]), abs=1e-9)  # 0.535, as published
-    assert len(np.unique(np.concatenate(found.train))) == 4000
+    partition = dealt(dataset, 4, shares=TABLE_1, size=1000)
+    assert counts(dataset, partition) == [[960, 40], [830, 170], [230, 770], [90, 910]]
+    assert partition.ks == pytest.approx(np.mean([0.13, 0.73, 0.87, 0.60, 0.74, 0.14]), abs=1e-9)  # 0.535, as published
+    assert len(np.unique(np.concatenate(partition.train))) == 4000
     again, other = dealt(dataset, 4, shares=TABLE_1, size=1000), dealt(dataset, 4, 1, shares=TABLE_1, size=1000)
-    assert all(map(np.array_equal, found.train, again.train))
-    assert not np.array_equal(found.train[0], other.train[0])
+    assert all(map(np.array_equal, partition.train, again.train))
+    assert not np.array_equal(partition.train[0], other.train[0])
 
 
 def test_a_files_columns_are_the_classes_names(tmp_path: Path) -> None:
@@ -55,25 +55,25 @@ def test_a_files_columns_are_the_classes_names(tmp_path: Path) -> None:
 
 def test_as_many_as_there_are(tmp_path: Path) -> None:
     dataset = data(300, 400)
-    found = dealt(dataset, 4, shares=TABLE_1)
-    size = len(found.train[0])
-    assert {len(part) for part in found.train} == {size}
+    partition = dealt(dataset, 4, shares=TABLE_1)
+    size = len(partition.train[0])
+    assert {len(part) for part in partition.train} == {size}
     with pytest.raises(ConfigError, match=f"at most partition.size={size}"):
         dealt(dataset, 4, shares=TABLE_1, size=size + 1)
 
 
 def test_counts_are_by_largest_remainders() -> None:
     dataset = data(50, 50, 50)
-    found = dealt(dataset, 2, shares=("0.333 0.333 0.334", "0.5 0.25 0.25"), size=10)
-    assert [np.bincount(dataset.train.y[part]).tolist() for part in found.train] == [[3, 3, 4], [5, 3, 2]]
+    partition = dealt(dataset, 2, shares=("0.333 0.333 0.334", "0.5 0.25 0.25"), size=10)
+    assert [np.bincount(dataset.train.y[part]).tolist() for part in partition.train] == [[3, 3, 4], [5, 3, 2]]
 
 
 def test_a_table_names_institutions_and_sizes(tmp_path: Path) -> None:
     file = table(tmp_path / "s.csv", "institution,1,0,size", "south,0.1,0.9,20", "north,1,0,5")
     dataset = data(100, 100)
-    found = dealt(dataset, 2, file=file)
-    assert found.names == ("south", "north")
-    assert counts(dataset, found) == [[18, 2], [0, 5]]
+    partition = dealt(dataset, 2, file=file)
+    assert partition.names == ("south", "north")
+    assert counts(dataset, partition) == [[18, 2], [0, 5]]
 
 
 @pytest.mark.parametrize(

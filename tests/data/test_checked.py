@@ -20,24 +20,24 @@ def test_all_bad_files_are_named_at_once(tmp_path: Path, monkeypatch, capsys) ->
     draw(tmp_path / "ill" / "same.png", 0)  # healthy/0.png under another label
     draw(tmp_path / "ill" / "big.png", 77, (9, 12), "RGB")
     assert command(monkeypatch, "data", "check", str(tmp_path)) == 1
-    said = capsys.readouterr().out
-    assert "12 images: healthy 5, ill 7" in said
-    assert "height x width: 8 x 8 (9), 12 x 9 (1)" in said
-    assert "mode: L (9), RGB (1)" in said
-    assert "there more than once: 1 (healthy/0.png = ill/same.png)" in said
-    assert LEAKS in said
-    wrong = [line for line in said.splitlines() if line.startswith(("cannot be read", "the same image"))]
+    output = capsys.readouterr().out
+    assert "12 images: healthy 5, ill 7" in output
+    assert "height x width: 8 x 8 (9), 12 x 9 (1)" in output
+    assert "mode: L (9), RGB (1)" in output
+    assert "there more than once: 1 (healthy/0.png = ill/same.png)" in output
+    assert LEAKS in output
+    wrong = [line for line in output.splitlines() if line.startswith(("cannot be read", "the same image"))]
     assert [f"{name}.png" in line for name, line in zip(("a", "b"), wrong[:2], strict=True)] == [True, True]
     assert wrong[2:] == ["the same image with other labels, splits or patients: healthy/0.png = ill/same.png"]
-    assert "--skip-bad writes a manifest.csv without these 2 files, and lists them" in said
+    assert "--skip-bad writes a manifest.csv without these 2 files, and lists them" in output
     assert not (tmp_path / "manifest.csv").exists()
     (tmp_path / "ill" / "same.png").unlink()
     (tmp_path / "ill" / "big.png").unlink()
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("no image")
     assert command(monkeypatch, "data", "check", str(tmp_path)) == 1  # as if the folder were none
-    said = capsys.readouterr().out
-    assert (said.count("notes/ has files but no image"), said.count("\ncannot be read: ")) == (1, 2)
+    output = capsys.readouterr().out
+    assert (output.count("notes/ has files but no image"), output.count("\ncannot be read: ")) == (1, 2)
 
 
 def test_unreadable_files_are_left_out_and_listed(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -50,8 +50,8 @@ def test_unreadable_files_are_left_out_and_listed(tmp_path: Path, monkeypatch, c
         load(read_off(tmp_path))
     capsys.readouterr()
     assert command(monkeypatch, *words) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("8 images: healthy 4, ill 4\nleft out: ")
+    output = capsys.readouterr().out
+    assert output.startswith("8 images: healthy 4, ill 4\nleft out: ")
     data = load(read_off(tmp_path))
     assert len(data.train) + len(data.test) + (len(data.val) if data.val else 0) == 8
     written = (tmp_path / "manifest.csv").read_text()
@@ -113,7 +113,7 @@ def test_all_that_a_manifest_lacks_is_said_at_once(tmp_path: Path, monkeypatch, 
     rows = ["0.png,ill,p,x", "0.png,Ill,p,train", "2.png,,p,train", ",ill,p,test", "4.png,nan,p,y", "5.png,0,p,x"]
     manifest(tmp_path, "image,label,Site_ID,split", rows)
     assert command(monkeypatch, "data", "check", str(tmp_path)) == 1
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for fault in (
         "column 'Site_ID' of",
         "every row must have a value for 'image'; 1 of 6",
@@ -126,11 +126,11 @@ def test_all_that_a_manifest_lacks_is_said_at_once(tmp_path: Path, monkeypatch, 
         "labels must differ by more than spelling",
         "labels must be all numbers or all names",
     ):
-        assert said.count(fault) == 1, fault
+        assert output.count(fault) == 1, fault
     manifest(tmp_path, "file,class,PatientID", ["0.png,a,p"])
     assert command(monkeypatch, "data", "check", str(tmp_path)) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert ["'image'" in said[0], "'label'" in said[1], "'PatientID'" in said[2], len(said)] == [True] * 3 + [3]
+    errors = capsys.readouterr().err.splitlines()
+    assert ["'image'" in errors[0], "'label'" in errors[1], "'PatientID'" in errors[2], len(errors)] == [True] * 3 + [3]
     manifest(tmp_path, "image,label,split", [f"{n}.png,0,{n}" for n in range(30)])
     assert command(monkeypatch, "data", "check", str(tmp_path)) == 1
     assert capsys.readouterr().out.count("split must be one of") == 30

@@ -36,7 +36,7 @@ def test_a_label_is_a_class_however_it_is_spelled(task: Task, names: tuple[str, 
 
 
 @pytest.mark.parametrize(
-    ("names", "label", "said"),
+    ("names", "label", "message"),
     [
         (("1", "2"), "0", r"unknown class '0' \(line 7\): known: 1, 2"),
         (("ill", "well"), "0", "unknown class '0'"),
@@ -50,8 +50,10 @@ def test_a_label_is_a_class_however_it_is_spelled(task: Task, names: tuple[str, 
         ((), "9" * 5000, "must lie in 0..1"),
     ],
 )
-def test_another_label_is_refused_and_is_no_position(task: Task, names: tuple[str, ...], label: str, said: str) -> None:
-    with pytest.raises(DataError, match=said) as caught:
+def test_another_label_is_refused_and_is_no_position(
+    task: Task, names: tuple[str, ...], label: str, message: str
+) -> None:
+    with pytest.raises(DataError, match=message) as caught:
         Classes(task("folder", classes=2, class_names=names)).number(label, "line 7")
     assert len(str(caught.value)) < 300
 

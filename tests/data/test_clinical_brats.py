@@ -68,9 +68,9 @@ def test_real_proportions_are_resized_and_cropped(tmp_path):
     data = read("brats", tmp_path, "task.test_size=1")
     assert data.train.x.shape == (1, 3, 224, 224)
     picture = Image.fromarray((255 * brain[:, :, 0].T).astype(np.uint8))
-    for found, method in ((data.train.x[0, 2], "BILINEAR"), (255 * data.train.y[0], "NEAREST")):
+    for image, method in ((data.train.x[0, 2], "BILINEAR"), (255 * data.train.y[0], "NEAREST")):
         whole = np.asarray(picture.resize((256, 256), Image.Resampling[method]))
-        np.testing.assert_array_equal(found, whole[16:-16, 16:-16])
+        np.testing.assert_array_equal(image, whole[16:-16, 16:-16])
 
 
 def test_institutions_and_subjects(folder):

@@ -53,8 +53,8 @@ def test_other_suffixes_and_folders_within_folders(hands):
     (hands / HANDS / "._1007.png").write_bytes(b"\0\5\x16\7")
     (hands / HANDS / ".DS_Store").write_bytes(b"Bud1")
     (hands / "__MACOSX").mkdir()
-    found = convert("boneage", hands).read_text()
-    assert found.replace(".PNG", ".png").replace("more/", "") == plain
+    manifest = convert("boneage", hands).read_text()
+    assert manifest.replace(".PNG", ".png").replace("more/", "") == plain
     assert len(loaded("boneage", hands, "task.size=8").train) == 10
 
 
@@ -71,7 +71,7 @@ def test_an_image_that_is_there_twice(hands):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda text: text.replace(",", "\t"), "must have a column 'id', between commas"),
         (lambda text: text.replace("boneage", "Boneage"), "must have a column 'boneage'"),
@@ -84,7 +84,7 @@ def test_an_image_that_is_there_twice(hands):
     ],
 )
 def test_tables_that_somebody_spoilt_are_a_line_for_each_fault_and_exit_code_2(
-    hands, change, said, capsys, monkeypatch
+    hands, change, message, capsys, monkeypatch
 ):
     table = hands / f"{HANDS}.csv"
     table.write_text(change(table.read_text()))
@@ -95,7 +95,7 @@ def test_tables_that_somebody_spoilt_are_a_line_for_each_fault_and_exit_code_2(
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert all(line.startswith("error: ") for line in error.splitlines())
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         convert("boneage", hands)
     assert left(hands) == before
 

@@ -43,10 +43,10 @@ def numbers_of(split):
 
 def test_labels_hospitals_lesions_and_what_is_left_out(folder):
     data = read("isic", folder, *SIZE)
-    found = {split: numbers_of(getattr(data, split)) for split in ("train", "test")}
-    assert sorted(found["train"] + found["test"]) == [n for n in range(48) if n % 16 < 14]
-    assert not {n // 2 for n in found["train"]} & {n // 2 for n in found["test"]}
-    for split, numbers in found.items():
+    by_split = {split: numbers_of(getattr(data, split)) for split in ("train", "test")}
+    assert sorted(by_split["train"] + by_split["test"]) == [n for n in range(48) if n % 16 < 14]
+    assert not {n // 2 for n in by_split["train"]} & {n // 2 for n in by_split["test"]}
+    for split, numbers in by_split.items():
         examples = getattr(data, split)
         assert examples.y.tolist() == [int(n % 3 == 0) for n in numbers]
         assert examples.sites.tolist() == [HOSPITALS[n // 16] for n in numbers]

@@ -101,10 +101,10 @@ def test_every_eye_fills_the_square_whatever_its_radius():
         pixels[row - dot : row + dot, column - dot : column + dot] = 250
         x = graham(pixels, 256)
         assert x.shape == (3, 256, 256)
-        found = np.argwhere(x[0, :, 64:-40] > 220).mean(axis=0)
+        centre = np.argwhere(x[0, :, 64:-40] > 220).mean(axis=0)
         # Half of 300 pixels, in a square of 540 pixels that became 256.
-        assert abs(found[0] - 127.5) <= 2
-        assert abs(found[1] + 64 - (127.5 + 150 * 256 / 540)) <= 2
+        assert abs(centre[0] - 127.5) <= 2
+        assert abs(centre[1] + 64 - (127.5 + 150 * 256 / 540)) <= 2
         assert (x[:, :30, :30] == 128).all()
         assert x[0, 128, 128] == 128
 

@@ -36,7 +36,7 @@ def test_splits_cover_all_rows_and_share_no_subject(rows):
     subjects, strata = [f"s{subject}" for subject, _ in rows], [stratum for _, stratum in rows]
     splits = divided(subjects, strata)
     assert sorted(np.concatenate(list(splits.values()))) == list(range(len(rows)))
-    owners = [{subjects[n] for n in found} for found in splits.values()]
+    owners = [{subjects[n] for n in rows} for rows in splits.values()]
     assert sum(map(len, owners)) == len(set(subjects))
 
 
@@ -179,7 +179,7 @@ def test_labels_and_subjects_that_somebody_spoilt(hands):
     whole = manifest.read_text()
     first = whole.splitlines()[1]
     image, label, patient, _ = first.split(",")
-    for spoilt, said in (
+    for spoilt, message in (
         (f"{image},nan,{patient},train", "every example must have a label"),
         (f"{image},six years,{patient},train", "labels must be numbers"),
         (f"{image},inf,{patient},train", "be finite numbers"),
@@ -188,7 +188,7 @@ def test_labels_and_subjects_that_somebody_spoilt(hands):
         (f"{image},{label},{patient},holdout", "split must be one of"),
     ):
         manifest.write_text(whole.replace(first, spoilt))
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=message):
             loaded("boneage", hands, "task.size=8")
     manifest.write_text(whole.replace(first, f"{image},{label},,train"))
     assert len(loaded("boneage", hands, "task.size=8").train) == 10

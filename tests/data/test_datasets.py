@@ -237,7 +237,7 @@ def test_cifar10_batches_of_any_writer(tmp_path: Path, task: Task, protocol: Any
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         (b"(K\x03U\x01|NNNJ", b"(K\x03U\x01|NNU\x08AAAAAAAAJ", "2 images"),  # ends the process if numpy gets it
         (b"U\x02u1", b"U\x02O8", "array of bytes"),
@@ -253,15 +253,17 @@ def test_cifar10_batches_of_any_writer(tmp_path: Path, task: Task, protocol: Any
         (b"]q\x04(K\x00K\x01e", b"P9\n", "PERSID"),
     ],
 )
-def test_a_crafted_batch_is_refused_or_harmless(tmp_path: Path, task: Task, old: bytes, new: bytes, said: str) -> None:
+def test_a_crafted_batch_is_refused_or_harmless(
+    tmp_path: Path, task: Task, old: bytes, new: bytes, message: str
+) -> None:
     write_cifar(tmp_path, 2)
     whole = as_python_2(images(2, 3, 32, 32).reshape(2, -1), [0, 1])
     assert old in whole
     (tmp_path / "test_batch").write_bytes(whole.replace(old, new, 1))
-    if said == "2 images":
+    if message == "2 images":
         assert len(load(task("cifar10", data_dir=str(tmp_path))).test) == 2
     else:
-        refused(task("cifar10", data_dir=str(tmp_path)), "test_batch", said)
+        refused(task("cifar10", data_dir=str(tmp_path)), "test_batch", message)
 
 
 def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, task: Task) -> None:
@@ -356,8 +358,8 @@ def test_a_medmnist_file_says_its_own_form(tmp_path: Path, task: Task) -> None:
     x, y = images(20, 12, 12, 3), np.arange(20)[:, None] % 10
     np.savez(tmp_path / "mine.npz", train_images=x, train_labels=y, test_images=x[:9], test_labels=y[:9])
     words = ["task=medmnist", f"task.data-dir={tmp_path / 'mine.npz'}"]
-    found = resolve([*words, "nodes=2"], ".", "")[1].task
-    assert (found.channels, found.size, found.classes) == (3, 12, 10)
+    own_task = resolve([*words, "nodes=2"], ".", "")[1].task
+    assert (own_task.channels, own_task.size, own_task.classes) == (3, 12, 10)
     assert resolve([*words, "nodes=2", "classes=12"], ".", "")[1].task.classes == 12
     with pytest.raises(DataError, match=r"got 2 \(example 2 of .*: set task.classes=10, or correct it"):
         load(task("medmnist", data_dir=str(tmp_path / "mine.npz"), channels=3, size=12))

@@ -38,14 +38,14 @@ def make(folder, task):
 @pytest.fixture
 def reads(monkeypatch):
     """The files that were decoded."""
-    found, picture = [], module.ImageSource.examples
+    decoded, picture = [], module.ImageSource.examples
 
     def watched(source, members):
-        found.extend(source.files)
+        decoded.extend(source.files)
         return picture(source, members)
 
     monkeypatch.setattr(module.ImageSource, "examples", watched)
-    return found
+    return decoded
 
 
 def cache(tmp_path, limit=1e9):
@@ -56,9 +56,9 @@ def entries(kept):
     return sorted(path.name for path in kept.folder.iterdir()) if kept.folder.exists() else []
 
 
-def same(one, other):
+def same(left, right):
     for split in ("train", "test", "val"):
-        mine, its = getattr(one, split), getattr(other, split)
+        mine, its = getattr(left, split), getattr(right, split)
         assert (mine is None) == (its is None)
         if mine is not None:
             np.testing.assert_array_equal(mine.x, its.x)
@@ -81,8 +81,10 @@ def test_the_second_time_nothing_is_decoded_and_the_bits_are_the_same(tmp_path, 
 
 
 def test_the_splits_of_a_map_are_slices_of_it_and_not_copies(tmp_path, make):
-    found = load(make(validation=True), cache(tmp_path))
-    assert all(part.x.base is not None and part.x.flags.c_contiguous for part in (found.train, found.test, found.val))
+    dataset = load(make(validation=True), cache(tmp_path))
+    assert all(
+        part.x.base is not None and part.x.flags.c_contiguous for part in (dataset.train, dataset.test, dataset.val)
+    )
 
 
 def changed(file, way):
@@ -166,9 +168,9 @@ def break_off(images, about):
 
 
 def lie(images, about):
-    found = json.loads(about.read_text())
-    found["splits"]["train"].reverse()
-    about.write_text(json.dumps(found))
+    about_them = json.loads(about.read_text())
+    about_them["splits"]["train"].reverse()
+    about.write_text(json.dumps(about_them))
 
 
 @pytest.mark.parametrize("damage", [truncate, flip, copy, lose, break_off, lie])
@@ -214,8 +216,8 @@ def test_all_entries_together_have_at_most_the_limit_and_the_oldest_goes(tmp_pat
 
 def test_what_is_larger_than_the_limit_is_not_kept_and_the_log_says_so(tmp_path, make, caplog):
     kept = cache(tmp_path, 24 * 64 - 1)
-    found = load(make(), kept)
-    assert (entries(kept), type(found.train.x)) == ([], np.ndarray)
+    dataset = load(make(), kept)
+    assert (entries(kept), type(dataset.train.x)) == ([], np.ndarray)
     assert "cache-gb=1.535e-06" in caplog.text
 
 
@@ -223,8 +225,8 @@ def test_without_a_cache_nothing_is_written_and_what_is_there_goes(tmp_path, mak
     load(make(), cache(tmp_path, 0))
     assert not (tmp_path / "state").exists()
     load(make(), cache(tmp_path))
-    found = load(make(), cache(tmp_path, 0))
-    assert (entries(cache(tmp_path)), type(found.train.x), caplog.text) == ([], np.ndarray, "")
+    dataset = load(make(), cache(tmp_path, 0))
+    assert (entries(cache(tmp_path)), type(dataset.train.x), caplog.text) == ([], np.ndarray, "")
 
 
 def test_an_entry_that_another_process_removes_meanwhile_is_no_error(tmp_path, make):

@@ -33,11 +33,11 @@ def test_numpy_integers_count_as_integers_and_other_types_are_refused() -> None:
 
 def test_same_in_another_process_whatever_its_hash_seed() -> None:
     code = "from flwr_replay.rng import derived_seed; print(derived_seed(7, 'partition', 'test'))"
-    found = subprocess.run(
+    child = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "5"}
     )
     # A literal as well: resuming a run on another machine or version must find the same partition.
-    assert int(found.stdout) == derived_seed(7, "partition", "test") == 8573825141271325969
+    assert int(child.stdout) == derived_seed(7, "partition", "test") == 8573825141271325969
 
 
 def test_generators_repeat() -> None:

@@ -77,7 +77,7 @@ def test_splits_that_would_pass_for_classes(tmp_path: Path, make: Task, folders:
 
 
 @pytest.mark.parametrize(
-    ("folders", "said"),
+    ("folders", "message"),
     [
         (["data/a", "data/b"], "data all hold a, b: if these are the classes, set task.data-dir=.*/data;"),
         (
@@ -87,9 +87,9 @@ def test_splits_that_would_pass_for_classes(tmp_path: Path, make: Task, folders:
         (["1/a", "1/b", "2/a", "2/b"], "1, 2 all hold a, b"),
     ],
 )
-def test_what_stands_above_classes_is_asked_about(tmp_path: Path, folders: list[str], said: str) -> None:
+def test_what_stands_above_classes_is_asked_about(tmp_path: Path, folders: list[str], message: str) -> None:
     drawn(tmp_path, *folders)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         read_off(tmp_path)
     top = sorted({folder.split("/")[0] for folder in folders})
     if len(top) == 1:

@@ -69,7 +69,7 @@ def test_sites_and_patients_that_are_one_number_are_asked_about(
 
 
 @pytest.mark.parametrize(
-    ("cell", "said"),
+    ("cell", "message"),
     [
         ("p0", "patients must differ by more than spelling"),  # beside P0
         ("1.2E+11", "a patient must have a whole value; got 1.2E+11"),
@@ -78,10 +78,10 @@ def test_sites_and_patients_that_are_one_number_are_asked_about(
     ],
 )
 def test_a_table_that_a_spreadsheet_or_a_hand_has_spoilt_is_refused(
-    tmp_path: Path, make: Task, cell: str, said: str
+    tmp_path: Path, make: Task, cell: str, message: str
 ) -> None:
     manifest(tmp_path, "image,label,patient", ["a.png,0,P0", f"b.png,1,{cell}", "c.png,0,9"])
-    refused(make(), said)
+    refused(make(), message)
 
 
 @pytest.mark.parametrize("missing", ["nan", "NA", "#N/A"])

@@ -43,15 +43,15 @@ def test_the_folder_is_read_with_its_patients(tmp_path: Path, monkeypatch, capsy
     assert made(tmp_path, monkeypatch, text) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'scans' / 'manifest.csv'}\n"
     rows = folder_rows(tmp_path / "scans")
-    found = [(row.file.relative_to(tmp_path / "scans").as_posix(), row.label, row.patient) for row in rows]
-    assert found == [(NAMES[0], "ill", "007"), (NAMES[1], "ill", "007"), (NAMES[2], "well", "8")]
+    listed = [(row.file.relative_to(tmp_path / "scans").as_posix(), row.label, row.patient) for row in rows]
+    assert listed == [(NAMES[0], "ill", "007"), (NAMES[1], "ill", "007"), (NAMES[2], "well", "8")]
     raws = read_folder(read_off(tmp_path / "scans"))
     patients = [set() if (of := raws[split].patients) is None else set(of) for split in ("train", "test")]
     assert [len(among) for among in patients] == [1, 1]
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (ROWS.replace("0003.png,8\n", ""), "every image must have a row in {table}; 1 wrong:\n  well/0003.png"),
         (ROWS + "4.png,9\n", "every row of {table} must name an image in {folder}; 1 wrong:\n  line 5: 4.png"),
@@ -70,9 +70,9 @@ def test_the_folder_is_read_with_its_patients(tmp_path: Path, monkeypatch, capsy
         (ROWS.encode("utf-16"), "{table} must be a CSV file in UTF-8"),
     ],
 )
-def test_what_does_not_fit_is_a_line_and_nothing_is_written(tmp_path, monkeypatch, capsys, text, said) -> None:
+def test_what_does_not_fit_is_a_line_and_nothing_is_written(tmp_path, monkeypatch, capsys, text, message) -> None:
     assert made(tmp_path, monkeypatch, text) == 2
-    assert said.format(table=tmp_path / "p.csv", folder=tmp_path / "scans") in capsys.readouterr().err
+    assert message.format(table=tmp_path / "p.csv", folder=tmp_path / "scans") in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path / "scans")) == ["ill", "well"]
 
 

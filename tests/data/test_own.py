@@ -69,8 +69,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Read:
     ],
 )
 def test_labels_are_classes_whatever_their_dtype(read: Read, labels: Any, options: tuple[str, ...]) -> None:
-    found = read(X, labels, *options).y
-    assert (found.dtype, found.tolist()) == (np.int64, Y.tolist())
+    read_y = read(X, labels, *options).y
+    assert (read_y.dtype, read_y.tolist()) == (np.int64, Y.tolist())
 
 
 def changed(y: Any, value: Any, dtype: Any = float) -> Any:
@@ -80,7 +80,7 @@ def changed(y: Any, value: Any, dtype: Any = float) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("labels", "said"),
+    ("labels", "message"),
     [
         (changed(Y, np.nan), r"got 'nan' \(example 3 of task=handed:load, train\)"),
         (changed(Y, 0.9), "got '0.9'"),
@@ -102,15 +102,15 @@ def changed(y: Any, value: Any, dtype: Any = float) -> Any:
         ([[0], [1, 0], 1, 0, 1, 0], "no images with labels"),
     ],
 )
-def test_other_labels_are_refused_in_one_line(read: Read, labels: Any, said: str) -> None:
-    with pytest.raises(DataError, match=said) as caught:
+def test_other_labels_are_refused_in_one_line(read: Read, labels: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
         read(X, labels)
     assert "\n" not in str(caught.value)
     assert "label" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("labels", "names", "said"),
+    ("labels", "names", "message"),
     [
         (Y, "[1,2]", "unknown class '0'"),  # once a class was missing, without a word
         (Y + 2, "[1,2]", "unknown class '3'"),
@@ -119,20 +119,20 @@ def test_other_labels_are_refused_in_one_line(read: Read, labels: Any, said: str
         (Y.astype(bool), "[yes,no]", "boolean labels are for classes true and false; got 'yes, no' .task=handed:load"),
     ],
 )
-def test_a_label_is_no_position_among_names_that_could_be_it(read: Read, labels: Any, names: str, said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_a_label_is_no_position_among_names_that_could_be_it(read: Read, labels: Any, names: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         read(X, labels, f"class-names={names}")
 
 
 @pytest.mark.parametrize("dtype", [bool, np.uint8, np.int64, np.float32, np.float64])
 def test_masks_of_0_and_1_are_taken_whatever_their_dtype(read: Read, dtype: Any) -> None:
     for masks in (MASKS.astype(dtype), MASKS.astype(dtype)[:, None]):
-        found = read(X, masks, kind="segmentation").y
-        assert (found.dtype, found.tolist()) == (np.uint8, MASKS.tolist())
+        y = read(X, masks, kind="segmentation").y
+        assert (y.dtype, y.tolist()) == (np.uint8, MASKS.tolist())
 
 
 @pytest.mark.parametrize(
-    ("masks", "said"),
+    ("masks", "message"),
     [
         (changed(MASKS, -1, np.int64), r"masks of 0 and 1; got -1 \(example 0, row 0, column 3, of task=handed:load"),
         (MASKS * 255, "got 255"),
@@ -146,15 +146,15 @@ def test_masks_of_0_and_1_are_taken_whatever_their_dtype(read: Read, dtype: Any)
         (np.stack([MASKS, 1 - MASKS], 1), r"got \(6, 2, 8, 8\)"),
     ],
 )
-def test_other_masks_are_refused(read: Read, masks: Any, said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_other_masks_are_refused(read: Read, masks: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         read(X, masks, kind="segmentation")
 
 
 def test_targets_of_a_regression_are_finite_numbers(read: Read) -> None:
     assert read(X, Y[:, None] + 0.5, kind="regression").y.tolist() == (Y + 0.5).tolist()
-    for value, said in ((np.nan, "nan"), (-np.inf, "-inf"), (1e300, "1e.300")):  # the last has no float32
-        with pytest.raises(DataError, match=f"must be finite numbers; got {said} .example 3 of"):
+    for value, message in ((np.nan, "nan"), (-np.inf, "-inf"), (1e300, "1e.300")):  # the last has no float32
+        with pytest.raises(DataError, match=f"must be finite numbers; got {message} .example 3 of"):
             read(X, changed(Y, value), kind="regression")
     with pytest.raises(DataError, match="must be finite numbers; got old"):
         read(X, np.array(["old"] * 6), kind="regression")
@@ -168,7 +168,7 @@ def test_images_whose_scale_is_not_known_are_refused(read: Read, dtype: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("labels", "said"),
+    ("labels", "message"),
     [
         (changed(Y, np.nan, np.float32), "finite numbers; got nan"),
         (changed(Y, -100, np.int64), "got -100"),  # which PyTorch's loss would leave out
@@ -176,10 +176,10 @@ def test_images_whose_scale_is_not_known_are_refused(read: Read, dtype: Any) -> 
         (np.array(["no", "yes"])[Y], "got no"),
     ],
 )
-def test_an_own_apps_labels_are_checked_too(labels: Any, said: str) -> None:
+def test_an_own_apps_labels_are_checked_too(labels: Any, message: str) -> None:
     x = X[:, None]
     for given in ((x, labels), list(zip(x, labels, strict=True))):
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=message):
             examples_of(given)
 
 

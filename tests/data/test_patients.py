@@ -53,9 +53,9 @@ def test_a_patients_examples_lie_at_one_institution(config, test):
 
 def test_the_skew_is_near_the_one_asked_for():
     part = partition(DATASET, PartitionConfig(name="ks", ks=0.6), 3, 0)
-    found = mean_pairwise(ks_matrix([DATASET.train.labels[own] for own in part.train]))
-    assert part.ks == found
-    assert abs(found - 0.6) < 0.08  # 300 patients, one label in ten is not the patient's own
+    skew = mean_pairwise(ks_matrix([DATASET.train.labels[own] for own in part.train]))
+    assert part.ks == skew
+    assert abs(skew - 0.6) < 0.08  # 300 patients, one label in ten is not the patient's own
 
 
 def test_sizes_count_patients():
@@ -82,9 +82,9 @@ def test_one_example_of_each_patient_is_dealt_as_without_patients():
     named = Examples(held.x, held.y, None, np.arange(len(held)).astype(np.str_))
     plain = Examples(held.x, held.y)
     config = PartitionConfig(name="ks", ks=0.5)
-    both = [partition(Dataset("seen", one, one), config, 3, 0) for one in (named, plain)]
-    for one, other in zip(both[0].train, both[1].train, strict=True):
-        np.testing.assert_array_equal(one, other)
+    both = [partition(Dataset("seen", shown, shown), config, 3, 0) for shown in (named, plain)]
+    for row, other in zip(both[0].train, both[1].train, strict=True):
+        np.testing.assert_array_equal(row, other)
 
 
 @pytest.mark.parametrize(

@@ -25,25 +25,25 @@ def scaled(values):
 
 
 def dicom(path: Path, pixels: np.ndarray, kind: str = "MONOCHROME2", **tags: object) -> Path:
-    found = Dataset()
-    found.file_meta = FileMetaDataset()
-    found.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
-    found.file_meta.MediaStorageSOPClassUID = SecondaryCaptureImageStorage
-    found.file_meta.MediaStorageSOPInstanceUID = "1.2.3"
-    found.SOPClassUID, found.SOPInstanceUID = SecondaryCaptureImageStorage, "1.2.3"
+    file = Dataset()
+    file.file_meta = FileMetaDataset()
+    file.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    file.file_meta.MediaStorageSOPClassUID = SecondaryCaptureImageStorage
+    file.file_meta.MediaStorageSOPInstanceUID = "1.2.3"
+    file.SOPClassUID, file.SOPInstanceUID = SecondaryCaptureImageStorage, "1.2.3"
     colours = pixels.ndim == 3 and pixels.shape[-1] == 3
-    found.Rows, found.Columns = pixels.shape[:2] if colours else pixels.shape[-2:]
-    found.SamplesPerPixel, found.PhotometricInterpretation = (3 if colours else 1), kind
+    file.Rows, file.Columns = pixels.shape[:2] if colours else pixels.shape[-2:]
+    file.SamplesPerPixel, file.PhotometricInterpretation = (3 if colours else 1), kind
     if colours:
-        found.PlanarConfiguration = 0
+        file.PlanarConfiguration = 0
     if pixels.ndim == 3 and not colours:
-        found.NumberOfFrames = len(pixels)
-    found.BitsAllocated = found.BitsStored = 8 * pixels.itemsize
-    found.HighBit, found.PixelRepresentation = found.BitsStored - 1, 0
-    found.PixelData = pixels.tobytes()
+        file.NumberOfFrames = len(pixels)
+    file.BitsAllocated = file.BitsStored = 8 * pixels.itemsize
+    file.HighBit, file.PixelRepresentation = file.BitsStored - 1, 0
+    file.PixelData = pixels.tobytes()
     for name, value in tags.items():
-        setattr(found, name, value)
-    found.save_as(path, enforce_file_format=True)
+        setattr(file, name, value)
+    file.save_as(path, enforce_file_format=True)
     return path
 
 
@@ -142,10 +142,10 @@ def test_a_dicom_file_goes_through_its_own_transformations(tmp_path: Path) -> No
     np.testing.assert_array_equal(grey(dicom(tmp_path / "a.dcm", RAMP)), scaled(RAMP))
     np.testing.assert_array_equal(grey(dicom(tmp_path / "b.dcm", RAMP, "MONOCHROME1")), 255 - scaled(RAMP))
     window = {"RescaleSlope": 2, "RescaleIntercept": -1000, "WindowCenter": 2000, "WindowWidth": 401}
-    found = grey(dicom(tmp_path / "c.dcm", RAMP, **window))
+    image = grey(dicom(tmp_path / "c.dcm", RAMP, **window))
     hounsfield = RAMP.astype(float) * 2 - 1000
     shown = np.clip((hounsfield - 1999.5) / 400 + 0.5, 0, 1)  # DICOM PS3.3 C.11.2.1.2.1
-    np.testing.assert_allclose(found, np.rint(255 * shown), atol=1)
+    np.testing.assert_allclose(image, np.rint(255 * shown), atol=1)
     dicom(tmp_path / "d.dcm", RAMP).rename(tmp_path / "without-suffix")
     np.testing.assert_array_equal(grey(tmp_path / "without-suffix"), scaled(RAMP))
 
@@ -170,13 +170,13 @@ def test_padding_is_black_and_does_not_set_the_contrast(
 ) -> None:
     pixels = np.pad(RAMP.astype(dtype), 1, constant_values=padding)
     file = dicom(tmp_path / "a.dcm", pixels, kind, PixelRepresentation=int(dtype is np.int16))
-    found = dcmread(file)
+    file_read = dcmread(file)
     for name, value in tags.items():
         if name.startswith("PixelPadding"):  # pydicom itself would refuse 63536 as a signed number
-            found.add_new(name, "US" if value >= 0 else "SS", value)
+            file_read.add_new(name, "US" if value >= 0 else "SS", value)
         else:
-            setattr(found, name, value)
-    found.save_as(file)
+            setattr(file_read, name, value)
+    file_read.save_as(file)
     want = scaled(RAMP) if kind == "MONOCHROME2" else 255 - scaled(RAMP)
     np.testing.assert_array_equal(grey(file), np.pad(want, 1))
 
@@ -223,7 +223,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_damaged_dicom_file_is_one_line_or_read(tmp_path: Path) -> None:
     whole, rng = dicom(tmp_path / "a.dcm", RAMP).read_bytes(), np.random.default_rng(0)
-    said = []
+    outcomes = []
     for n in range(200):
         data = bytearray(whole)
         for at in rng.integers(132, len(data), 3):
@@ -232,9 +232,9 @@ def test_a_damaged_dicom_file_is_one_line_or_read(tmp_path: Path) -> None:
         try:
             picture(tmp_path / "damaged.dcm", "L")
         except DataError as error:
-            said.append(str(error))
-    assert len(said) > 20
-    assert all("damaged.dcm" in line and "\n" not in line for line in said)
+            outcomes.append(str(error))
+    assert len(outcomes) > 20
+    assert all("damaged.dcm" in line and "\n" not in line for line in outcomes)
 
 
 def test_fitting() -> None:
@@ -252,5 +252,5 @@ def test_shrinking_averages_over_all_pixels() -> None:
     """Without antialiasing a fine checkerboard would become all black, all white, or stripes."""
     board = Image.fromarray((np.indices((64, 64)).sum(0) % 2 * 255).astype(np.uint8))
     for fit in ("pad", "crop", "stretch"):
-        found = np.asarray(fitted(board, 8, fit))
-        assert abs(found.astype(int) - 127).max() < 8
+        shrunk = np.asarray(fitted(board, 8, fit))
+        assert abs(shrunk.astype(int) - 127).max() < 8

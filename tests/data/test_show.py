@@ -53,10 +53,10 @@ def test_classes_have_their_names_and_not_the_number_of_another(dataset: Make) -
     data = replace(dataset(400, classes=4), classes=("1", "2", "3", "4"))
     part = partition(data, PartitionConfig(name="majority", p=0.7, size=50), 2, 0)
     text = show(data, part)
-    for k, one in enumerate(part.skew["classes"]["institutions"].values()):
+    for k, classes in enumerate(part.skew["classes"]["institutions"].values()):
         majority = np.bincount(data.train.y[part.train[k]]).argmax()
-        assert one["largest"]["class"] == str(majority + 1)
-        assert f"largest {one['largest']['examples']} of class {majority + 1}" in text
+        assert classes["largest"]["class"] == str(majority + 1)
+        assert f"largest {classes['largest']['examples']} of class {majority + 1}" in text
     heads = next(line for line in text.splitlines() if " train " in line).split("┃")
     assert [head.strip() for head in heads[-5:-1]] == ["1", "2", "3", "4"]
 

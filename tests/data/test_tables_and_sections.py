@@ -56,8 +56,8 @@ def test_missing_values_are_the_training_medians_of_the_same_hospital(tmp_path):
     task = heart(tmp_path, a=rows, b=other, c=missing)
     dataset, chol = load(task), column("chol")
     for site, values in {"b": {500}, "c": {240}}.items():
-        found = dataset.train.x[dataset.train.sites == site][:, chol, 0, 0] * 55 + 240
-        assert set(np.rint(found)) == values
+        shown = dataset.train.x[dataset.train.sites == site][:, chol, 0, 0] * 55 + 240
+        assert set(np.rint(shown)) == values
     own = np.rint(dataset.train.x[dataset.train.sites == "a"][:, chol, 0, 0] * 55 + 240)
     measured, repeated = np.unique(own, return_counts=True)
     imputed = measured[repeated.argmax()]

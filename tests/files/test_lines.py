@@ -46,10 +46,10 @@ def test_a_file_is_divided_and_all_lines_stay_in_order(path):
 
 
 def test_of_two_processes_none_writes_to_a_closed_part(path):
-    one, other = Lines(path, most=MOST), Lines(path, most=100)
-    write(one, *range(3))
-    write(other, 3)  # divides
-    write(one, 4)
+    first, second = Lines(path, most=MOST), Lines(path, most=100)
+    write(first, *range(3))
+    write(second, 3)  # divides
+    write(first, 4)
     assert [len(read_lines(part)) for part in parts(path)] == [3, 2]
 
 
@@ -146,7 +146,7 @@ def say_what_is_written(path, first, writing):
 
 def test_a_kill_at_any_moment_loses_no_line_that_was_written(path):
     """Two processes write and divide; each says a number once its line is on the disk."""
-    rng, said, first = Random(0), [], 0
+    rng, promised, first = Random(0), [], 0
     for _ in range(6):
         ends, children = [], []
         for _ in range(2):
@@ -164,12 +164,12 @@ def test_a_kill_at_any_moment_loses_no_line_that_was_written(path):
             assert os.waitpid(child, 0)[1] == signal.SIGKILL
         for reading, begun in zip(ends, heard, strict=True):
             with open(reading, "rb") as numbers:
-                said += [int(number) for number in (begun + numbers.read()).split(b" ")[:-1]]
+                promised += [int(number) for number in (begun + numbers.read()).split(b" ")[:-1]]
     Lines(path).close()  # removes an incomplete last line
-    found = kept(path)
-    assert len(found) == len(set(found))
-    assert set(said) <= set(found)
-    assert len(found) <= len(said) + 12  # written, and killed before that was said
+    lines_kept = kept(path)
+    assert len(lines_kept) == len(set(lines_kept))
+    assert set(promised) <= set(lines_kept)
+    assert len(lines_kept) <= len(promised) + 12  # written, and killed before that was said
     assert len(parts(path)) > 5
     assert all(part.read_bytes().endswith(b"\n") for part in parts(path) if part.stat().st_size)
 

@@ -19,20 +19,20 @@ def test_every_dtype_comes_back_beside_others(tmp_path, dtype):
         "w": np.linspace(0, 1, 7),
     }
     write_tensors(tmp_path / "x", arrays)
-    found = load_file(tmp_path / "x")
-    assert found.keys() == arrays.keys()
+    read_back = load_file(tmp_path / "x")
+    assert read_back.keys() == arrays.keys()
     for name, array in arrays.items():
-        assert found[name].dtype == array.dtype
-        np.testing.assert_array_equal(found[name], array)
+        assert read_back[name].dtype == array.dtype
+        np.testing.assert_array_equal(read_back[name], array)
 
 
 def test_views_in_any_order_are_written_as_what_they_show(tmp_path):
     whole = np.arange(24, dtype=np.float32).reshape(4, 6)
     arrays = {"turned": whole.T, "every second": whole[::2, 1::2], "big-endian": whole.astype(">f4")}
     write_tensors(tmp_path / "x", arrays, {"values": "{}"})
-    found = load_file(tmp_path / "x")
+    read_back = load_file(tmp_path / "x")
     for name, array in arrays.items():
-        np.testing.assert_array_equal(found[name], array)
+        np.testing.assert_array_equal(read_back[name], array)
     with safe_open(tmp_path / "x", "numpy") as file:
         assert file.metadata()["values"] == "{}"
 
