@@ -55,7 +55,7 @@ def test_an_honest_run_is_not_refuted_and_its_report_lies_in_the_run_s_folder(au
     claim = report["claim"]
     [account] = tmp_path.glob("home/state/simulation/institution-1/runs/*/privacy.jsonl")
     charges = [json.loads(line) for line in account.read_text().splitlines()]
-    costs = [SampledGaussian(one["rate"], one["sigma"], one["steps"]) for one in charges]
+    costs = [SampledGaussian(charge["rate"], charge["sigma"], charge["steps"]) for charge in charges]
     assert claim["delta"] == 1e-5
     assert claim["epsilon"] == epsilon(costs, 1e-5)
     assert claim["epsilon"] > 4  # which holds at delta 1/|D|
@@ -169,7 +169,7 @@ LATENTS = ("dp=latents", "latent-clip=1", "latent-epsilon=8", "label-epsilon=1",
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["strategy=fedavg", *DIGITS], "no mechanism to audit: choose dp=generator or prior or classifier"),
         (["strategy=splitnn", *DIGITS], "strategy=splitnn can have none: choose another strategy"),
@@ -185,11 +185,11 @@ LATENTS = ("dp=latents", "latent-clip=1", "latent-epsilon=8", "label-epsilon=1",
         (["a-run-directory"], "an option is written key=value"),
     ],
 )
-def test_a_mistake_is_one_line_and_nothing_is_written(audit, tmp_path, words, said):
+def test_a_mistake_is_one_line_and_nothing_is_written(audit, tmp_path, words, message):
     code, out, err = audit(*words)
     assert code == 2
     assert not out
-    assert said in err.splitlines()[-1]
+    assert message in err.splitlines()[-1]
     assert not (tmp_path / "runs").exists()
 
 

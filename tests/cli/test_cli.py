@@ -218,7 +218,7 @@ def test_classes_that_starve_are_said_after_a_run_and_in_its_result(flwr_replay)
     classes = json.loads(Path("runs/first/result.json").read_text())["skew"]["classes"]
     largest = classes["uniform-size"]
     assert f"set partition.rest=uniform (partition.size={largest} at most)" in " ".join(out.split())
-    assert any(one["starved"] for one in classes["institutions"].values())
+    assert any(institution["starved"] for institution in classes["institutions"].values())
     code, out, err = flwr_replay(*words, f"partition.size={largest}", "rest=uniform")
     assert code == 0, err
     assert "institution-4: largest " in out

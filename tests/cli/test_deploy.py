@@ -36,11 +36,11 @@ def changed(written, file, old, new):
     before = place.read_bytes()
     place.write_bytes(re.sub(old, new, before))
     try:
-        healthy, said = examine_clinic(written / "north")
+        healthy, findings = examine_clinic(written / "north")
     finally:
         place.write_bytes(before)
     assert not healthy
-    return [line for line in said.splitlines() if line.startswith("NO")]
+    return [line for line in findings.splitlines() if line.startswith("NO")]
 
 
 def test_all_is_there_for_its_owner_only_and_no_clinics_private_key(written):
@@ -87,9 +87,9 @@ def test_a_proposed_policy_holds_the_server_to_the_noise_on_which_a_study_has_ag
     for changed, verdict in (([], "takes part"), (plain, "takes no part"), (["latent-epsilon=60"], "takes no part")):
         capsys.readouterr()
         command(monkeypatch, *page, "task.data-dir=data", *changed)
-        said = capsys.readouterr()
-        assert verdict in said.out + said.err, changed
-        assert ("the earlier one is replaced" in said.out) == bool(changed)
+        captured = capsys.readouterr()
+        assert verdict in captured.out + captured.err, changed
+        assert ("the earlier one is replaced" in captured.out) == bool(changed)
 
 
 def test_a_study_with_a_frozen_encoder_pins_it_and_every_clinic_has_a_copy(tmp_path, monkeypatch, capsys):
@@ -121,11 +121,12 @@ def test_a_study_with_a_frozen_encoder_pins_it_and_every_clinic_has_a_copy(tmp_p
     assert "weights.safetensors: FileNotFoundError" in finds()["weights"]
     copy = north / "weights.safetensors"
     shutil.copy(tmp_path / "other.safetensors", copy)
-    said = finds()
+    problems = finds()
     assert (
-        f"SHA-256 {sha256(copy.read_bytes()).hexdigest()}; they fit, and what is frozen is sha256:" in said["weights"]
+        f"SHA-256 {sha256(copy.read_bytes()).hexdigest()}; they fit, and what is frozen is sha256:"
+        in problems["weights"]
     )
-    assert f"take weights {agreed}; got sha256:" in said["policy"]
+    assert f"take weights {agreed}; got sha256:" in problems["policy"]
     monkeypatch.chdir(north)
     page = [
         "run",
@@ -147,9 +148,9 @@ def test_a_study_with_a_frozen_encoder_pins_it_and_every_clinic_has_a_copy(tmp_p
 
 def test_the_doctor_finds_a_ready_clinic_sound(written, monkeypatch, capsys):
     assert command(monkeypatch, "doctor", "--clinic", str(written / "north")) == 0
-    said = capsys.readouterr().out
-    assert "67 examples to train on, 13 to validate on and 16 to test on" in said
-    assert "NO" not in said
+    output = capsys.readouterr().out
+    assert "67 examples to train on, 13 to validate on and 16 to test on" in output
+    assert "NO" not in output
     assert command(monkeypatch, "doctor", "--clinic", str(written / "south")) == 1
     missing = [line for line in capsys.readouterr().out.splitlines() if line.startswith("NO")]
     assert [line.split(":")[0].split()[1] for line in missing] == ["data", "key"]
@@ -177,17 +178,17 @@ def test_the_doctor_names_what_is_wrong(written, tmp_path):
     (line,) = changed(written, "ca.crt", rb"(?s).*\Z", (tmp_path / "ca.crt").read_bytes())
     assert "no certificate of this study for that address" in line
     (written / "north" / "key").chmod(0o644)
-    healthy, said = examine_clinic(written / "north")
+    healthy, findings = examine_clinic(written / "north")
     (written / "north" / "key").chmod(0o600)
     assert not healthy
-    assert "its mode is 644: chmod 600 key" in said
+    assert "its mode is 644: chmod 600 key" in findings
 
 
 def test_a_port_that_another_program_has_is_said(written):
     port = int(re.search(r"PORT=(\d+)", (written / "north" / "clinic.env").read_text())[1])
     with socket.create_server(("127.0.0.1", port)):
-        said = examine_clinic(written / "north")[1]
-    assert f"NO  names: port {port} is in use here by another program: change PORT in clinic.env" in said
+        findings = examine_clinic(written / "north")[1]
+    assert f"NO  names: port {port} is in use here by another program: change PORT in clinic.env" in findings
 
 
 def test_a_clientapp_whose_message_never_comes_is_named_with_its_process(written, tmp_path, monkeypatch):
@@ -212,9 +213,9 @@ def test_a_key_is_never_made_twice(written):
 
 
 def test_wrong_names_addresses_and_options_are_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
-    def refused(said, *words):
+    def refused(findings, *words):
         assert command(monkeypatch, "deploy", "init", *words, *STUDY, "--out", str(tmp_path / "dep")) == 2
-        assert said in capsys.readouterr().err
+        assert findings in capsys.readouterr().err
         assert os.listdir(tmp_path) == []
 
     for name in ("../x", "a b", "a;b", ".a", "a'b", "-a", "", "x" * 41, "ä"):
@@ -282,18 +283,18 @@ def test_a_sealed_study_has_keys_that_the_clinics_make_and_pin(sealed, monkeypat
     assert found(sealed / "north").startswith("ok  seal: 2 pinned keys (north, south)")
     words = ["--key", str(sealed / "south" / "seal.key"), "--peers", str(sealed / "south" / "peers.txt")]
     assert command(monkeypatch, "deploy", "seal-key", "south", *words) == 0
-    said = capsys.readouterr().out
-    assert said.split()[-1] == found(sealed / "north").split()[-1]  # the digests are compared by telephone
-    assert not any(key in said for key in keys)
+    output = capsys.readouterr().out
+    assert output.split()[-1] == found(sealed / "north").split()[-1]  # the digests are compared by telephone
+    assert not any(key in output for key in keys)
     assert command(monkeypatch, "deploy", "seal-key", "north", *words) == 2
-    said = capsys.readouterr()
-    assert said.out.count("\n") == 1  # its line alone, and no half of another
-    assert "the pinned keys must have north's own" in said.err
+    captured = capsys.readouterr()
+    assert captured.out.count("\n") == 1  # its line alone, and no half of another
+    assert "the pinned keys must have north's own" in captured.err
 
 
 def test_the_doctor_finds_keys_that_are_missing_wrong_or_open(sealed):
     north = sealed / "north"
-    for file, text, said in (
+    for file, text, fault in (
         ("peers.txt", "", "the pinned keys must have north's own"),
         ("peers.txt", (north / "peers.txt").read_text().replace("south ", "north "), "each once; got"),
         ("seal.key", "0" * 63, "must hold a private key"),
@@ -303,7 +304,7 @@ def test_the_doctor_finds_keys_that_are_missing_wrong_or_open(sealed):
         line = found(north)
         (north / file).write_text(before)
         assert line.startswith("NO  seal:")
-        assert said in line
+        assert fault in line
     (north / "seal.key").chmod(0o640)
     assert "only its owner may read seal.key" in found(north)
     (north / "seal.key").chmod(0o600)

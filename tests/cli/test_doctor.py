@@ -29,13 +29,13 @@ def test_the_doctor_names_what_is_wrong_at_the_coordinator(written, tmp_path, mo
     home = tmp_path / "coordinator"
     shutil.copytree(written / "coordinator", home)
     assert command(monkeypatch, "doctor", "--deployment", str(home)) == 1
-    said = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
-    assert "for localhost, 127.0.0.1" in said["ok  certificates"]
-    assert said["NO  keys"].endswith("north, south: put the clinic's file into keys/, then ./register.sh")
-    assert "with the certificate of this study" in said["ok  connection"]
-    assert "run ./register.sh" in said["NO  SuperNodes"]
-    assert said["ok  folder"] == "its scripts and its study are there"
-    assert "0 finished" in said["ok  run directories"]
+    checks = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert "for localhost, 127.0.0.1" in checks["ok  certificates"]
+    assert checks["NO  keys"].endswith("north, south: put the clinic's file into keys/, then ./register.sh")
+    assert "with the certificate of this study" in checks["ok  connection"]
+    assert "run ./register.sh" in checks["NO  SuperNodes"]
+    assert checks["ok  folder"] == "its scripts and its study are there"
+    assert "0 finished" in checks["ok  run directories"]
     (home / "keys" / "north.registered").touch()
     shutil.copy(written / "north" / "north.pub", home / "keys" / "south.pub")
     write_certificates(tmp_path / "other", ["localhost"], 1)
@@ -47,14 +47,14 @@ def test_the_doctor_names_what_is_wrong_at_the_coordinator(written, tmp_path, mo
         re.sub("address = .*", f'address = "localhost:{free_port()}"', (home / "connect.sh").read_text())
     )
     healthy, lines = examine_coordinator(home)
-    said = dict(line.split(": ", 1) for line in lines.splitlines())
+    checks = dict(line.split(": ", 1) for line in lines.splitlines())
     assert not healthy
-    assert "must be the key of server.crt" in said["NO  certificates"]
-    assert said["NO  keys"] == "not registered: south: run ./register.sh"
-    assert "nothing answers at localhost" in said["NO  connection"]
-    assert said["NO  runs"].endswith("by its config.toml; not so: run ./register.sh")
-    assert said["NO  run directories"].startswith("not finished: first: ./run.sh --run-config 'resume=")
-    assert "first 17 B" in said["ok  disk"]
+    assert "must be the key of server.crt" in checks["NO  certificates"]
+    assert checks["NO  keys"] == "not registered: south: run ./register.sh"
+    assert "nothing answers at localhost" in checks["NO  connection"]
+    assert checks["NO  runs"].endswith("by its config.toml; not so: run ./register.sh")
+    assert checks["NO  run directories"].startswith("not finished: first: ./run.sh --run-config 'resume=")
+    assert "first 17 B" in checks["ok  disk"]
     (home / "certificates" / CA).unlink()
     (line,) = [line for line in examine_coordinator(home)[1].splitlines() if line.startswith("NO  connection")]
     assert line.endswith(f"{home / 'certificates' / CA} must be a certificate, by which to know the server; it is none")

@@ -38,7 +38,7 @@ def test_help_explains_every_argument():
     while places:
         words, place, around = places.pop()
         known = f"{around} {place.help or ''}"
-        places += [((*words, name), one, known) for name, one in getattr(place, "commands", {}).items()]
+        places += [((*words, name), command, known) for name, command in getattr(place, "commands", {}).items()]
         for param in place.params:
             if param.param_type_name == "argument":
                 seen += 1
@@ -78,14 +78,14 @@ def test_a_run_imports_no_more_than_it_uses(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["run", "rouns=3", "batch-siz=2"], "unknown option 'rouns': did you mean rounds?"),
         (["compare", "fedavg,cwt", "lr=0.1..1", "--tune", "3"], f"--tune needs Optuna: {installing('optuna')}"),
     ],
     ids=["option", "optuna"],
 )
-def test_what_is_wrong_is_said_before_anything_large_is_imported(words, said):
+def test_what_is_wrong_is_said_before_anything_large_is_imported(words, message):
     """As PyTorch takes seconds."""
     script = (
         "import sys; from flwr_replay.cli.main import main\n"
@@ -95,7 +95,7 @@ def test_what_is_wrong_is_said_before_anything_large_is_imported(words, said):
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root, check=False)
     assert (done.returncode, done.stdout.strip()) == (2, "[]")
-    assert said in " ".join(done.stderr.split())
+    assert message in " ".join(done.stderr.split())
 
 
 def test_the_version_is_shown_and_an_unknown_command_has_one_suggestion(flwr_replay):

@@ -48,7 +48,7 @@ def test_runs_are_listed_and_shown(runs, capsys, tmp_path, monkeypatch):
     assert table.endswith("metrics: different; final global weights: different\n")
     same = said(capsys, "runs", "compare", runs / "cwt", runs / "cwt")
     assert same.endswith("metrics: identical; final global weights: identical\n")
-    assert all(max(map(len, one.splitlines())) <= 80 for one in (table, listed))
+    assert all(max(map(len, listing.splitlines())) <= 80 for listing in (table, listed))
     with pytest.raises(RunError, match="it has none"):
         said(capsys, "runs", "list", "--runs-dir", tmp_path)
 
@@ -167,11 +167,11 @@ def test_cleaning_keeps_what_a_result_needs(runs, capsys, tmp_path):
 
 def test_what_another_process_has_cleaned_meanwhile_is_no_error(runs, tmp_path, monkeypatch):
     folder = shutil.copytree(runs / "cwt", tmp_path / "cwt")
-    found = spare([folder])
-    shutil.rmtree(found[0][0])
-    monkeypatch.setattr("flwr_replay.runs.listing.spare", lambda folders: found)
+    spared = spare([folder])
+    shutil.rmtree(spared[0][0])
+    monkeypatch.setattr("flwr_replay.runs.listing.spare", lambda folders: spared)
     clean([folder])
-    assert not any(place.exists() for place, _ in found)
+    assert not any(place.exists() for place, _ in spared)
 
 
 def test_a_live_run_is_followed_to_its_end(runs, tmp_path):

@@ -9,7 +9,7 @@ NOISY = {"strategy": "local", "dp": "classifier", "privacy.noise": "seeded", "ep
 def test_what_a_run_has_left_can_go_but_for_its_evidence(tmp_path, flwr_replay):
     home, runs = tmp_path / "home", tmp_path / "runs"
     ran = [run(TINY | NOISY, rounds=1, run_name=name, runs_dir=runs) for name in ("first", "second")]
-    first, second = ((one.folder / "run-id").read_text().strip() for one in ran)
+    first, second = ((job.folder / "run-id").read_text().strip() for job in ran)
     own = home / "state" / "simulation" / "institution-1"
     code, out, err = flwr_replay("deploy", "state", str(own))
     assert code == 0, err
@@ -31,10 +31,10 @@ def test_what_a_run_has_left_can_go_but_for_its_evidence(tmp_path, flwr_replay):
     assert list((own / "runs" / second).rglob("*.safetensors"))
     models[0].write_bytes(b"late")  # by a message that was under way
     assert "4 B can go" in flwr_replay("deploy", "state", str(own))[1]
-    for name, said in (("../..", "must be a run that"), (first[:-1], "did you mean")):
+    for name, message in (("../..", "must be a run that"), (first[:-1], "did you mean")):
         code, _, err = flwr_replay("deploy", "state", str(own), "--remove", second, "--remove", name, "--yes")
         assert code == 2
-        assert said in " ".join(err.split())
+        assert message in " ".join(err.split())
     assert list((own / "runs" / second).rglob("*.safetensors"))
     code, _, err = flwr_replay("deploy", "state", str(tmp_path))
     assert code == 2

@@ -16,9 +16,9 @@ from flwr_replay.report.run_files import rows_of
 def test_the_card_of_a_private_run_tells_its_noise(tmp_path, monkeypatch):
     private = ["dp=classifier", "sigma=2.3456", "delta=1e-3", "model=mlp"]
     result, folder = run_at(tmp_path, monkeypatch, "task=digits", "strategy=fedavg", *private)
-    [one] = result["noise"]["institution-1"]
+    [noise] = result["noise"]["institution-1"]
     text, told = card(folder, load_model(folder), ""), result["privacy"]["institution-1"]
-    assert f"| classifier: sigma {one['sigma']:.3g}, clip C 1, sampling rate" in text
+    assert f"| classifier: sigma {noise['sigma']:.3g}, clip C 1, sampling rate" in text
     assert f"| institution-1 | {rounded_up(told['epsilon'])} | 0.001 | yes | classifier |" in text
 
 
@@ -33,11 +33,11 @@ def test_a_card_has_front_matter_and_the_runs_tables(ran):
     model = load_model(folder)
     _, matter, body = card(folder, model, "").split("---\n", 2)
     [index] = yaml.safe_load(matter)["model-index"]
-    [found] = index["results"]
-    assert yaml.safe_load(matter)["pipeline_tag"] == found["task"]["type"] == "image-classification"
-    assert found["dataset"] == {"name": "digits", "type": "digits", "split": "test"}
+    [listed] = index["results"]
+    assert yaml.safe_load(matter)["pipeline_tag"] == listed["task"]["type"] == "image-classification"
+    assert listed["dataset"] == {"name": "digits", "type": "digits", "split": "test"}
     final = result["final"]
-    told = {metric["type"]: metric["value"] for metric in found["metrics"]}
+    told = {metric["type"]: metric["value"] for metric in listed["metrics"]}
     assert told == {name: final["global"][name] for name in ("accuracy", "balanced-accuracy", "macro-f1", "loss")}
     heads, pooled, *own = section(body, "Results by institution")
     for row, metrics in zip([pooled, *own], [final["global"], *final["institutions"].values()], strict=True):

@@ -65,8 +65,8 @@ def test_the_command_takes_a_list_and_writes_a_file(ran, images, capsys):
     app(["predict", str(ran[1]), str(folder / "list.csv"), "--out", str(folder / "out.csv")], standalone_mode=False)
     assert "2 predictions" in capsys.readouterr().out
     app(["predict", str(ran[1]), str(folder / "deep" / "001.png")], standalone_mode=False)
-    one = capsys.readouterr().out.splitlines()
-    assert (folder / "out.csv").read_text().splitlines()[1] == f"deep/{one[1]}"
+    lines = capsys.readouterr().out.splitlines()
+    assert (folder / "out.csv").read_text().splitlines()[1] == f"deep/{lines[1]}"
 
 
 def test_a_list_with_labels_says_which_are_right(ran, images, capsys):
@@ -155,15 +155,15 @@ def test_bad_images_are_left_out_and_listed_or_all_are_refused(ran, images, monk
     for name, data in bad.items():
         (folder / "deep" / name).write_bytes(data)
     assert command(monkeypatch, *words) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert f"2 more of {len(labels) + 1} images cannot be used; --skip-bad leaves such images out" in said.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"2 more of {len(labels) + 1} images cannot be used; --skip-bad leaves such images out" in captured.err
     assert command(monkeypatch, *words, "--skip-bad") == 0
-    said = capsys.readouterr()
-    assert said.out.splitlines() == [whole[0], *whole[3:]]  # the header, and all but the first two
-    listed = [line for line in said.err.splitlines() if line.startswith("left out: ")]
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == [whole[0], *whole[3:]]  # the header, and all but the first two
+    listed = [line for line in captured.err.splitlines() if line.startswith("left out: ")]
     assert [name in line for name, line in zip(("\\x1b[2J", "000.png", "001.png"), listed, strict=True)] == [True] * 3
-    assert f"3 of {len(labels) + 1} images are left out" in said.err
+    assert f"3 of {len(labels) + 1} images are left out" in captured.err
     (folder / "list.csv").write_text("image,label\ndeep/000.png,z\ndeep/002.png,z\ndeep/002.png,\n")
     out = folder / "out.csv"
     assert command(monkeypatch, *words[:2], str(folder / "list.csv"), "--skip-bad", "--out", str(out)) == 0
@@ -329,16 +329,16 @@ def test_what_cannot_be_loaded_or_exported_is_said_in_one_line(ran, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda x: x.float(), "from 0 to 255"),
         (lambda x: (x / 255 - 0.5) / 0.25, "from -2 to 2"),
         (lambda x: x / 255 * float("nan"), "from nan to nan"),
     ],
 )
-def test_images_of_a_wrong_range_are_refused_by_the_model(change, said, ran):
+def test_images_of_a_wrong_range_are_refused_by_the_model(change, message, ran):
     model, x = load_model(ran[1]), torch.arange(256, dtype=torch.uint8).view(4, 1, 8, 8)
-    with pytest.raises(DataError, match=rf"bytes \(uint8\), or numbers in \[0, 1\]; got numbers {said}: divide"):
+    with pytest.raises(DataError, match=rf"bytes \(uint8\), or numbers in \[0, 1\]; got numbers {message}: divide"):
         model(change(x))
     torch.testing.assert_close(model(x / 255), model(x))
     model(x / 255 * 1.1 - 0.05)  # a cubic resize overshoots as much

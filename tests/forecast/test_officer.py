@@ -39,26 +39,26 @@ def one_of(hospitals, policy):
     file = hospitals / f"policy-{len(policy)}.yaml"  # one process keeps what it has read
     file.write_text(policy)
     options = [*study_options(hospitals / "study"), f"data_dir={hospitals / 'a.npz'}"]
-    found = findings(*planned(options, ["a"]), file)
-    nodes = [one | {"policy": str(file)} for one in node_configs(hospitals, hospitals / "state", "abc")]
-    return found, lambda: run(hospitals, [*TASK, *CUT], nodes)
+    verdicts = findings(*planned(options, ["a"]), file)
+    nodes = [node | {"policy": str(file)} for node in node_configs(hospitals, hospitals / "state", "abc")]
+    return verdicts, lambda: run(hospitals, [*TASK, *CUT], nodes)
 
 
 def test_allowed_fields_are_those_that_left_with_their_bytes(hospitals):
-    found, deployed = one_of(hospitals, "metrics: counted\nstrategies: [fedreplay]\n")
-    assert found["allowed"]
-    assert list(found["institutions"]) == ["a"]
+    verdicts, deployed = one_of(hospitals, "metrics: counted\nstrategies: [fedreplay]\n")
+    assert verdicts["allowed"]
+    assert list(verdicts["institutions"]) == ["a"]
     expected = Counter()
-    for line in found["fields"]:
+    for line in verdicts["fields"]:
         if line["verdict"] == "allowed":
             expected[line["stage"], line["field"], line["kind"]] += line["bytes"]
     left = Counter()
     for line in deployed().own_ledger("a"):
         left[line["stage"], line["field"], line["kind"]] += line["bytes"]
     assert left == expected
-    kept = [line["field"] for line in found["fields"] if line["verdict"] == "kept here"]
+    kept = [line["field"] for line in verdicts["fields"] if line["verdict"] == "kept here"]
     assert {"loss", "train-loss"} <= set(kept)
-    meaning = {line["field"]: line["meaning"] for line in found["fields"]}
+    meaning = {line["field"]: line["meaning"] for line in verdicts["fields"]}
     assert meaning["latents"] == "activations, a row for each example"
     assert all(meaning.values())
     assert (meaning["arrays"], meaning["epochs"][:6]) == ("weights", "epochs")
@@ -68,22 +68,22 @@ USED_UP = "of all runs together 4 may leave (max-evaluations); they are used up"
 
 
 def test_a_refusal_has_the_words_that_the_institution_then_sends(hospitals, tmp_path):
-    found, deployed = one_of(hospitals, "kinds: [statistic]\n")
-    assert "that would come down only the roll call does." in sums(found)[0]
-    left = {line["field"]: line["bytes"] for line in found["fields"] if line["verdict"] == "allowed"}
+    verdicts, deployed = one_of(hospitals, "kinds: [statistic]\n")
+    assert "that would come down only the roll call does." in sums(verdicts)[0]
+    left = {line["field"]: line["bytes"] for line in verdicts["fields"] if line["verdict"] == "allowed"}
     assert set(left) == {"name"}  # as the headline says, and the sums
-    assert f" {left['name']} B may leave; " in sums(found)[0]
-    asked = {line["field"]: line["reason"] for line in found["fields"] if line["stage"] == "roll-call"}
+    assert f" {left['name']} B may leave; " in sums(verdicts)[0]
+    asked = {line["field"]: line["reason"] for line in verdicts["fields"] if line["stage"] == "roll-call"}
     assert asked == {"name": "", "num-examples": NO_PART, "raw-bytes": NO_PART, "proof": NO_PART}
-    page = write_officer_page(tmp_path, found)[0].read_text()
+    page = write_officer_page(tmp_path, verdicts)[0].read_text()
     assert "<details open><summary>Every rule, and every field" in page
     held = dict(re.findall(r">what stage ([\w-]+) sends</t.>\s*<td>(\w+)", page))
     assert (held["roll-call"], held["extract"]) == ("kept", "broken")
     (row,) = re.findall('<th scope="row">per-sample</th>(.*)</tr>', page)
     assert re.findall("<td.*?>(.*?)</td>", row)[0] == ""  # nothing is allowed
-    assert not found["takes-part"]
-    assert not found["allowed"]
-    reason, encoding = [one["reason"] for one in found["rules"] if one["verdict"] == "refused"]
+    assert not verdicts["takes-part"]
+    assert not verdicts["allowed"]
+    reason, encoding = [finding["reason"] for finding in verdicts["rules"] if finding["verdict"] == "refused"]
     assert "Encoder.arrays is model" in encoding  # only the institution that trains the encoder is asked for it
     assert "Latents.latents is per-sample" in reason
     with pytest.raises(RefusedError, match="no institution takes part") as refused:
@@ -110,10 +110,10 @@ def test_a_run_with_more_tests_than_are_left_is_refused_whole(hospitals, tmp_pat
     state.mkdir(parents=True)
     add_line(state / FILE, {"test": "1", "run": "an earlier one"})
     words = [*TASK, "strategy=fedavg", "nodes=3", "rounds=3", "partition=natural", f"data_dir={hospitals / 'a.npz'}"]
-    found = findings(*planned(words, ["a"]), policy)
-    assert [rule["rule"] for rule in found["rules"] if reason in rule["reason"]]
-    assert not found["takes-part"]
-    page = write_officer_page(tmp_path, found)[0].read_text()
+    verdicts = findings(*planned(words, ["a"]), policy)
+    assert [rule["rule"] for rule in verdicts["rules"] if reason in rule["reason"]]
+    assert not verdicts["takes-part"]
+    page = write_officer_page(tmp_path, verdicts)[0].read_text()
     heads = re.findall(">([^<>]+)</th>", page.split("by kind</span>")[1].split("<tbody")[0])
     assert heads == ["kind", "allowed", "refused", "what it is"]  # nothing is kept here
 
@@ -144,10 +144,10 @@ def test_a_clinics_manifest_may_have_a_column_site(sites, tmp_path):
     task = ["task=folder", f"data_dir={tmp_path}", "channels=1", "task.size=8", "classes=2", "partition=natural"]
     model = ["model=mlp", "model.width=6", "batch_size=8", "device=cpu", "rounds=1", "strategy=fedavg", "nodes=3"]
     options = [*task, *model, "task.class_names=[ill,well]"]
-    found = findings(*planned(options, ["a"]), None)
-    assert list(found["institutions"]) == ["a"]
-    assert found["institutions"]["a"]["examples"] == len(loaded(compose(options).task).train)  # as its node reads it
-    assert found["others-unknown"]
+    verdicts = findings(*planned(options, ["a"]), None)
+    assert list(verdicts["institutions"]) == ["a"]
+    assert verdicts["institutions"]["a"]["examples"] == len(loaded(compose(options).task).train)  # as its node reads it
+    assert verdicts["others-unknown"]
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "proxyfl"])
@@ -165,7 +165,7 @@ def test_a_clinic_that_knows_no_other_name_is_told_of_every_round(hospitals, str
     drawn, whole = (findings(*planned([*job, *more], ["a"]), None) for more in (["fraction=0.34"], []))
     assert drawn["fields"] == whole["fields"]
     assert {line["messages"] for line in drawn["fields"] if line["field"] == "epsilon"} == {3}
-    pages = [write_officer_page(tmp_path, found)[0].read_text() for found in (drawn, whole)]
+    pages = [write_officer_page(tmp_path, plan)[0].read_text() for plan in (drawn, whole)]
     assert ["counts every round" in page for page in pages] == [True, False]
     assert "fraction: 0.34" in pages[0]
 
@@ -173,25 +173,25 @@ def test_a_clinic_that_knows_no_other_name_is_told_of_every_round(hospitals, str
 def test_json_alone_can_be_had(hospitals, tmp_path, monkeypatch, capsys):
     words = ["--study", str(hospitals / "study"), f"data_dir={hospitals / 'b.npz'}", "--out", str(tmp_path / "out")]
     assert command(monkeypatch, "run", "--dry-run", "--json", *words) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert list(found["institutions"]) == ["b.npz"]
-    assert found == json.loads((tmp_path / "out" / "officer.json").read_text())
+    page = json.loads(capsys.readouterr().out)
+    assert list(page["institutions"]) == ["b.npz"]
+    assert page == json.loads((tmp_path / "out" / "officer.json").read_text())
 
 
 def test_the_page_says_what_can_be_made_of_latents_and_whose_sizes_these_are(hospitals, tmp_path, monkeypatch, capsys):
     words = ["--study", str(hospitals / "study"), f"data_dir={hospitals / 'b.npz'}", "--out", str(tmp_path)]
     assert command(monkeypatch, "run", "--dry-run", *words, "--clinics", "b", "model.width=200") == 0
-    said = capsys.readouterr()
-    found = json.loads((tmp_path / "officer.json").read_text())
-    own = sum(line["bytes"] for line in found["fields"] if line["kind"] == "per-sample")
-    times = float(f"{own / found['institutions']['b']['raw-bytes']:.2g}")
+    captured = capsys.readouterr()
+    as_json = json.loads((tmp_path / "officer.json").read_text())
+    own = sum(line["bytes"] for line in as_json["fields"] if line["kind"] == "per-sample")
+    times = float(f"{own / as_json['institutions']['b']['raw-bytes']:.2g}")
     page = (tmp_path / "officer.html").read_text()
-    for text in (page, said.out):
+    for text in (page, captured.out):
         assert f"functions of single patients, {times:g} times the raw data" in text
     assert "Latents and labels are functions of single patients. Anyone who holds them" in page
     assert "proof that it is the same one as before" in page
-    assert "uploads will be" not in said.out + said.err
-    assert found["claim"] in said.out  # no epsilon
+    assert "uploads will be" not in captured.out + captured.err
+    assert as_json["claim"] in captured.out  # no epsilon
     noise = ["dp=latents", "latent-clip=10", "latent-epsilon=50", "label-epsilon=5", "delta=1e-5"]
     assert command(monkeypatch, "run", "--dry-run", *words, *noise) == 0
     assert "latents and labels of stage extract, together: (55, " in (tmp_path / "officer.html").read_text()
@@ -223,16 +223,16 @@ def test_the_page_of_a_sealed_run_says_what_the_seal_hides_and_what_not(hospital
     assert "no forward secrecy" not in page
     assert command(monkeypatch, *words, "sealed=true") == 0
     page = (tmp_path / "officer.html").read_text()
-    found = json.loads((tmp_path / "officer.json").read_text())
-    assert {one["protection"] for one in found["fields"] if one["kind"] == "model"} == {"sealed"}
-    for said in (
+    as_json = json.loads((tmp_path / "officer.json").read_text())
+    assert {field["protection"] for field in as_json["fields"] if field["kind"] == "model"} == {"sealed"}
+    for sentence in (
         "Of these the server sees sizes only",
         "who exchanges with whom, when, and how many bytes",
         "w of PushSum",
         "no forward secrecy",
         "It can hold a parcel back",
     ):
-        assert said in page
+        assert sentence in page
     assert "which has them as they are" not in page
     assert "Weights made for reading images" not in page
 
@@ -249,9 +249,9 @@ def test_the_page_of_a_masked_run_says_what_masks_hide_and_what_not(hospitals, t
     )
     assert command(monkeypatch, *words, "masked=true") == 0
     page = (tmp_path / "officer.html").read_text()
-    found = json.loads((tmp_path / "officer.json").read_text())
-    assert {one["protection"] for one in found["fields"] if one["kind"] == "model"} == {"masked"}
-    for said in (
+    as_json = json.loads((tmp_path / "officer.json").read_text())
+    assert {field["protection"] for field in as_json["fields"] if field["kind"] == "model"} == {"masked"}
+    for sentence in (
         "The masks hide this institution&#39;s weights from the server, in those of all. Not hidden from it:",
         "Masks are no DP.",
         "from whoever has the keys of all the others",
@@ -260,14 +260,14 @@ def test_the_page_of_a_masked_run_says_what_masks_hide_and_what_not(hospitals, t
         "It masks one answer in an exchange",
         "Weights made for reading images are not recognised",
     ):
-        assert said in page, said
+        assert sentence in page, sentence
     assert "which has them as they are" not in page
     assert "It can hold a parcel back" not in page
 
 
 def test_the_first_page_is_a_summary_to_sign(hospitals, tmp_path):
-    found, _ = one_of(hospitals, "metrics: counted\nmin-count: 12\nkinds: [statistic]\n")
-    page = write_officer_page(tmp_path, found)[0].read_text()
+    verdicts, _ = one_of(hospitals, "metrics: counted\nmin-count: 12\nkinds: [statistic]\n")
+    page = write_officer_page(tmp_path, verdicts)[0].read_text()
     first = page[page.index('<section class="sign">') : page.index("</section>")]
     rows = dict(re.findall(r'<th scope="row">(.*?)</th><td>(.*?)</td>', first))
     assert list(rows)[:9] == [
@@ -283,10 +283,10 @@ def test_the_first_page_is_a_summary_to_sign(hospitals, tmp_path):
             "contact",
         )
     ]
-    n = found["institutions"]["a"]["examples"]
+    n = verdicts["institutions"]["a"]["examples"]
     assert rows["data subjects"].startswith(f"{n} training examples at a")
     assert "takes no part. Nothing leaves but the name" in rows["verdict"]
-    left = sum(line["bytes"] for line in found["fields"] if line["verdict"] == "allowed")
+    left = sum(line["bytes"] for line in verdicts["fields"] if line["verdict"] == "allowed")
     assert rows["what leaves"].startswith(f"{left} B of notice")
     assert rows["small cells"] == "none below 12 leaves (min-count)"
     assert rows["ε of this run"].startswith("none")

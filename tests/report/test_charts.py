@@ -13,8 +13,8 @@ from flwr_replay.report.charts import Row, curves, dots, write_figures
 
 
 def test_charts_stand_single_points_and_what_is_not_finite():
-    one = curves({"a": [(1, 0.5)]}, "round")
-    assert (len(drawn(one.svg)[0]), one.told) == (1, "a: 0.500")
+    chart = curves({"a": [(1, 0.5)]}, "round")
+    assert (len(drawn(chart.svg)[0]), chart.told) == (1, "a: 0.500")
     assert curves({"a": [(1, float("nan"))], "b": []}, "round") is None
     two = curves({"a": [(1, 0.5), (2, float("inf")), (3, 0.7)]}, "round")
     assert len(drawn(two.svg)[0]) == 2
@@ -88,8 +88,8 @@ def test_a_band_lies_around_its_line_and_given_values_far_apart_are_logarithmic(
 def test_rounds_are_whole_numbers():
     texts = [text for text, _ in drawn(curves({"a": [(1, 0.5), (3, 0.7)]}, "round").svg)[2]]
     assert [text for text in texts if "." not in text] == ["1", "2", "3", "round"]
-    assert "1" in (one := [text for text, _ in drawn(curves({"a": [(1, 0.5)]}, "round").svg)[2]])
-    assert not [text for text in one[: one.index("round")] if "." in text]
+    assert "1" in (labels := [text for text, _ in drawn(curves({"a": [(1, 0.5)]}, "round").svg)[2]])
+    assert not [text for text in labels[: labels.index("round")] if "." in text]
 
 
 def test_ticks_say_their_numbers_whole():

@@ -9,7 +9,8 @@ def test_the_agreement_of_models_is_shown_by_seed():
     agreement = [{"standard-deviation": spread} for spread in ({"a": 0.1, "b": 0.2}, {}, {"a": 0.0, "b": 0.01})]
     base = {"versions": {}, "privacy": {}}
     cells = [
-        {"label": "standard", "seed": seed, "result": {**base, "agreement": one}} for seed, one in enumerate(agreement)
+        {"label": "standard", "seed": seed, "result": {**base, "agreement": spread}}
+        for seed, spread in enumerate(agreement)
     ]
     cells.append({"label": "cwt", "seed": 0, "result": base})
     lines = notes({"seeds": [0, 1, 2], "strategies": {}, "higher-is-better": True, "cells": cells})
@@ -22,24 +23,25 @@ def test_the_agreement_of_models_is_shown_by_seed():
 def test_the_verdict_names_differences_whose_interval_excludes_0(higher):
     intervals = {"a": [0.1, 0.2], "b": [-0.3, -0.1], "c": [-0.1, 0.2], "reference": None}
     rows = {
-        label: {"against": "reference", "difference": one and {"interval": one}} for label, one in intervals.items()
+        label: {"against": "reference", "difference": interval and {"interval": interval}}
+        for label, interval in intervals.items()
     }
     report = {"seeds": [0, 1, 2], "against": "reference", "strategies": rows, "higher-is-better": higher}
     [line] = verdicts(report)
     better, worse = ("a", "b") if higher else ("b", "a")
-    said = f"better: {better}; worse: {worse}; not shown to differ: c"
+    verdict = f"better: {better}; worse: {worse}; not shown to differ: c"
     how = "by 95 % intervals (2 degrees of freedom, not corrected for 3 comparisons)"
-    assert line == f"compared with reference {how}: {said}"
+    assert line == f"compared with reference {how}: {verdict}"
     assert not verdicts({"seeds": [0], "strategies": {"a": {"difference": None}}, "higher-is-better": higher})
 
 
 def test_what_holds_for_all_methods_is_said_once():
     judged = "Rounds are judged by validation examples; test examples are used at the end only."
-    said = [judged, f"local is own models. {judged}", f"an older run's note {judged}"]
+    notes_given = [judged, f"local is own models. {judged}", f"an older run's note {judged}"]
     cells = [
         {"label": f"{at}", "seed": 0, "result": {"versions": {}, "privacy": {}, "metrics-note": note}}
-        for at, note in enumerate(said)
+        for at, note in enumerate(notes_given)
     ]
     lines = notes({"seeds": [0], "strategies": {}, "higher-is-better": True, "cells": cells})
-    found = [line for line in lines if "judged" in line or "own models" in line or "older" in line]
-    assert found == [judged, "local is own models.", "an older run's note"]
+    notes_shown = [line for line in lines if "judged" in line or "own models" in line or "older" in line]
+    assert notes_shown == [judged, "local is own models.", "an older run's note"]

@@ -36,24 +36,26 @@ def filed(folder):
 
 
 def test_it_has_what_the_ledger_the_accounts_and_the_failures_have(ran):
-    html, found = filed(ran.folder)
+    html, evidence = filed(ran.folder)
     left = Counter()
     for line in ran.ledger:
         if line["direction"] == "up":
             left[line["institution"], line["kind"]] += line["bytes"]
-    said = {(name, kind): size for name, own in found["left"].items() for kind, size in own.items() if kind != "down"}
-    assert said == left
-    assert found["privacy"] == ran.result["privacy"]
-    assert {one["institution"] for one in found["absent"]} == {"c"}
+    sizes = {
+        (name, kind): size for name, own in evidence["left"].items() for kind, size in own.items() if kind != "down"
+    }
+    assert sizes == left
+    assert evidence["privacy"] == ran.result["privacy"]
+    assert {absentee["institution"] for absentee in evidence["absent"]} == {"c"}
     assert "policy allows strategies none" in html
-    assert found["versions"] == ran.result["versions"]
+    assert evidence["versions"] == ran.result["versions"]
     assert "model: the server, as it is." in html
     for line in (NOT_RUN["attacks"], NOT_RUN["audit"], "signature"):
         assert line.replace("'", "&#39;") in html
-    for name, digest in found["sha256"].items():
+    for name, digest in evidence["sha256"].items():
         if name.endswith((".yaml", ".json", ".safetensors")):
             assert sha256((ran.folder / name).read_bytes()).hexdigest() == digest
-    assert any(name.endswith(".safetensors") for name in found["sha256"])
+    assert any(name.endswith(".safetensors") for name in evidence["sha256"])
 
 
 @pytest.mark.parametrize(
@@ -67,9 +69,9 @@ def test_hidden_weights_are_said_to_be(tmp_path, options, says):
     write_shards(tmp_path, {"a": 40, "b": 30, "c": 20})
     pinned(tmp_path, ABC)
     own = {"seal-peers": str(tmp_path / "peers-abc.txt")}
-    nodes = [one | own for one in node_configs(tmp_path, tmp_path / "state", "abc")]
-    found = filed(run(tmp_path, [*TASK, *options, "rounds=1", "nodes=3"], nodes).folder)[1]
-    [line] = [line for line in found["seen"] if line.startswith("model") and "came down" not in line]
+    nodes = [node | own for node in node_configs(tmp_path, tmp_path / "state", "abc")]
+    evidence = filed(run(tmp_path, [*TASK, *options, "rounds=1", "nodes=3"], nodes).folder)[1]
+    [line] = [line for line in evidence["seen"] if line.startswith("model") and "came down" not in line]
     assert says in line
 
 
@@ -96,8 +98,8 @@ def test_attacks_and_audits_that_were_run_are_quoted(tmp_path, monkeypatch, caps
     capsys.readouterr()
     (folder / "result.json").unlink()
     assert command(monkeypatch, "deploy", "evidence", str(folder)) == 2
-    assert "evidence is of a finished run" in (said := capsys.readouterr().err)
-    assert "backup" not in said
+    assert "evidence is of a finished run" in (error := capsys.readouterr().err)
+    assert "backup" not in error
 
 
 SACROML = json.loads((Path(__file__).parent / "sacroml.json").read_text())  # of two repetitions on a digits model
@@ -199,23 +201,23 @@ def test_a_clinics_own_evidence_is_of_its_own_files(ran, name, kinds, monkeypatc
     """Its ledger has what the server's has of it; of who refused only notices left."""
     state, left, seen = ran.root / "state" / name, Counter(), Counter()
     assert command(monkeypatch, "deploy", "evidence", str(state)) == 0
-    found, html = json.loads((state / "evidence.json").read_text()), (state / "evidence.html").read_text()
-    for row in found["left"]:
+    evidence, html = json.loads((state / "evidence.json").read_text()), (state / "evidence.html").read_text()
+    for row in evidence["left"]:
         left[row["stage"], row["field"]] += row["bytes"]
     for line in ran.ledger:
         if (line["institution"], line["direction"]) == (name, "up"):
             seen[line["stage"], line["field"]] += line["bytes"]
     assert left == seen
-    assert {row["kind"] for row in found["left"]} == kinds
-    [of_run] = {row["run"] for row in found["left"]}
-    assert html.count(of_run) == html.count(f"In run {of_run}") + (of_run in found["runs"])  # not in every row
+    assert {row["kind"] for row in evidence["left"]} == kinds
+    [of_run] = {row["run"] for row in evidence["left"]}
+    assert html.count(of_run) == html.count(f"In run {of_run}") + (of_run in evidence["runs"])  # not in every row
     assert html.count(f">In run {of_run}<") == 1
     assert "strategies: []" in html  # what lies beside the folder state
     assert "No floor for small cells" in html
     if name == "a":
-        [own] = found["runs"].values()
+        [own] = evidence["runs"].values()
         assert (own["method"], own["tests"], own["charges"]) == ("fedavg", 3, 2)
-        assert any(row["protection"].startswith("(") for row in found["left"])
+        assert any(row["protection"].startswith("(") for row in evidence["left"])
 
 
 def test_a_control_that_is_none_says_so():

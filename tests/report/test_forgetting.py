@@ -30,11 +30,11 @@ def run(tmp_path, strategy):
 )
 def test_a_row_for_each_exchange_and_a_column_for_each_institution(tmp_path, strategy, exchanges, taught):
     result, folder = run(tmp_path, strategy)
-    found = result["forgetting"]
-    assert found["institutions"] == ["institution-1", "institution-2", "institution-3"]
-    assert len(found["matrix"]) == len(found["exchanges"]) == exchanges
-    assert all(len(row) == 3 and all(0 <= value <= 1 for value in row) for row in found["matrix"])
-    assert {len(exchange["taught"]) for exchange in found["exchanges"]} == {taught}
+    forgetting = result["forgetting"]
+    assert forgetting["institutions"] == ["institution-1", "institution-2", "institution-3"]
+    assert len(forgetting["matrix"]) == len(forgetting["exchanges"]) == exchanges
+    assert all(len(row) == 3 and all(0 <= value <= 1 for value in row) for row in forgetting["matrix"])
+    assert {len(exchange["taught"]) for exchange in forgetting["exchanges"]} == {taught}
     assert (folder / "forgetting.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -75,8 +75,8 @@ def test_errors_are_forgotten_upwards():
 @given(st.lists(st.lists(st.floats(0, 1), min_size=2, max_size=2), min_size=1, max_size=6))
 def test_where_all_are_taught_everybody_counts_from_the_second_exchange(values):
     rows = [{"round": i, "taught": ["a", "b"], "own": {"a": a, "b": b}} for i, (a, b) in enumerate(values)]
-    found = drops(rows)
-    assert len(found) == 2 * (len(values) - 1)
-    for at, name, lost in found:
+    drops_by_name = drops(rows)
+    assert len(drops_by_name) == 2 * (len(values) - 1)
+    for at, name, lost in drops_by_name:
         column = [row["own"][name] for row in rows[: at + 1]]
         assert lost == max(column[:-1]) - column[-1]

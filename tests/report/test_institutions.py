@@ -26,8 +26,8 @@ def test_personal_and_global_accuracy_stand_side_by_side(test, tmp_path, monkeyp
     assert both[1] == both[0] + 1
     assert own["ditto"] == [f"{finals['ditto'][name]:.4f}" for name in ("accuracy", "global-accuracy")]
     assert (own["local"][1], own["fedavg"][1]) == ("–", "–")
-    said = [note for note in notes(report) if "personal models look alike" in note]
-    assert len(said) == (test == "iid")  # of two methods; fedavg's model is everybody's
+    notes_shown = [note for note in notes(report) if "personal models look alike" in note]
+    assert len(notes_shown) == (test == "iid")  # of two methods; fedavg's model is everybody's
     assert not [note for note in of_methods(report) if "look alike" in note]
     [of_ditto] = [cell["folder"] for cell in report["cells"] if cell["label"] == "ditto"]
     page = (tmp_path / report["folder"] / of_ditto / "report.html").read_text()
@@ -61,5 +61,5 @@ def test_tables_keep_the_order_in_which_the_data_name_institutions(of, tmp_path,
     for table in re.findall(r"<table.*?</table>", page, re.DOTALL):
         rows = [name for name in re.findall(r'<th scope="row">([^<]+)</th>', table) if name in names]
         assert rows in ([], names)
-    said = summary(result, folder)
-    assert sorted(names, key=lambda name: said.index(f"  {name}: 0.")) == names
+    text = summary(result, folder)
+    assert sorted(names, key=lambda name: text.index(f"  {name}: 0.")) == names

@@ -56,18 +56,18 @@ def officer(tmp_path_factory):
 
 def test_the_officers_page_says_what_is_refused_and_what_is_enforced(officer):
     file = officer / "officer.html"
-    page, found = Page(file), json.loads((officer / "officer.json").read_text())
+    page, page_values = Page(file), json.loads((officer / "officer.json").read_text())
     assert page.faults == []
     assert file.stat().st_size < 1_000_000
     assert file.stat().st_mode & 0o077 == 0
     assert "institution-1 and institution-2 refuse some of the messages" in page.text
     assert "policy lets at most 0.0002 MB leave in one message" in page.text
-    assert found["claim"] in page.text
+    assert page_values["claim"] in page.text
     assert "# <script>alert(1)</script>" in page.text  # the policy as it is, escaped
-    refused = {(one["stage"], one["field"]) for one in found["fields"] if one["verdict"] == "refused"}
+    refused = {(field["stage"], field["field"]) for field in page_values["fields"] if field["verdict"] == "refused"}
     assert ("train", "arrays") in refused
     assert ("roll-call", "num-examples") in refused  # it announces weights that may not leave, so no run begins
-    for line in found["fields"]:
+    for line in page_values["fields"]:
         assert line["field"] in page.text
 
 
@@ -79,21 +79,21 @@ def test_a_run_ends_with_a_page_that_says_what_happened(ran):
     assert file.stat().st_size < 1_000_000
     assert file.stat().st_mode & 0o077 == 0
     tested = {name: sum(counts) for name, counts in confusion_of(folder).items()}
-    said = f"accuracy is {result['final']['global']['accuracy']:.3f} over all {sum(tested.values())} test examples"
-    assert f"At the end {said}" in page.text
+    sentence = f"accuracy is {result['final']['global']['accuracy']:.3f} over all {sum(tested.values())} test examples"
+    assert f"At the end {sentence}" in page.text
     for name, count in tested.items():  # as the table has them
         assert f"{name} {sum(result['skew']['labels']['institutions'][name])} {count} " in page.text
     assert "Can 2 institutions whose labels differ" in page.text
     assert result["privacy-claim"] in page.text
-    for name, one in result["privacy"].items():
+    for name, account in result["privacy"].items():
         assert name in page.text
-        assert str(one["mechanism"]) in page.text
+        assert str(account["mechanism"]) in page.text
         examples = sum(result["skew"]["labels"]["institutions"][name])
         (noise,) = result["noise"][name]
         q, steps, sigma = 32 / examples, examples // 32 * 2, noise["sigma"]
         assert (noise["sampling-rate"], noise["steps"], noise["clip"]) == (q, steps, 1.0)
         # what is stated must make the epsilon that is stated
-        assert epsilon([SampledGaussian(q, sigma, steps)], one["delta"]) == pytest.approx(one["epsilon"])
+        assert epsilon([SampledGaussian(q, sigma, steps)], account["delta"]) == pytest.approx(account["epsilon"])
         shown = f"sigma {sigma:.3g}, clip C 1, sampling rate {q:.3g} (32 of {examples}), up to {steps} steps"
         assert f"classifier: {shown}" in page.text
         assert f"DP-SGD, Poisson sampling; classifier: {shown}" in summary(result, folder)
@@ -113,8 +113,8 @@ def test_a_run_ends_with_a_page_that_says_what_happened(ran):
 
 def test_counts_on_the_page_are_those_of_the_run(ran):
     result, folder = ran
-    found = confusion_of(folder)
-    pooled = [sum(column) for column in zip(*found.values(), strict=True)]
+    confusion = confusion_of(folder)
+    pooled = [sum(column) for column in zip(*confusion.values(), strict=True)]
     right = sum(pooled[at * 11] for at in range(10)) / sum(pooled)
     assert right == pytest.approx(result["final"]["global"]["accuracy"])
     rows = [sum(pooled[at * 10 : at * 10 + 10]) for at in range(10)]
@@ -171,11 +171,11 @@ def test_balanced_accuracy_stands_beside_accuracy_where_labels_are_unequal(ran, 
     counts = [0] * 100
     counts[0], counts[11] = 9, 3
     write_of(folder, "confusion.json", {"round": 2, "institutions": {"a": counts}})
-    said = (
+    sentence = (
         f"labels are unequal: always naming the most frequent label would have accuracy 0.7500; "
         f"this model has balanced-accuracy {balanced:.4f} (guessing: 0.5000)"
     )
-    assert said in summary(result, folder)
+    assert sentence in summary(result, folder)
     line = f"institution-1: {own['accuracy']:.4f}, balanced-accuracy {own['balanced-accuracy']:.4f}"
     assert line in summary(result, folder)
     judged = result["final"]["global"]["validation-balanced-accuracy"]
@@ -321,9 +321,9 @@ def damaged(folder):
 def test_a_torn_history_does_not_stop_the_page_which_says_what_it_lacks(ran, tmp_path):
     folder = shutil.copytree(ran[1], tmp_path / "torn")
     assert "The curves lack" not in Page(write_page(folder)).text
-    for said in damaged(folder):
+    for damage in damaged(folder):
         page = Page(write_page(folder))
-        assert f"Warning. torn: {said}. The curves lack that; the other figures are from result.json." in page.text
+        assert f"Warning. torn: {damage}. The curves lack that; the other figures are from result.json." in page.text
         assert page.faults == []
 
 

@@ -11,10 +11,10 @@ from flwr_replay.report.texts import findings
 def test_demsars_example_has_his_figures():
     # Demšar 2006, pages 11 and 12: 14 data sets, 4 methods, F = 3.69, a critical difference of 1.25
     means = {"C4.5": 3.143, "C4.5+m": 2.000, "C4.5+cf": 2.893, "C4.5+m+cf": 1.964}
-    found = MeanRanks({name: {str(n): mean for n in range(14)} for name, mean in means.items()})
-    assert f.isf(found.p, 3, 39) == pytest.approx(3.69, abs=0.01)
-    assert found.apart == pytest.approx(1.25, abs=0.005)
-    assert found.told.endswith("by Nemenyi, 1.25 apart, none differ")
+    ranks = MeanRanks({name: {str(n): mean for n in range(14)} for name, mean in means.items()})
+    assert f.isf(ranks.p, 3, 39) == pytest.approx(3.69, abs=0.01)
+    assert ranks.apart == pytest.approx(1.25, abs=0.005)
+    assert ranks.told.endswith("by Nemenyi, 1.25 apart, none differ")
 
 
 def test_the_statistic_is_scipys_and_equal_orders_are_no_surer_than_their_number_allows():
@@ -23,9 +23,9 @@ def test_the_statistic_is_scipys_and_equal_orders_are_no_surer_than_their_number
         "b": [0.5, 0.9, 0.6, 0.4, 0.3, 0.1],
         "c": [0.1, 0.2, 0.8, 0.3, 0.1, 0.5],
     }
-    found = MeanRanks.of({name: dict(enumerate(map(float, row))) for name, row in values.items()}, True)
+    ranks = MeanRanks.of({name: dict(enumerate(map(float, row))) for name, row in values.items()}, True)
     chi_squared, n, k = friedmanchisquare(*values.values()).statistic, 6, 3
-    assert found.p == pytest.approx(f.sf((n - 1) * chi_squared / (n * (k - 1) - chi_squared), k - 1, (k - 1) * (n - 1)))
+    assert ranks.p == pytest.approx(f.sf((n - 1) * chi_squared / (n * (k - 1) - chi_squared), k - 1, (k - 1) * (n - 1)))
     alike = MeanRanks.of(
         {name: dict.fromkeys("12345", value) for name, value in zip("abc", (3.0, 2.0, 1.0), strict=True)}, True
     )
@@ -57,10 +57,10 @@ def test_a_comparison_ranks_methods_on_the_same_data_and_on_seeds_enough():
     assert ranks(report("a", "b")) is None
     assert ranks(report("a", "b", "c", seeds=4)) is None
     assert ranks(report("a", "b", "c", options=["partition.ks=0.5"])) is None
-    said = findings(
+    text = findings(
         report("a", "b", "c") | {"untuned": "not tuned, one value only: lr 0.01; another may change the order"}
     )
-    assert any("average ranks, 1 is best: c 1.00" in line and "seeds of the same data" in line for line in said)
-    assert any(line.startswith("not tuned") for line in said)
+    assert any("average ranks, 1 is best: c 1.00" in line and "seeds of the same data" in line for line in text)
+    assert any(line.startswith("not tuned") for line in text)
     assert ranks_of_parts({str(n): report("a", "b", "c") for n in range(5)}).means == {"c": 1.0, "b": 2.0, "a": 3.0}
     assert ranks_of_parts({str(n): report("a", "b", "c") for n in range(4)}) is None

@@ -18,7 +18,7 @@ def test_who_was_not_tested_is_named(tmp_path, monkeypatch):
     nodes[0] |= {"policy": str(tmp_path / "policy.yaml")}
     ran = run(tmp_path, [*SHARDS, "classes=3", "model.width=6", "device=cpu", "strategy=fedavg", "rounds=2"], nodes)
     assert (ran.result["nodes"], ran.result["untested"]) == (3, ["a"])
-    said = summary(ran.result, ran.folder)
-    assert "no metric is of a\n" in said
-    assert "a failed in exchange 2: policy allows 2 tests in a run" in said
+    text = summary(ran.result, ran.folder)
+    assert "no metric is of a\n" in text
+    assert "a failed in exchange 2: policy allows 2 tests in a run" in text
     assert "Can 3 institutions" in write_page(ran.folder).read_text()

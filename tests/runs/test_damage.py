@@ -135,9 +135,9 @@ def test_a_flipped_bit_of_kept_latents_is_noticed(resume):
 @pytest.mark.parametrize("name", AT_AN_INSTITUTION)
 def test_damage_at_an_institution(resume, name, way):
     def damaged(folder):
-        found = (home() / "state" / "simulation" / "institution-1").rglob(name)
+        files = (home() / "state" / "simulation" / "institution-1").rglob(name)
         run = (folder / "run-id").read_text().strip()
-        [path] = [path for path in found if run in str(path) or name == "ledger.jsonl"]
+        [path] = [path for path in files if run in str(path) or name == "ledger.jsonl"]
         damage(path, way)
         return (
             path.parent if (name, way != "folder") == ("options.json", True) else path

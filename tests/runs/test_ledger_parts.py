@@ -85,13 +85,15 @@ def test_a_ledger_that_is_renamed_in_mid_run_ends_what_it_records(tmp_path, monk
     def going_on(**how):
         """Return why no more is recorded; empty: all is."""
         try:
-            return ";".join(str(one["reason"]) for one in run(tmp_path, options, nodes, **how).result["failures"])
+            return ";".join(
+                str(failure["reason"]) for failure in run(tmp_path, options, nodes, **how).result["failures"]
+            )
         except RunError as error:
             return str(error)
 
     for how in ({"name": "renamed"}, {"resume": str(place)}):
-        said = going_on(**how)
-        assert (f"{path} must stay where it is" if whose == "the server's" else "RunError") in said
+        reasons = going_on(**how)
+        assert (f"{path} must stay where it is" if whose == "the server's" else "RunError") in reasons
         assert not path.exists() or not path.stat().st_size
         forget()
     path.with_name("ledger.jsonl.1").rename(path)
@@ -152,9 +154,9 @@ def test_who_reads_a_ledger_while_another_process_divides_it_reads_all_lines(tmp
 
     def meanwhile(path):
         monkeypatch.setattr(ledger, "parts", parts)
-        found = parts(path) if listed else None
+        files = parts(path) if listed else None
         add(1)
-        return found or parts(path)
+        return files or parts(path)
 
     add(0)
     monkeypatch.setattr(ledger, "parts", meanwhile)

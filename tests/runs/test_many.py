@@ -94,14 +94,14 @@ def test_in_process_one_request_is_there_at_a_time_with_the_same_bits(tmp_path, 
         return push(grid, messages)
 
     monkeypatch.setattr(InlineGrid, "push_messages", noting)
-    _, one = ran(tmp_path, "strategy=fedavg", "nodes=3", "rounds=2", name="one")
+    _, alone = ran(tmp_path, "strategy=fedavg", "nodes=3", "rounds=2", name="one")
     assert {*pushed[1:]} == {1}  # after the roll call
     monkeypatch.setattr(InlineGrid, "at_once", None)
     _, all_ = ran(tmp_path, "strategy=fedavg", "nodes=3", "rounds=2", name="all")
     assert 3 in pushed[1:]
     model = Path("models") / "global.safetensors"
-    assert (one / model).read_bytes() == (all_ / model).read_bytes()
-    lines = [Counter(map(str, read_lines(folder / "ledger.jsonl"))) for folder in (one, all_)]
+    assert (alone / model).read_bytes() == (all_ / model).read_bytes()
+    lines = [Counter(map(str, read_lines(folder / "ledger.jsonl"))) for folder in (alone, all_)]
     assert lines[0] == lines[1]
 
 
@@ -141,7 +141,7 @@ def test_a_run_that_breaks_off_goes_on_with_who_had_trained_by_its_checkpoint(tm
     checkpoint = folder / "checkpoints" / "000003.safetensors"
     checkpoint.unlink(missing_ok=True)  # what members.jsonl says of the third visit belongs to no checkpoint now
     _, resumed = run_inline(resolve([], "", str(folder))[0], Display())
-    rows = [[{**row, "proof": ""} for row in read_lines(one / "members.jsonl")] for one in (whole, resumed)]
+    rows = [[{**row, "proof": ""} for row in read_lines(ran / "members.jsonl")] for ran in (whole, resumed)]
     assert rows[0] == rows[1]
     model = Path("models") / "global.safetensors"
     assert (whole / model).read_bytes() == (resumed / model).read_bytes()
@@ -202,10 +202,10 @@ def test_sums_of_bytes_are_those_of_the_ledger(tmp_path):
 def test_lines_are_read_one_by_one(tmp_path):
     path = tmp_path / "ledger.jsonl"
     path.write_text('{"a": 1}\n{"a": \n{"a": 3}\n')
-    found = each_line(path)
-    assert next(found) == {"a": 1}
+    each = each_line(path)
+    assert next(each) == {"a": 1}
     with pytest.raises(RunError, match="line 2 is not"):
-        next(found)
+        next(each)
 
 
 def test_members_are_in_the_order_of_names_whoever_joins_when():
@@ -228,13 +228,13 @@ def test_a_summary_of_many_shows_the_lowest_and_the_highest(tmp_path):
     result["privacy"] = {name: {**account, "epsilon": 40.0 - k} for k, name in enumerate(names)}
     result["failures"] = [{"institution": name, "round": 1, "reason": "gone"} for name in names]
     (folder / "confusion.json").unlink()
-    said = summary(result, folder)
-    assert said.count("… 24 more are in result.json …") == 3
-    assert "clinic-00: 0.0000" in said
-    assert "clinic-34: 0.6340" in said
-    assert "clinic-38: 0.3380" not in said
-    assert "clinic-00: epsilon 40 at delta 0.1, DP-SGD" in said  # the largest is never left out
-    assert "clinic-20: epsilon" not in said
+    text = summary(result, folder)
+    assert text.count("… 24 more are in result.json …") == 3
+    assert "clinic-00: 0.0000" in text
+    assert "clinic-34: 0.6340" in text
+    assert "clinic-38: 0.3380" not in text
+    assert "clinic-00: epsilon 40 at delta 0.1, DP-SGD" in text  # the largest is never left out
+    assert "clinic-20: epsilon" not in text
     write_of(folder, "confusion.json", {"round": 1, "institutions": {}})
     few = {name: result["final"]["institutions"][name] for name in names[:16]}
     result |= {"final": {**result["final"], "institutions": few}, "privacy": {}, "failures": []}

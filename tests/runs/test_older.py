@@ -39,9 +39,9 @@ def run(tmp_path):
 def test_a_run_is_read(run, monkeypatch, capsys, words, page, says):
     places = words.replace("RUNS", str(run.parent)).replace("RUN", str(run)).split()
     assert command(monkeypatch, *places) == 0
-    said = capsys.readouterr()
-    assert "damaged" not in said.out + said.err
-    assert says in ((run / page).read_text() if page else said.out)
+    captured = capsys.readouterr()
+    assert "damaged" not in captured.out + captured.err
+    assert says in ((run / page).read_text() if page else captured.out)
 
 
 def test_its_model_is_loaded(run):

@@ -68,6 +68,6 @@ def test_an_interrupted_run_of_a_cluster_says_that_it_goes_on_there(tmp_path, ca
     on = "--engine ray --ray-address 10.0.0.1:6379"
     with pytest.raises(raised), resumable(tmp_path, 3, engine=on):
         raise raised
-    said = capsys.readouterr().err
-    assert said.startswith("interrupted; to continue: ")
-    assert said.endswith(f" run {on} --resume {tmp_path}\n")
+    error = capsys.readouterr().err
+    assert error.startswith("interrupted; to continue: ")
+    assert error.endswith(f" run {on} --resume {tmp_path}\n")

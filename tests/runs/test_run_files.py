@@ -61,7 +61,7 @@ def copied(runs, tmp_path):
 
 
 READERS = {
-    "list": lambda folder: (one := listed(folder)) and (one.state, one.metric),
+    "list": lambda folder: (listing := listed(folder)) and (listing.state, listing.metric),
     "show": lambda folder: summary(read_result(folder), folder),
     "report": write_page,
     "plot": lambda folder: Run(folder, read_result(folder)).metrics["metric"],

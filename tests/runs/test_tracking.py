@@ -41,11 +41,11 @@ def apart(tmp_path, monkeypatch):
 
 def written(folder):
     """Return what the run wrote: by name as a tracker has it, (round, value) in order."""
-    found = {}
+    values = {}
     for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
         name = f"{row['institution']}/{row['metric']}" if row["institution"] else row["metric"]
-        found.setdefault(name, []).append((row["round"], pytest.approx(row["value"], rel=1e-6)))
-    return found
+        values.setdefault(name, []).append((row["round"], pytest.approx(row["value"], rel=1e-6)))
+    return values
 
 
 def in_tensorboard(folder):
@@ -59,12 +59,12 @@ def in_mlflow(folder):
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient()
-    [found] = client.search_runs([client.get_experiment_by_name("flwr-replay").experiment_id])
-    assert (found.info.status, found.info.run_name) == ("FINISHED", "x")
-    assert found.data.params["strategy.name"] == "cwt"
-    assert not {"runs_dir", "task.data_dir", "resume"} & found.data.params.keys()
-    names = found.data.metrics
-    return {name: [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, name)] for name in names}
+    [logged] = client.search_runs([client.get_experiment_by_name("flwr-replay").experiment_id])
+    assert (logged.info.status, logged.info.run_name) == ("FINISHED", "x")
+    assert logged.data.params["strategy.name"] == "cwt"
+    assert not {"runs_dir", "task.data_dir", "resume"} & logged.data.params.keys()
+    names = logged.data.metrics
+    return {name: [(m.step, m.value) for m in client.get_metric_history(logged.info.run_id, name)] for name in names}
 
 
 def records(file):
@@ -83,7 +83,7 @@ def records(file):
 def in_wandb(folder):
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found, ids = {}, set()
+    values, ids = {}, set()
     for file in sorted((folder / "wandb").glob("offline-run-*/*.wandb")):
         for data in records(file):
             record = Record.FromString(data)
@@ -91,11 +91,11 @@ def in_wandb(folder):
             assert record.run.host in ("", "flwr-replay")
             items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
             for name in items.keys() - {name for name in items if name.startswith("_")}:
-                found.setdefault(name, []).append((record.history.step.num, float(items[name])))
+                values.setdefault(name, []).append((record.history.step.num, float(items[name])))
         for own in (str(folder), sys.executable):
             assert own.encode() not in file.read_bytes()
     assert len(ids) == 1
-    return found
+    return values
 
 
 READ = {"tensorboard": in_tensorboard, "mlflow": in_mlflow, "wandb": in_wandb}

@@ -48,12 +48,12 @@ def results(folder):
 @pytest.mark.sampled(1, of="whole studies")
 def test_tables_1_and_3_on_retina(study, tmp_path):
     data, parts = str(clinical.retina(tmp_path / "retina", 108)), "table-1,table-3-weights"
-    code, said = study("retina", "--data", data, "--quick", "--only", parts)
-    assert code == 0, said.err
+    code, captured = study("retina", "--data", data, "--quick", "--only", parts)
+    assert code == 0, captured.err
     runs = results(tmp_path / "runs")
     assert sorted(runs) == ["cwt-seed0", "fedavg-seed0"]
     (tmp_path / "runs" / "study-retina-quick-table-1-table-3-weights.html").stat()
-    rows = [line.strip("| ").split(" | ") for line in said.out.splitlines() if line.startswith("| institution-")]
+    rows = [line.strip("| ").split(" | ") for line in captured.out.splitlines() if line.startswith("| institution-")]
     beside, table = [row for row in rows if " after " in row[0]], [row for row in rows if " after " not in row[0]]
     matrix = runs["cwt-seed0"]["forgetting"]["matrix"]  # two rounds of four visits: the last four rows are the table
     assert [row[0] for row in table] == [f"institution-{k}" for k in range(1, 5)]
@@ -68,59 +68,61 @@ def test_tables_1_and_3_on_retina(study, tmp_path):
     assert [*drawn][2] == ["institution-1 after institution-2", "0", str(ours), "", "", "0.91"]
     shares = runs["cwt-seed0"]["skew"]
     assert shares["ks"] == pytest.approx(0.53, abs=0.05)
-    assert "gradient matching" in said.out
-    code, said = study("retina", "--data", data, "--quick", "--only", parts, "--dry-run")
+    assert "gradient matching" in captured.out
+    code, captured = study("retina", "--data", data, "--quick", "--only", parts, "--dry-run")
     assert code == 0
-    assert "table-1: 1 run, 1 finished" in said.out
-    assert "all: 2 runs, 0 to run" in said.out
+    assert "table-1: 1 run, 1 finished" in captured.out
+    assert "all: 2 runs, 0 to run" in captured.out
 
 
 @pytest.mark.sampled(1, of="whole studies")
 def test_table_2_on_boneage_has_the_control(study, tmp_path):
     data = str(clinical.boneage(tmp_path / "boneage", 72, 12))
     words = ["boneage", "--data", data, "--quick", "--only", "table-2-split-3"]
-    code, said = study(*words)
-    assert code == 0, said.err
-    found = {
-        (one["seed"], any(account and account["epsilon"] for account in one["privacy"].values())): one["metric"]
-        for one in results(tmp_path / "runs").values()
+    code, captured = study(*words)
+    assert code == 0, captured.err
+    metrics = {
+        (result["seed"], any(account and account["epsilon"] for account in result["privacy"].values())): result[
+            "metric"
+        ]
+        for result in results(tmp_path / "runs").values()
     }
-    assert found == {(0, False): "mae", (0, True): "mae"}
+    assert metrics == {(0, False): "mae", (0, True): "mae"}
     for label in ("no privacy", "no privacy, gradient codebook", "with privacy"):
-        assert f"\n| {label} |" in said.out
-    printed = next(line for line in said.out.splitlines() if line.startswith("| with privacy | 9.84 ± 0.02 |"))
+        assert f"\n| {label} |" in captured.out
+    printed = next(line for line in captured.out.splitlines() if line.startswith("| with privacy | 9.84 ± 0.02 |"))
     assert float(printed.split(" | ")[3].strip(" |")) == pytest.approx(float(printed.split(" | ")[2]) - 9.84, abs=2e-4)
-    code, said = study(*words, "--seeds", "0,3", "--dry-run")
+    code, captured = study(*words, "--seeds", "0,3", "--dry-run")
     assert code == 0
-    assert "table-2-split-3: 3 runs, 3 finished" in said.out  # a quick study has the first seed only
-    code, said = study(*words[:3], "--only", "table-2-split-3", "--seeds", "none", "--dry-run")
+    assert "table-2-split-3: 3 runs, 3 finished" in captured.out  # a quick study has the first seed only
+    code, captured = study(*words[:3], "--only", "table-2-split-3", "--seeds", "none", "--dry-run")
     assert code == 2
-    assert "seeds is a number from 1" in " ".join(said.err.split())
+    assert "seeds is a number from 1" in " ".join(captured.err.split())
 
 
 @pytest.mark.sampled(1, of="whole studies")
 def test_figure_6_on_brats_has_both_dice_coefficients_of_the_same_runs(study, tmp_path):
     data = str(clinical.brats(tmp_path / "brats", 5))
-    code, said = study("brats", "--data", data, "--quick")
-    assert code == 0, said.err
+    code, captured = study("brats", "--data", data, "--quick")
+    assert code == 0, captured.err
     runs = results(tmp_path / "runs")
     assert len(runs) == len(brats.FIGURE_6)
-    for one in runs.values():
-        own = [metrics["dice"] for metrics in one["final"]["institutions"].values()]
+    for result in runs.values():
+        own = [metrics["dice"] for metrics in result["final"]["institutions"].values()]
         assert len(own) == 3
-        assert one["final"]["global"]["dice-mean"] == pytest.approx(fmean(own))
+        assert result["final"]["global"]["dice-mean"] == pytest.approx(fmean(own))
     folder = next((tmp_path / "runs").rglob("fedreplay-seed0"))
     final = runs["fedreplay-seed0"]["final"]["global"]
     told = f"{final['dice-mean']:.4f} is the mean of the institutions' own; dice {final['dice']:.4f} is of all"
     assert f"dice-mean {told}" in summary(runs["fedreplay-seed0"], folder)
     page = (folder / "report.html").read_text()
     assert f"Dice-mean {told}".replace("'", "&#39;") in page
-    assert "| method | mean (dice-mean) | pooled (dice) |" in said.out
+    assert "| method | mean (dice-mean) | pooled (dice) |" in captured.out
     numbers = list(csv.DictReader((tmp_path / "runs" / "study-brats-quick.csv").open()))
     beside = csv.DictReader((tmp_path / "runs" / "study-brats-quick-mean-paper.csv").open())
     assert {row["name"]: row["dashed"] for row in beside} == {"central": "0.853", "fedreplay": "0.854"}
     for label in ("cwt", "cwt, kept", "fedavgshare, kept"):
-        assert said.out.count(f"| {label} |") == 1  # the overview
+        assert captured.out.count(f"| {label} |") == 1  # the overview
         assert [row["metric"] for row in numbers if row["method"] == label] == ["dice-mean", "dice"]
 
 
@@ -148,9 +150,9 @@ def test_without_the_sets_folder_there_is_one_line(study, tmp_path, name):
     only = ["--only", {"retina": "table-1", "boneage": "table-2-split-1", "brats": "mean"}[name]]
     for words in ((), ("--data", str(tmp_path / "none")), ("--data", str(elsewhere))):
         for quick in ((), ("--quick",)):
-            code, said = study(name, *only, *words, *quick)
+            code, captured = study(name, *only, *words, *quick)
             assert code == 2
-            line = said.err.splitlines()[-1]
+            line = captured.err.splitlines()[-1]
             assert line.startswith("error: ")
             assert ("--data must be the folder" if "elsewhere" not in str(words) else str(elsewhere)) in line
     assert not (tmp_path / "runs").exists()

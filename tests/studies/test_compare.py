@@ -361,8 +361,8 @@ def test_a_cell_of_other_options_is_not_taken_for_ours(tmp_path: Path) -> None:
 def test_a_run_without_the_metric_asked_for_is_none_that_counts():
     result = {"final": {"global": {"accuracy": 0.5}, "institutions": {}}}
     cells = [{"label": "a", "strategy": "cwt", "seed": 0, "result": result}]
-    found = summarise(cells, ["a"], "a", "external-accuracy", True)
-    assert (found["a"]["values"], found["a"]["mean"]) == ({}, None)
+    summaries = summarise(cells, ["a"], "a", "external-accuracy", True)
+    assert (summaries["a"]["values"], summaries["a"]["mean"]) == ({}, None)
 
 
 @pytest.mark.sampled(2, of="slow studies")
@@ -390,9 +390,11 @@ def test_a_comparison_says_who_has_learned_nothing_and_what_leaves(tmp_path: Pat
     words = ["task=digits", "nodes=2", "rounds=1", "model=mlp", "width=8", "partition=iid", "seeds=2", "device=cpu"]
     names = ["slow := fedavg:training.lr=1e-9", "fedavg:training.lr=0.1", "fedreplay:cut=hidden1"]
     text, report = compare_strategies(names, words, "", 1, tmp_path)
-    said = [line for line in " ".join(text.split()).split("KS and TV")[0].split(". ") if "has learned nothing" in line]
-    assert len(said) == 1
-    assert "slow has learned nothing, in 2 of 2 runs" in said[0]
-    assert "with lr=1e-09, 40 batches of 32 in all: try lr=auto" in said[0]
+    sentences = [
+        line for line in " ".join(text.split()).split("KS and TV")[0].split(". ") if "has learned nothing" in line
+    ]
+    assert len(sentences) == 1
+    assert "slow has learned nothing, in 2 of 2 runs" in sentences[0]
+    assert "with lr=1e-09, 40 batches of 32 in all: try lr=auto" in sentences[0]
     assert [row["leaves"] for row in report["strategies"].values()] == [["model"], ["model"], ["per-sample", "model"]]
     assert "per-sample, model" in " ".join(text.split())

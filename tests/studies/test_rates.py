@@ -46,9 +46,9 @@ def test_the_rate_is_that_of_the_best_trial_and_what_diverged_is_none(higher, be
 def test_trials_are_runs_of_the_comparison_and_the_best_is_not_repeated(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     text, report = compare_strategies(["cwt", "slow := cwt:lr=1e-9"], [*TINY, "seeds=4,6", "lr=auto"], "", 1, tmp_path)
-    said = capsys.readouterr().err.splitlines()
-    assert sum("lr=auto, cwt, lr " in line and ": validation-accuracy " in line for line in said) == len(RATES)
-    assert any("runs, seed 4: " in line for line in said)
+    errors = capsys.readouterr().err.splitlines()
+    assert sum("lr=auto, cwt, lr " in line and ": validation-accuracy " in line for line in errors) == len(RATES)
+    assert any("runs, seed 4: " in line for line in errors)
     runs = sorted(file.parent.name for file in tmp_path.glob("compare-*/*/result.json"))
     assert len(runs) == 5 + 1 + 2  # the trials with seed 4, of which one counts, the other seed, and slow's two
     assert list(report["strategies"]) == ["cwt", "slow"]
@@ -63,7 +63,7 @@ def test_trials_are_runs_of_the_comparison_and_the_best_is_not_repeated(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["split=test"], "lr=auto chooses by validation examples"),
         (["dp=classifier", "target-epsilon=8"], "each would be charged"),
@@ -71,8 +71,8 @@ def test_trials_are_runs_of_the_comparison_and_the_best_is_not_repeated(tmp_path
         (["fedavg.lr=1"], "each method has an lr of its own"),
     ],
 )
-def test_what_cannot_be_tuned_fairly_is_refused_before_any_run(options, said, tmp_path):
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_tuned_fairly_is_refused_before_any_run(options, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
         compare_strategies(["fedavg"], [*TINY, "lr=auto", *options], "", 1, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -83,11 +83,11 @@ def test_optuna_tries_on_a_seed_that_is_not_reported_and_repeats_none(tmp_path, 
     methods = ["cwt", "fixed := cwt:lr=1e-9", "noisy := fedavg:dp=classifier:sigma=2:delta=1e-3"]
     methods += ["lost := fedavg:dp=classifier:sigma=3:delta=1e-3:lr=1e30"]  # diverges
     options = [*TINY[:-2], "model.width=32", "device=cpu", "seeds=6,", "lr=0.001..1", "fedavg.batch-size=16..64"]
-    runs, said = [], []
+    runs, lines = [], []
     for tries in (2, 3):  # the second command goes on with the first one's tries
         text, report = compare_tuned(methods, options, "", 1, tmp_path, "", tries)
         runs.append({file.parent.name: file.stat().st_mtime_ns for file in tmp_path.glob("compare-*/*/result.json")})
-        said.append(capsys.readouterr().err)
+        lines.append(capsys.readouterr().err)
     own = {name for name in runs[1] if name.endswith("seed7")}
     assert len(own) == 2 * 3  # none of lost's, for the page of all tries
     assert {name for name in runs[0] if name in own} < own
@@ -116,7 +116,7 @@ def test_optuna_tries_on_a_seed_that_is_not_reported_and_repeats_none(tmp_path, 
     assert "; 3 of them failed, which counts, and are not tried again" in report["rates"]
     assert 0 < float(of_lost) < float(spent)  # its sigma is larger
     assert float(its_delta) == pytest.approx(3e-3)
-    assert [one.count("is not tried again, as it has spent epsilon: failed: ") for one in said] == [0, 2]
+    assert [line.count("is not tried again, as it has spent epsilon: failed: ") for line in lines] == [0, 2]
     assert "of 3 tries each the best by validation-accuracy with seed 7, which is not reported" in report["rates"]
     assert not re.search(r"\blr\b", report["untuned"])
 
@@ -133,7 +133,7 @@ def test_a_try_under_dp_that_failed_is_not_run_once_more_for_the_page_of_all_tri
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["lr=auto", "split=test"], "--tune chooses by validation examples"),
         (["lr=auto", "fedavg.lr=1"], "a range that no method sets itself"),
@@ -155,8 +155,8 @@ def test_a_try_under_dp_that_failed_is_not_run_once_more_for_the_page_of_all_tri
         (["training.lr=0.1..1", "lr=auto"], "has two, also lr=0.001..0.1"),
     ],
 )
-def test_what_optuna_cannot_tune_is_refused_before_any_run(options, said, tmp_path):
-    with pytest.raises(ConfigError, match=said):
+def test_what_optuna_cannot_tune_is_refused_before_any_run(options, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
         compare_tuned(["fedavg"], [*TINY, *options], "", 1, tmp_path, "", 3)
     assert list(tmp_path.iterdir()) == []
 

@@ -108,9 +108,9 @@ def test_a_report_has_all_tables_and_the_overview_of_a_group(tmp_path, monkeypat
     assert text.count("0: the same labels") == 1  # once, not for each part
     assert "cwt seed 1: mean drop" in text
     assert (tmp_path / "study-skew-tiny.png").read_bytes().startswith(b"\x89PNG")
-    one, _ = run_study("skew", "", 1, tmp_path, ["apart"])
-    assert "### alike" not in one
-    assert one == (tmp_path / "study-skew-apart.md").read_text()
+    report, _ = run_study("skew", "", 1, tmp_path, ["apart"])
+    assert "### alike" not in report
+    assert report == (tmp_path / "study-skew-apart.md").read_text()
     assert (tmp_path / "study-skew.md").read_text() == text  # the whole study's report is not lost
     for file in [tmp_path / "study-skew-tiny.png", tmp_path / "study-skew.html"]:
         file.unlink()
@@ -129,7 +129,7 @@ def test_a_quick_study_has_every_method_with_the_first_seed_and_two_rounds(tmp_p
     assert whole
     assert text == (tmp_path / "study-skew-quick.md").read_text()
     results = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
-    assert [(found["rounds"], found["seed"]) for found in results] == [(2, 7), (2, 7)]
+    assert [(result["rounds"], result["seed"]) for result in results] == [(2, 7), (2, 7)]
 
 
 def test_an_institutions_own_head_is_trained_by_its_own_examples_alone(tmp_path, monkeypatch):
