@@ -44,12 +44,12 @@ def main():
                 for way in WAYS:
                     path = rng.choice(paths)
                     try:
-                        said = broken.resumed(path, way)
-                        ends["reported" if said else "the same"] += 1
+                        reported = broken.resumed(path, way)
+                        ends["reported" if reported else "the same"] += 1
                     except AssertionError as error:
-                        said = f"FINDING: {error}"
+                        reported = f"FINDING: {error}"
                         findings.append(f"{name}: {path} {way}: {error}")
-                    print(f"{name}: {kind} {way}: {said or 'the same'}", flush=True)
+                    print(f"{name}: {kind} {way}: {reported or 'the same'}", flush=True)
             print(f"{name}: {dict(ends)}, {len(findings)} findings", flush=True)
     print(dict(ends), *findings, sep="\n")
 

@@ -71,8 +71,8 @@ def killed(deployment, name, options, exchange=1):
         deployment.kill(COORDINATOR)
         ended = until(lambda: not deployment.of_a_run() and not in_use(run), 90, deployment.logs)
         say(f"SuperLink killed; its processes ended after {ended:.1f} s")
-        said = streamed.communicate(timeout=MINUTES)[0]
-        say(f"flwr run ended after {time.monotonic() - began:.0f} s with code {streamed.returncode}:", said[-500:])
+        output = streamed.communicate(timeout=MINUTES)[0]
+        say(f"flwr run ended after {time.monotonic() - began:.0f} s with code {streamed.returncode}:", output[-500:])
     say(examine_coordinator(deployment.coordinator)[1])
 
 
@@ -203,8 +203,8 @@ def of_left(deployment):
     say("ClientApps left:", left_by(engine, "sends"))
     later(deployment, "next")
     say("and now:", left(engine))
-    for one in left_by(engine, "sends-again"):
-        one.kill()
+    for process in left_by(engine, "sends-again"):
+        process.kill()
     say("those left are killed")
     time.sleep(100)  # Flower notices after a minute
     later(deployment, "killed")
@@ -213,7 +213,7 @@ def of_left(deployment):
 
 
 def left(engine):
-    return [one for one in having(PARTS["clientapp"], engine.of(CLINICS)) if engine.waits(one)]
+    return [process for process in having(PARTS["clientapp"], engine.of(CLINICS)) if engine.waits(process)]
 
 
 def left_by(engine, name):
@@ -222,24 +222,24 @@ def left_by(engine, name):
         with engine.deployment.begun(f"{name}-{number}", *WIDE) as streamed:
             answered = set()
             while streamed.poll() is None and len(answered) <= len(CLINICS):  # the roll call's, and one more
-                answered |= {one.pid for one in having(PARTS["clientapp"], engine.of(CLINICS))}
+                answered |= {process.pid for process in having(PARTS["clientapp"], engine.of(CLINICS))}
                 time.sleep(0.02)
-            for one in having(PARTS["serverapp"], engine.of([COORDINATOR])):
-                one.kill()
+            for process in having(PARTS["serverapp"], engine.of([COORDINATOR])):
+                process.kill()
             streamed.communicate()
         time.sleep(20)
-        if found := left(engine):
-            return found
+        if process := left(engine):
+            return process
     raise SystemExit("no ClientApp is left")
 
 
 def later(deployment, name):
     """Say how a further run goes."""
     began = time.monotonic()
-    said = deployment.said(name, *WIDE).strip().splitlines()[-2:]
+    output = deployment.said(name, *WIDE).strip().splitlines()[-2:]
     failures = read_lines(deployment.runs / name / "failures.jsonl")
     lacked = [failure for failure in failures if failure["institution"] != REFUSES]
-    say(f"{name}: {time.monotonic() - began:.0f} s; lacked: {lacked};", *said)
+    say(f"{name}: {time.monotonic() - began:.0f} s; lacked: {lacked};", *output)
 
 
 def of_growth(deployment):

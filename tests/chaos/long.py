@@ -25,13 +25,13 @@ def main():
     parser.add_argument("--secret", action="store_true", help="jobs under DP, with secret noise: what they state")
     asked = parser.parse_args()
 
-    rng, found, findings, undisturbed, number = Random(asked.seed), Counter(), [], {}, 0
+    rng, kinds, findings, undisturbed, number = Random(asked.seed), Counter(), [], {}, 0
     chosen, compare = {name: options for name, options in jobs().items() if asked.only in name}, check
     if asked.secret:
         chosen = {name: secretly(options) for name, options in chosen.items() if secretly(options) != options}
         compare = check_stated
     with tempfile.TemporaryDirectory(prefix="flwr-replay-chaos-") as folder:
-        while found.total() < asked.faults:
+        while kinds.total() < asked.faults:
             for name, options in chosen.items():
                 number += 1
                 if name not in undisturbed:
@@ -44,12 +44,12 @@ def main():
                 except AssertionError as error:
                     findings.append(f"{name}, after {of}: {error}")
                     print(findings[-1], flush=True)
-                found.update(of)
+                kinds.update(of)
                 place.clear()
-                print(f"{name}: {len(of)} faults, {found.total()} in all, {len(findings)} findings", flush=True)
-                if found.total() >= asked.faults:
+                print(f"{name}: {len(of)} faults, {kinds.total()} in all, {len(findings)} findings", flush=True)
+                if kinds.total() >= asked.faults:
                     break
-    print(dict(sorted(found.items())), f"{len(findings)} findings", sep="\n")
+    print(dict(sorted(kinds.items())), f"{len(findings)} findings", sep="\n")
 
 
 if __name__ == "__main__":

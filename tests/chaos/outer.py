@@ -40,7 +40,7 @@ def main():
     every = jobs()
     chosen = sorted(every, key=lambda name: (" " in name, rng.random()))  # plain ones first
     chosen = [name for name in chosen if name in (asked.only or every) and name not in asked.but]
-    done, found, findings = 0, Counter(), []
+    done, by_kind, findings = 0, Counter(), []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flwr-replay-outer-")))
         if asked.engine == "ray":
@@ -60,13 +60,13 @@ def main():
                 once, _ = whole(folder / f"once-{done}", engine.undisturbed(every[name]))
                 run = engine.strikes(every[name], kinds, rng, len(read_lines(once.run / "ledger.jsonl")))
                 struck = ", ".join(run.moments)
-                found.update(moment.partition(" ")[0] for moment in run.moments if "too late" not in moment)
-                said = judged(engine, once, run)
+                by_kind.update(moment.partition(" ")[0] for moment in run.moments if "too late" not in moment)
+                verdict = judged(engine, once, run)
             except (AssertionError, subprocess.TimeoutExpired) as error:
-                said = f"FINDING: {error}"
+                verdict = f"FINDING: {error}"
                 findings.append(name)
-            say(f"{name}: struck by {struck}: {said} ({time.monotonic() - start:.0f} s)")
-    say(f"{done} jobs", dict(found), f"{len(findings)} findings: {findings}", f"not run: {chosen}")
+            say(f"{name}: struck by {struck}: {verdict} ({time.monotonic() - start:.0f} s)")
+    say(f"{done} jobs", dict(by_kind), f"{len(findings)} findings: {findings}", f"not run: {chosen}")
 
 
 def say(*words):

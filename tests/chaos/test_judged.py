@@ -60,8 +60,8 @@ def test_what_is_as_undisturbed_is_no_finding(once, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spoilt", "said"), [(failing, "failed"), (forgetful, "has no line of"), (cheap, "state less than undisturbed")]
+    ("spoilt", "message"), [(failing, "failed"), (forgetful, "has no line of"), (cheap, "state less than undisturbed")]
 )
-def test_a_finding_is_noticed(once, tmp_path, spoilt, said):
-    with pytest.raises(AssertionError, match=said):
+def test_a_finding_is_noticed(once, tmp_path, spoilt, message):
+    with pytest.raises(AssertionError, match=message):
         verdict(once, tmp_path / "spoilt", spoilt)

@@ -34,14 +34,14 @@ def test_a_run_that_is_killed_states_no_smaller_epsilon(name, tmp_path):
     options = secretly(JOBS[name])
     once, ended = whole(tmp_path / "once", options)
     place = Place(tmp_path / "struck", options)
-    found = list(struck(place, moments(name), ended, once.shared[TAKEN], 3, ("kill",)))
-    assert all(one["epsilon"] for one in once.result["privacy"].values())
-    check_stated(once, place, len(found))
+    strikes = list(struck(place, moments(name), ended, once.shared[TAKEN], 3, ("kill",)))
+    assert all(account["epsilon"] for account in once.result["privacy"].values())
+    check_stated(once, place, len(strikes))
 
 
 @pytest.mark.parametrize("name", some("disks", JOBS, 2))
 def test_a_run_whose_disk_fails_ends_as_an_undisturbed_one(name, tmp_path):
     once, ended = whole(tmp_path / "once", JOBS[name])
     place = Place(tmp_path / "struck", JOBS[name])
-    found = list(struck(place, moments(name), ended, once.shared[TAKEN], 3, tuple(OF_DISKS)))
-    check(once, place, len(found))
+    strikes = list(struck(place, moments(name), ended, once.shared[TAKEN], 3, tuple(OF_DISKS)))
+    check(once, place, len(strikes))

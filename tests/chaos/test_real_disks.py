@@ -99,7 +99,7 @@ def test_institutions_whose_disk_is_full_at_their_upload_are_asked_again(disk, t
         ran = run(tmp_path, job, nodes, name="full", before=before)
         assert len(full) == 1
         assert ran.grid.times("extract", "b") == 2  # in each round
-        assert {one["institution"] for one in ran.result["failures"]} == {"b"}
+        assert {failure["institution"] for failure in ran.result["failures"]} == {"b"}
     (folder / "filler").unlink()
     ran = run(tmp_path, [*job, f"rounds={3 if len(full) == 1 else 2}"], nodes, resume=str(tmp_path / "runs" / "full"))
     assert sorted(ran.grid.who("extract")) == list(full)

@@ -141,8 +141,8 @@ def test_the_package_travels_as_in_a_wheel_and_code_of_ones_own_without_what_is_
     assert environment == {"py_modules": [str(scratch / "flwr_replay")], "working_dir": str(scratch / "own")}
     for name in ("strategies/cwt.py", "clients/cwt.py", "conf/config.yaml", "engines/cluster/grid.py"):
         assert (scratch / "flwr_replay" / name).exists()
-    found = sorted(str(path.relative_to(scratch / "own")) for path in (scratch / "own").rglob("*") if path.is_file())
-    assert found == ["mine/nets.py", "mine/words.json"]
+    paths = sorted(str(path.relative_to(scratch / "own")) for path in (scratch / "own").rglob("*") if path.is_file())
+    assert paths == ["mine/nets.py", "mine/words.json"]
 
 
 def test_too_much_code_is_refused(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ def test_flower_is_told_whole_cores(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("begun", "logged", "said"),
+    ("begun", "logged", "message"),
     [
         (True, DEAD, f"{DEAD}; to continue: flwr-replay run --resume {{}}"),
         (True, DIVERGED, DIVERGED),
@@ -38,7 +38,7 @@ def test_flower_is_told_whole_cores(tmp_path, monkeypatch):
         (False, "a rule, a value", "a rule, a value"),
     ],
 )
-def test_the_line_has_the_command_that_goes_on_where_one_would(tmp_path, monkeypatch, begun, logged, said):
+def test_the_line_has_the_command_that_goes_on_where_one_would(tmp_path, monkeypatch, begun, logged, message):
     log = [f"ERROR :     Task 1: error: {logged}\n"] if logged else ["INFO :      Start\n"]
     monkeypatch.setattr(simulate, "superlink", lambda scratch: nullcontext())
     monkeypatch.setattr(simulate, "flwr_run", lambda *words: iter(log))
@@ -47,4 +47,4 @@ def test_the_line_has_the_command_that_goes_on_where_one_would(tmp_path, monkeyp
     options = [*JOB, f"runs_dir='{tmp_path}'"]
     with pytest.raises(RunError) as error:
         run_ray(Simulation.of(compose(options)), options)
-    assert str(error.value) == said.format(tmp_path / "one")
+    assert str(error.value) == message.format(tmp_path / "one")

@@ -28,7 +28,9 @@ class Killing(Display):
         self.after = after
 
     def exchange(self, exchange, *progress):
-        workers = [one for one in psutil.Process().children() if "multiprocessing.spawn" in " ".join(one.cmdline())]
+        workers = [
+            child for child in psutil.Process().children() if "multiprocessing.spawn" in " ".join(child.cmdline())
+        ]
         if exchange == self.after:
             self.killed = workers
             for worker in workers:
@@ -51,10 +53,10 @@ def test_killed_workers_are_replaced_and_the_run_goes_on_to_the_bits_of_one_proc
     assert not {worker.pid for worker in display.last} & {worker.pid for worker in display.killed}
     assert not psutil.wait_procs([*display.killed, *display.last], timeout=5)[1]
 
-    _, one = run_inline([*JOB, f"runs_dir='{tmp_path}'", "run_name=one"], Display())
-    assert lines(folder, "metrics.jsonl") == lines(one, "metrics.jsonl")
+    _, undisturbed = run_inline([*JOB, f"runs_dir='{tmp_path}'", "run_name=one"], Display())
+    assert lines(folder, "metrics.jsonl") == lines(undisturbed, "metrics.jsonl")
     name = "models/global.safetensors"
-    assert (folder / name).read_bytes() == (one / name).read_bytes()
+    assert (folder / name).read_bytes() == (undisturbed / name).read_bytes()
 
 
 @pytest.mark.parametrize("deaths", [1, TRIES, TRIES + 1])
@@ -103,18 +105,18 @@ def test_a_worker_that_is_killed_while_it_starts_is_started_again(tmp_path, monk
 
 def test_a_worker_that_hangs_holds_up_the_run_no_longer_than_answers_may_take(monkeypatch, caplog):
     monkeypatch.setattr(workers, "STARTS", 0)
-    grid, freed, found = LocalGrid({}, [{}, {}], 1), threading.Event(), []
+    grid, freed, failures = LocalGrid({}, [{}, {}], 1), threading.Event(), []
     for name, does in {"start": lambda: None, "leave": lambda: None, "kill": freed.set}.items():
         monkeypatch.setattr(grid.workers[0], name, does)
     monkeypatch.setattr(
         grid.workers[0], "ask", lambda message: freed.wait() and Message(RecordDict(), reply_to=message)
     )
     messages = [Message(RecordDict(), node_id, "train", ttl=0.2) for node_id in grid.contexts]
-    run = threading.Thread(target=lambda: found.extend(ask(grid, messages, 0.2)), daemon=True)
+    run = threading.Thread(target=lambda: failures.extend(ask(grid, messages, 0.2)), daemon=True)
     with grid:
         run.start()
         run.join(20)
-        answers = list(found)
+        answers = list(failures)
         freed.set()
     assert [answer for _, answer in answers] == [None, None]
     assert "no worker has begun or answered a message for 0.2 s: some hang" in caplog.text
@@ -129,8 +131,8 @@ def test_more_workers_than_memory_holds_are_refused(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("code", "starts", "said"), [(1, 0, "if __name__"), (-9, TRIES, "free memory")])
-def test_a_worker_that_never_starts_ends_the_run_with_the_reason(monkeypatch, code, starts, said):
+@pytest.mark.parametrize(("code", "starts", "reason"), [(1, 0, "if __name__"), (-9, TRIES, "free memory")])
+def test_a_worker_that_never_starts_ends_the_run_with_the_reason(monkeypatch, code, starts, reason):
     grid, started = LocalGrid({}, [{}], 1), []
     worker, message = grid.workers[0], Message(RecordDict(), 2, "train")
 
@@ -146,7 +148,7 @@ def test_a_worker_that_never_starts_ends_the_run_with_the_reason(monkeypatch, co
     worker.process, worker.ready = Process(), False
     assert worker.lost(message, EOFError()) is None
     assert len(started) == starts
-    with pytest.raises(RunError, match=rf"one ended while it started \(exit code {code}\): .*{said}"):
+    with pytest.raises(RunError, match=rf"one ended while it started \(exit code {code}\): .*{reason}"):
         grid._check()
 
 

@@ -15,5 +15,5 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """See `deployed.deployed`."""
-    with deployed(tmp_path_factory.mktemp("deployment")) as found:
-        yield found
+    with deployed(tmp_path_factory.mktemp("deployment")) as place:
+        yield place

@@ -55,8 +55,8 @@ def build(channels, size, classes):
 def cluster():
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("FLWR_REPLAY_HOME", raising=False)  # a machine's own folder would be there
-        with machines() as found:
-            yield found
+        with machines() as cluster_of_two:
+            yield cluster_of_two
 
 
 class Killing(Display):
@@ -82,9 +82,9 @@ def inline(options, runs_dir):
 
 
 def visits(file):
-    found = [tuple(json.loads(line)) for line in file.read_text().splitlines()]
+    visits_seen = [tuple(json.loads(line)) for line in file.read_text().splitlines()]
     file.unlink()
-    return found
+    return visits_seen
 
 
 @pytest.mark.sampled(1, of="Ray")
@@ -102,11 +102,11 @@ def test_a_machine_dies_and_the_others_go_on_to_the_bits_of_one_process(cluster,
     on_sigterm, display = signal.getsignal(signal.SIGTERM), Killing(cluster.kill_second, after=2)
     _, folder = on_cluster(cluster, options, tmp_path / "cluster", display)
     assert display.on_sigterm == on_sigterm  # the command line's, which says how to resume
-    saw = [one for one in visits(seen) if one[1] != os.getpid()]
-    _, one = inline(options, tmp_path / "inline")
+    saw = [visit for visit in visits(seen) if visit[1] != os.getpid()]
+    _, alone = inline(options, tmp_path / "inline")
 
     for name in ("models/global.safetensors", "metrics.jsonl"):
-        assert (folder / name).read_bytes() == (one / name).read_bytes()
+        assert (folder / name).read_bytes() == (alone / name).read_bytes()
     assert not (folder / "failures.jsonl").exists()
     gpus = {}
     for machine, pid, visible, code in saw:
@@ -128,11 +128,11 @@ def test_killed_workers_are_replaced_and_asked_again(cluster, tmp_path, monkeypa
             actor.kill()
 
     _, folder = on_cluster(cluster, options, tmp_path / "cluster", Killing(kill, after=1))
-    _, one = inline(options, tmp_path / "inline")
+    _, alone = inline(options, tmp_path / "inline")
     assert killed
     assert not (folder / "failures.jsonl").exists()
     for name in ("models/global.safetensors", "metrics.jsonl"):
-        assert (folder / name).read_bytes() == (one / name).read_bytes()
+        assert (folder / name).read_bytes() == (alone / name).read_bytes()
 
 
 @pytest.mark.sampled(1, of="Ray")
@@ -153,11 +153,11 @@ def test_each_machine_keeps_its_institutions_state_and_a_resumed_run_finds_it(cl
 
     cluster.start_second(**own)
     result, _ = on_cluster(cluster, [], tmp_path / "cluster", Display(), folder)
-    found = {**state(tmp_path / "first", folder), **state(tmp_path / "second", folder)}
+    files = {**state(tmp_path / "first", folder), **state(tmp_path / "second", folder)}
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "inline"))
-    expected, one = inline(options, tmp_path / "one")
+    expected, alone = inline(options, tmp_path / "one")
     assert {name for name, _ in state(tmp_path / "second", folder)} == set(there)
-    assert found == state(tmp_path / "inline", one)
+    assert files == state(tmp_path / "inline", alone)
     assert result["final"] == expected["final"]
 
 
@@ -176,13 +176,13 @@ def test_the_actors_end_with_the_process_that_started_them(cluster, tmp_path):
     command += [*SMALL, "strategy=fedavg", "model=mlp", "width=4", "rounds=5000", "device=cpu", f"client-cpus={HEAD}"]
     environment = {**os.environ, "FLWR_REPLAY_HOME": str(tmp_path), "RAY_ADDRESS": cluster.address}
     driver = subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    said = ""
+    output = ""
     for line in driver.stderr:
-        said += line
+        output += line
         if "round 2/5000" in line:
             break
     actors = cluster.actors()
-    assert actors, said
+    assert actors, output
     driver.kill()
     driver.communicate()
     assert not psutil.wait_procs(actors, timeout=30)[1]
@@ -212,12 +212,12 @@ def test_flowers_own_simulation_joins_the_cluster(cluster, tmp_path, monkeypatch
         while run.poll() is None:
             actors |= {process.pid for process in cluster.actors("ClientAppActor")}
             time.sleep(0.2)
-    said = (tmp_path / "said").read_text()
-    assert run.returncode == 0, said
-    assert actors, said  # so none are anywhere else
+    output = (tmp_path / "said").read_text()
+    assert run.returncode == 0, output
+    assert actors, output  # so none are anywhere else
     (folder,) = (tmp_path / "replay" / "runs").iterdir()
-    _, one = inline([f"{name}={value}" for name, value in wanted.items()], tmp_path / "inline")
-    assert (folder / "metrics.jsonl").read_bytes() == (one / "metrics.jsonl").read_bytes()
+    _, alone = inline([f"{name}={value}" for name, value in wanted.items()], tmp_path / "inline")
+    assert (folder / "metrics.jsonl").read_bytes() == (alone / "metrics.jsonl").read_bytes()
 
 
 @pytest.mark.sampled(1, of="Ray")

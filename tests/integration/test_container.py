@@ -30,20 +30,20 @@ def files_of(folder):
 @pytest.mark.xdist_group("deployment")
 @pytest.mark.sampled(1, of="deployments that end")
 def test_superlink_and_supernodes_run_where_only_the_mounts_can_be_written(tmp_path):
-    with deployed(tmp_path, refusing=False, contained=True) as found:
-        before = {name: files_of(found.place / name) for name in (COORDINATOR, *CLINICS)}
-        found.run("first", *BRIEF)
-        assert set(read_json(found.runs / "first" / "result.json")["final"]["institutions"]) == set(CLINICS)
+    with deployed(tmp_path, refusing=False, contained=True) as place:
+        before = {name: files_of(place.place / name) for name in (COORDINATOR, *CLINICS)}
+        place.run("first", *BRIEF)
+        assert set(read_json(place.runs / "first" / "result.json")["final"]["institutions"]) == set(CLINICS)
         for clinic in CLINICS:
-            command = found.words_of(clinic, "flwr-replay", "doctor", "--clinic", str(found.place / clinic))
+            command = place.words_of(clinic, "flwr-replay", "doctor", "--clinic", str(place.place / clinic))
             doctor = subprocess.run(**command, capture_output=True, text=True, check=False)
             assert doctor.returncode == 0, doctor.stdout + doctor.stderr
             assert "its SuperNode runs, as process" in doctor.stdout
-            assert _supernode(found.place / clinic) == found.started[clinic].pid
-            assert found.own_ledger(clinic)
-        healthy, said = examine_coordinator(found.coordinator)
-        assert healthy, said
-        assert "superlink.db" in said
-        assert before == {name: files_of(found.place / name) for name in before}
+            assert _supernode(place.place / clinic) == place.started[clinic].pid
+            assert place.own_ledger(clinic)
+        healthy, findings = examine_coordinator(place.coordinator)
+        assert healthy, findings
+        assert "superlink.db" in findings
+        assert before == {name: files_of(place.place / name) for name in before}
         with pytest.raises(subprocess.CalledProcessError):  # the folder is shut indeed
-            subprocess.run(**found.words_of(CLINICS[0], "touch", str(found.place / CLINICS[0] / "x")), check=True)
+            subprocess.run(**place.words_of(CLINICS[0], "touch", str(place.place / CLINICS[0] / "x")), check=True)

@@ -51,7 +51,7 @@ AT_ONCE = 60  # seconds; without a reason Flower waits as long for a sign of lif
 
 
 @pytest.fixture(scope="module")
-def said(deployment: Any) -> dict[str, str]:
+def outputs(deployment: Any) -> dict[str, str]:
     """Run all methods to their ends; what each `flwr run` said, by method."""
 
     def run(name: str) -> str:
@@ -78,24 +78,24 @@ def simulated(deployment: Any, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 def test_the_doctor_knows_at_a_clinic_what_will_work(deployment: Any) -> None:
     for clinic in CLINICS:
-        healthy, said = deployment.checked[clinic]
-        assert healthy, said
-        assert "with the certificate of this study" in said
-    healthy, said = deployment.checked[REFUSES]
+        healthy, findings = deployment.checked[clinic]
+        assert healthy, findings
+        assert "with the certificate of this study" in findings
+    healthy, findings = deployment.checked[REFUSES]
     assert not healthy
-    (line,) = [line for line in said.splitlines() if line.startswith("NO")]
+    (line,) = [line for line in findings.splitlines() if line.startswith("NO")]
     assert "policy.yaml refuses this study; policy lets fields of kind statistic leave" in line
 
 
-def test_the_doctor_knows_a_clinics_own_supernode(deployment: Any, said: dict[str, str]) -> None:
-    healthy, found = examine_clinic(deployment.place / CLINICS[0])
-    assert healthy, found
-    assert "its SuperNode runs, as process" in found
+def test_the_doctor_knows_a_clinics_own_supernode(deployment: Any, outputs: dict[str, str]) -> None:
+    healthy, findings = examine_clinic(deployment.place / CLINICS[0])
+    assert healthy, findings
+    assert "its SuperNode runs, as process" in findings
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_weights_equal_the_simulation(
-    name: str, deployment: Any, said: dict[str, str], simulated: dict[str, Path]
+    name: str, deployment: Any, outputs: dict[str, str], simulated: dict[str, Path]
 ) -> None:
     deployed = _models(name, deployment.runs / name, deployment.state)
     kept = simulated[name].parent / "state" / "simulation"
@@ -107,13 +107,15 @@ def test_weights_equal_the_simulation(
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_deployment_ends_with_a_page_and_the_whole_summary(name: str, deployment: Any, said: dict[str, str]) -> None:
+def test_a_deployment_ends_with_a_page_and_the_whole_summary(
+    name: str, deployment: Any, outputs: dict[str, str]
+) -> None:
     result = read_json(deployment.runs / name / "result.json")
     page = (deployment.runs / name / "report.html").read_text(encoding="utf-8")
     assert "How labels differ is counted where all data lie in one place" in page
     accuracy = result["final"]["global"]["accuracy"]
     assert re.search(rf"At the end accuracy is {accuracy:.3f} over all [\d,]+ test examples", page)
-    printed = " ".join(said[name].split())
+    printed = " ".join(outputs[name].split())
     assert result["privacy-claim"] in printed
     for clinic in CLINICS:
         assert clinic in page
@@ -121,7 +123,7 @@ def test_a_deployment_ends_with_a_page_and_the_whole_summary(name: str, deployme
 
 
 @pytest.mark.parametrize("clinic", CLINICS)
-def test_own_ledger_equals_the_servers(clinic: str, deployment: Any, said: dict[str, str]) -> None:
+def test_own_ledger_equals_the_servers(clinic: str, deployment: Any, outputs: dict[str, str]) -> None:
     own = Counter(_what_left(row) for row in deployment.own_ledger(clinic))
     seen = [row for name in RUNS for row in deployment.server_ledger(name)]
     arrived = Counter(_what_left(row) for row in seen if row["institution"] == clinic and row["direction"] == "up")
@@ -134,39 +136,41 @@ def test_own_ledger_equals_the_servers(clinic: str, deployment: Any, said: dict[
 
 @pytest.mark.skipif("fedreplay" not in RUNS, reason="the other job was drawn for this commit")
 def test_an_institution_attacks_its_own_record(
-    deployment: Any, said: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    deployment: Any, outputs: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clinic, run = CLINICS[0], read_run_id(deployment.runs / "fedreplay")
     own = deployment.state(clinic)
     words = ["privacy", "attack", str(own), "--run", run, "--data", str(deployment.data / clinic)]
     assert command(monkeypatch, *words, "--field", "latents", "--minutes", "0.02") == 0
-    (one,) = read_json(own / "attacks" / "attacks.json")["attacks"]
-    assert (one["institution"], one["attack"], one["not-judged"]) == (clinic, "latent matching", "")
-    assert one["scores"]["identified"]["value"] > 0.5
+    (attack,) = read_json(own / "attacks" / "attacks.json")["attacks"]
+    assert (attack["institution"], attack["attack"], attack["not-judged"]) == (clinic, "latent matching", "")
+    assert attack["scores"]["identified"]["value"] > 0.5
     assert (own / "attacks" / "report.html").exists()
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_forbidding_policy_is_reported_and_the_run_goes_on(name: str, deployment: Any, said: dict[str, str]) -> None:
+def test_a_forbidding_policy_is_reported_and_the_run_goes_on(
+    name: str, deployment: Any, outputs: dict[str, str]
+) -> None:
     field = {
         "fedreplay": "Latents.latents is per-sample",
         "proxyfl": "ReleasedProxy.arrays is model",
     }[name]
-    refusals = [line for line in said[name].splitlines() if "takes no part" in line]
+    refusals = [line for line in outputs[name].splitlines() if "takes no part" in line]
     assert len(refusals) == 1, "\n".join(refusals)
     assert f"policy lets fields of kind statistic leave; {field}" in refusals[0]
     assert {row["institution"] for row in deployment.server_ledger(name) if row["stage"] != "roll-call"} == set(CLINICS)
 
 
-def test_nothing_but_its_refusals_leaves_a_forbidding_institution(deployment: Any, said: dict[str, str]) -> None:
+def test_nothing_but_its_refusals_leaves_a_forbidding_institution(deployment: Any, outputs: dict[str, str]) -> None:
     left = deployment.own_ledger(REFUSES)
     assert {row["kind"] for row in left} == {"notice"}
     assert Counter(row["field"] for row in left) == Counter(failure=len(RUNS), error=len(RUNS), name=len(RUNS))
-    assert f"{REFUSES} takes no part" in "".join(said.values())
+    assert f"{REFUSES} takes no part" in "".join(outputs.values())
 
 
 @pytest.mark.parametrize("clinic", [*CLINICS, REFUSES])
-def test_a_nodes_log_says_which_policy_is_in_force(clinic: str, deployment: Any, said: dict[str, str]) -> None:
+def test_a_nodes_log_says_which_policy_is_in_force(clinic: str, deployment: Any, outputs: dict[str, str]) -> None:
     policy = str(deployment.place / clinic / "policy.yaml")
     log = (deployment.logs_of / f"{clinic}.log").read_text()
     lines = [line for line in log.splitlines() if f"{clinic}: data " in line]
@@ -174,14 +178,14 @@ def test_a_nodes_log_says_which_policy_is_in_force(clinic: str, deployment: Any,
     assert all(line.endswith(policy) for line in lines)
 
 
-def test_a_refusal_of_the_server_is_shown_by_flwr_run(deployment: Any, said: dict[str, str], tmp_path: Path) -> None:
+def test_a_refusal_of_the_server_is_shown_by_flwr_run(deployment: Any, outputs: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine.txt").touch()  # an empty folder is nobody's
     began = time.monotonic()
     refused = deployment.begun("taken", "strategy=cwt", further=f'runs-dir="{tmp_path}"')
     lines = refused.communicate()[0].splitlines()
     assert refused.returncode == 1, "\n".join(lines)
-    shown = [found[1] for line in lines if (found := FAILED.match(line))]
+    shown = [failed[1] for line in lines if (failed := FAILED.match(line))]
     assert len(shown) == 1, "\n".join(lines)
     assert "run-name must be new; " in shown[0]
     assert "Traceback" not in shown[0]
@@ -189,7 +193,7 @@ def test_a_refusal_of_the_server_is_shown_by_flwr_run(deployment: Any, said: dic
 
 
 def test_a_refused_option_of_an_own_app_is_one_line_and_the_doctor_sees_it_all(
-    deployment: Any, said: dict[str, str]
+    deployment: Any, outputs: dict[str, str]
 ) -> None:
     own = {**deployment.environment, "FLWR_HOME": str(deployment.coordinator / "state" / ".flower")}
     words = [
@@ -208,16 +212,16 @@ def test_a_refused_option_of_an_own_app_is_one_line_and_the_doctor_sees_it_all(
     stopped = deployment.runs / "interrupted"
     stopped.mkdir()
     (stopped / "config.yaml").touch()
-    _, found = examine_coordinator(deployment.coordinator)
+    _, findings = examine_coordinator(deployment.coordinator)
     shutil.rmtree(stopped)
-    lines = dict(line.split(": ", 1) for line in found.splitlines())
-    assert lines["ok  SuperNodes"] == "3 online", found
-    assert {"ok  certificates", "ok  keys", "ok  connection", "ok  disk"} <= {*lines}, found
-    assert re.match(r"the last run, \d+, failed", lines["NO  runs"]), found
-    assert f"{stopped / 'run-id'} must hold the run's id; got '': begin a new run" in found
+    lines = dict(line.split(": ", 1) for line in findings.splitlines())
+    assert lines["ok  SuperNodes"] == "3 online", findings
+    assert {"ok  certificates", "ok  keys", "ok  connection", "ok  disk"} <= {*lines}, findings
+    assert re.match(r"the last run, \d+, failed", lines["NO  runs"]), findings
+    assert f"{stopped / 'run-id'} must hold the run's id; got '': begin a new run" in findings
 
 
-def test_what_each_run_leaves_is_apart_and_private_models_stay(deployment: Any, said: dict[str, str]) -> None:
+def test_what_each_run_leaves_is_apart_and_private_models_stay(deployment: Any, outputs: dict[str, str]) -> None:
     """Their weights and bytes are compared above."""
     for clinic in CLINICS:
         for name in RUNS:
@@ -234,7 +238,7 @@ def test_what_each_run_leaves_is_apart_and_private_models_stay(deployment: Any, 
 
 @pytest.mark.sampled(1, of="deployments that end")
 def test_another_encoder_is_refused_at_the_roll_call_by_both_hashes_and_who_has_none_says_so(
-    deployment: Any, said: dict[str, str]
+    deployment: Any, outputs: dict[str, str]
 ) -> None:
     """Clinic-a has the server's file, clinic-b another one, and clinic-c has not said where its own lies."""
     model = ("model=timm", "model.name=resnet18", "model.size=32", "model.train=head")
@@ -284,8 +288,8 @@ def test_whatever_is_killed_one_command_goes_on(deployment: Any, tmp_path: Path)
 
     with deployment.begun(name, *options) as first:
         visited(2)
-        for one in having("flwr-serverapp", deployment.of_a_run()):
-            one.kill()
+        for process in having("flwr-serverapp", deployment.of_a_run()):
+            process.kill()
         until(lambda: not in_use(run), ENDS, deployment.logs)
         before = made()
         with goes_on(stdout=pipe, stderr=subprocess.STDOUT, text=True) as second:
@@ -298,11 +302,11 @@ def test_whatever_is_killed_one_command_goes_on(deployment: Any, tmp_path: Path)
             for streamed in (first, second):
                 streamed.communicate(timeout=ENDS)
             assert (first.returncode, second.returncode) == (1, 1)
-    _, found = examine_coordinator(deployment.coordinator)
-    lines = dict(line.split(": ", 1) for line in found.splitlines())
-    assert "nothing answers at 127.0.0.1" in lines["NO  connection"], found
-    assert "see the line connection" in lines["NO  runs"], found
-    assert lines["NO  run directories"] == f"not finished: {name}: {command} goes on where it was", found
+    _, findings = examine_coordinator(deployment.coordinator)
+    lines = dict(line.split(": ", 1) for line in findings.splitlines())
+    assert "nothing answers at 127.0.0.1" in lines["NO  connection"], findings
+    assert "see the line connection" in lines["NO  runs"], findings
+    assert lines["NO  run directories"] == f"not finished: {name}: {command} goes on where it was", findings
     deployment.start(COORDINATOR)
     for clinic in away:
         deployment.start(clinic, again=True)

@@ -28,10 +28,10 @@ def at(tmp_path, monkeypatch):
             result, folder = simulate_by(2, Simulation.of(compose(options)), options, Display())
         else:
             result, folder = run_inline(options, Display())
-        run, found = read_run_id(folder), {}
+        run, states = read_run_id(folder), {}
         for path in sorted((home / "state" / "simulation").glob(f"*/runs/{run}/*.safetensors")):
-            found[path.parts[-4], path.name] = {name: one.tobytes() for name, one in read_tensors(path).items()}
-        return result["final"], found
+            states[path.parts[-4], path.name] = {name: array.tobytes() for name, array in read_tensors(path).items()}
+        return result["final"], states
 
     return at
 

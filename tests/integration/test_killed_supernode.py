@@ -30,10 +30,10 @@ def test_a_killed_supernode_costs_no_sum(tmp_path):
         with deployment.begun("killed", *STUDY, "rounds=3", "evaluate_every=3") as run:
             until(lambda: asked() or run.poll() is not None, 400, deployment.logs)
             deployment.kill("clinic-d")
-            said = run.communicate(timeout=500)[0]
+            output = run.communicate(timeout=500)[0]
         line = "the sum of exchange 2 is read though clinic-d did not answer"
-        assert line in said, f"{said}\n{deployment.logs()}"
-        assert "no sum can be read" not in said
+        assert line in output, f"{output}\n{deployment.logs()}"
+        assert "no sum can be read" not in output
         result = read_json(deployment.runs / "killed" / "result.json")
         assert (result["rounds"], {failure["institution"] for failure in result["failures"]}) == (3, {"clinic-d"})
         run_id = read_run_id(deployment.runs / "killed")

@@ -29,9 +29,9 @@ KILLED = {  # a part of each one's command line; in a simulation the ServerApp r
 @pytest.fixture
 def started() -> Iterator[list[Command]]:
     """Commands that a test starts; none of theirs stays, whatever the test finds."""
-    found: list[Command] = []
-    yield found
-    for command in found:
+    commands: list[Command] = []
+    yield commands
+    for command in commands:
         command.kill()
         command.wait()
 
@@ -43,12 +43,12 @@ def start(started: list[Command], folder: Path, *words: str) -> Command:
 
 
 def wait_for(text: str, run: Command) -> str:
-    said = ""
+    output = ""
     for line in run.said:
-        said += line
+        output += line
         if text in line:
-            return said
-    raise AssertionError(said)
+            return output
+    raise AssertionError(output)
 
 
 def mark_of(run: Command) -> str:
@@ -89,8 +89,8 @@ def test_a_simulation_that_is_interrupted_leaves_no_process_and_can_go_on(starte
     mark = mark_of(run)
     family = psutil.Process(run.pid).children(recursive=True)
     run.send_signal(signal.SIGTERM)
-    said = run.rest()
-    assert f"interrupted; to continue: flwr-replay run --resume {tmp_path / 'x'}\n" in said
+    output = run.rest()
+    assert f"interrupted; to continue: flwr-replay run --resume {tmp_path / 'x'}\n" in output
     assert run.returncode == 128 + signal.SIGTERM
     assert not psutil.wait_procs(family, timeout=10)[1]
     assert not members(mark)
@@ -105,16 +105,16 @@ def test_whoever_is_killed_no_process_stays_and_the_run_goes_on(started, tmp_pat
     wait_for("round 2/5000", run)
     mark = mark_of(run)
     family = psutil.Process(run.pid).children(recursive=True)
-    victims = [one for one in family if KILLED[killed] in " ".join(one.cmdline())]
+    victims = [process for process in family if KILLED[killed] in " ".join(process.cmdline())]
     (victims[0] if KILLED[killed] else run).kill()
-    said = run.rest()
+    output = run.rest()
     if killed == "the command":
         assert run.returncode == -signal.SIGKILL
     else:
-        assert run.returncode == 2, said
-        error = said.splitlines()[-1]
-        assert error.startswith("error: "), said
-        assert f"to continue: flwr-replay run --resume {tmp_path / 'x'}" in error, said
+        assert run.returncode == 2, output
+        error = output.splitlines()[-1]
+        assert error.startswith("error: "), output
+        assert f"to continue: flwr-replay run --resume {tmp_path / 'x'}" in error, output
     assert gone(family)
     assert not members(mark)
     check_resumed(tmp_path / "x", may_fail=killed == "Ray's actor")  # it may have died between two answers

@@ -37,11 +37,11 @@ def started(place, play, *options):
 
 def left_over(place):
     """Return the processes that still work in a rehearsal's folder."""
-    found = []
+    left = []
     for process in psutil.process_iter(["cmdline"]):
         if process.pid != os.getpid() and any(str(place) in word for word in process.info["cmdline"] or []):
-            found.append(process.info["cmdline"])
-    return found
+            left.append(process.info["cmdline"])
+    return left
 
 
 @pytest.mark.sampled(1, of="deployments that end")
@@ -54,14 +54,14 @@ def test_a_rehearsal_runs_shows_and_stops(play, tmp_path):
     process = started(
         place, play, "rounds=1", "split=test", "sealed=true", "--tls", "--record", "--policy", str(policies)
     )
-    said = process.rest()
-    assert process.returncode == 0, said
+    output = process.rest()
+    assert process.returncode == 0, output
     result = read_json(place / "runs" / "rehearsal" / "result.json")
     assert set(result["final"]["institutions"]) == {"clinic-a", "clinic-b"}
-    assert f"cwt on folder: accuracy {result['final']['global']['accuracy']:.4f}" in said
-    assert said.count("cwt on folder: accuracy") == 1
-    assert "--- the end of" not in said
-    assert "\x1b[" not in said
+    assert f"cwt on folder: accuracy {result['final']['global']['accuracy']:.4f}" in output
+    assert output.count("cwt on folder: accuracy") == 1
+    assert "--- the end of" not in output
+    assert "\x1b[" not in output
     for clinic, number in (("clinic-a", 96), ("clinic-b", 80)):
         with open(place / "data" / clinic / "manifest.csv", newline="") as file:
             assert len(list(csv.DictReader(file))) == number
@@ -70,8 +70,8 @@ def test_a_rehearsal_runs_shows_and_stops(play, tmp_path):
         log = (place / "logs" / f"{clinic}.log").read_text()
         assert f"policy {policies / clinic}.yaml" in log
         assert "insecure" not in log.lower()
-    models = [one for one in read_lines(place / "runs" / "rehearsal" / "ledger.jsonl") if one["kind"] == "model"]
-    assert {one["protection"] for one in models if one["bytes"]} == {"sealed"}
+    models = [entry for entry in read_lines(place / "runs" / "rehearsal" / "ledger.jsonl") if entry["kind"] == "model"]
+    assert {entry["protection"] for entry in models if entry["bytes"]} == {"sealed"}
     assert (place / "runs" / "rehearsal" / "report.html").exists()
     assert not (place / "flower").exists()
     assert left_over(place) == []
@@ -96,8 +96,8 @@ def test_ctrl_c_or_a_kill_stops_all_of_it(play, tmp_path, sent):
 
 
 def test_what_cannot_be_rehearsed_is_refused_before_anything_is_written(play, tmp_path):
-    def refused(error, said, *words):
-        with pytest.raises(error, match=said):
+    def refused(error, message, *words):
+        with pytest.raises(error, match=message):
             app(["rehearse", str(play), "--out", str(tmp_path / "reh"), *words], standalone_mode=False)
         assert not (tmp_path / "reh").exists()
 
