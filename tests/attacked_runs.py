@@ -33,7 +33,7 @@ def attacked(monkeypatch, capsys, run, *options, whom="institution-1"):
     code = command(monkeypatch, *words)
     file = run / "attacks" / "attacks.json"
     results = read_json(file)["attacks"] if file.exists() else []
-    return code, {(one["field"], one["attack"]): one for one in results}, capsys.readouterr().err
+    return code, {(result["field"], result["attack"]): result for result in results}, capsys.readouterr().err
 
 
 def without_digests(run, folder):

@@ -64,10 +64,10 @@ def mean(states, sizes):
     return {name: value.round() if name.endswith("tracked") else value for name, value in total.items()}
 
 
-def agree(one, other):
-    assert one.keys() == other.keys()
-    for name in one:
-        np.testing.assert_allclose(one[name], np.asarray(other[name]), rtol=0, atol=2e-6, err_msg=name)
+def agree(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        np.testing.assert_allclose(left[name], np.asarray(right[name]), rtol=0, atol=2e-6, err_msg=name)
 
 
 def rounds(shards, local):

@@ -39,7 +39,7 @@ class Command:
         """Return what it must leave as it is."""
         return {}
 
-    def left(self, place: Place, said: str) -> Any:
+    def left(self, place: Place, output: str) -> Any:
         """Return what must be as after an undisturbed one."""
         raise NotImplementedError
 
@@ -71,16 +71,16 @@ class Attack(Command):
     def read(self, place: Place) -> dict[str, bytes]:
         return {name: data for name, data in contents(place.run).items() if not name.startswith("attacks/")}
 
-    def left(self, place: Place, said: str) -> Any:
-        found = contents(place.run / "attacks")
-        assert found.pop("report.html").rstrip().endswith(b"</html>")
-        return found | {"attacks.json": steady(read_json(place.run / "attacks" / "attacks.json"))}
+    def left(self, place: Place, output: str) -> Any:
+        files = contents(place.run / "attacks")
+        assert files.pop("report.html").rstrip().endswith(b"</html>")
+        return files | {"attacks.json": steady(read_json(place.run / "attacks" / "attacks.json"))}
 
 
 class Audit(Command):
     words = f"privacy audit strategy=fedavg {FEW} rounds=1 --kind images --canaries 20 --runs-dir HERE/runs"
 
-    def left(self, place: Place, said: str) -> Any:
+    def left(self, place: Place, output: str) -> Any:
         """Each time is a run of its own; nobody goes on with a killed one, so it stays as it was."""
         *killed, last = sorted(place.folder.glob("runs/*/"))
         for folder in killed:
@@ -91,10 +91,10 @@ class Audit(Command):
 class Compare(Command):
     words = f"compare fedavg,cwt {FEW} rounds=2 seeds=1 --jobs 2 --runs-dir HERE/runs"
 
-    def left(self, place: Place, said: str) -> Any:
+    def left(self, place: Place, output: str) -> Any:
         [report] = place.folder.glob("runs/*/*/compare.json")
         names = {name for name in contents(place.folder / "runs") if not re.search("checkpoints", name)}
-        cells = [line.split("│")[1:5] for line in said.splitlines() if line.startswith("│")]
+        cells = [line.split("│")[1:5] for line in output.splitlines() if line.startswith("│")]
         models = [contents(cell / "models") for cell in sorted(report.parents[1].glob("*-seed0"))]
         assert len(cells) == len(models) == 2
         return steady(read_json(report)), names, cells, models
@@ -109,7 +109,7 @@ class Rehearse(Command):
     def read(self, place: Place) -> dict[str, bytes]:
         return contents(place.folder / "data")
 
-    def left(self, place: Place, said: str) -> Any:
+    def left(self, place: Place, output: str) -> Any:
         run = place.folder / "out" / "runs" / "rehearsal"
         dealt = contents(place.folder / "out" / "data")
         return steady(read_json(run / "result.json")["final"]), contents(run / "models"), dealt
@@ -131,11 +131,11 @@ class Watch(Command):
         self.runs = forked(self.going.attempt)
         until((self.going.run / "config.yaml").exists, LONGEST, lambda: "the run did not begin")
 
-    def left(self, place: Place, said: str) -> Any:
+    def left(self, place: Place, output: str) -> Any:
         os.waitpid(self.runs, 0)
         assert self.going.result["failures"] == []
         return (
-            re.findall(r"exchange \d+|loss \S+", said),
+            re.findall(r"exchange \d+|loss \S+", output),
             contents(self.going.run / "models"),
             (self.going.run / "metrics.jsonl").read_bytes(),
         )
@@ -159,8 +159,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 def steady(value: Any) -> Any:
     """Return JSON's values without those that differ from one time to the next."""
     if isinstance(value, dict):
-        return {key: steady(one) for key, one in value.items() if not DIFFER.search(key)}
-    return [steady(one) for one in value] if isinstance(value, list) else value
+        return {key: steady(element) for key, element in value.items() if not DIFFER.search(key)}
+    return [steady(element) for element in value] if isinstance(value, list) else value
 
 
 def struck_commands(name: str, folder: Path, rng: Random, kills: int) -> Iterator[str]:
@@ -194,10 +194,10 @@ def struck_commands(name: str, folder: Path, rng: Random, kills: int) -> Iterato
             seconds = min(seconds, ended.seconds)
         assert ended.code == 0, ended.said
         assert "Traceback" not in ended.said, ended.said
-        found = command.left(place, ended.said)
-        assert found == expected, "\n".join(unified_diff(pformat(expected).splitlines(), pformat(found).splitlines()))
+        result = command.left(place, ended.said)
+        assert result == expected, "\n".join(unified_diff(pformat(expected).splitlines(), pformat(result).splitlines()))
         assert command.read(place) == read
-        half = [str(one) for one in place.folder.rglob(".*") if one.name != ".lock"]
+        half = [str(path) for path in place.folder.rglob(".*") if path.name != ".lock"]
         assert not half, f"half-written: {half}"
         ended_by_now(place)
         place.clear()

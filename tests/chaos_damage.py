@@ -50,12 +50,12 @@ class Broken:
 
     def kinds(self) -> dict[str, list[Path]]:
         """Return the files by their names, without numbers and the run's id, relative to the place."""
-        found: dict[str, list[Path]] = {}
+        by_kind: dict[str, list[Path]] = {}
         for path in sorted(self.place.folder.rglob("*")):
             inside = path.relative_to(self.place.folder)
             if path.is_file() and path.name not in (".lock", "said") and path.stat().st_size:
-                found.setdefault(re.sub(r"\d+", "#", str(inside).replace(self.run_id, "ID")), []).append(inside)
-        return found
+                by_kind.setdefault(re.sub(r"\d+", "#", str(inside).replace(self.run_id, "ID")), []).append(inside)
+        return by_kind
 
     def resumed(self, inside: Path, way: str) -> str:
         """Damage a file of a copy and resume it; return what was said of it, empty if nothing was lost."""
@@ -66,32 +66,32 @@ class Broken:
             path.write_bytes(change(path.read_bytes()))
         else:
             path.unlink()
-        said = self._judged(place, path, place.attempt())
+        error = self._judged(place, path, place.attempt())
         place.clear()
-        return said
+        return error
 
     def _judged(self, place: Place, path: Path, ended: Ended) -> str:
         if ended.code:
-            said = ended.error
+            error = ended.error
         else:
             reasons = [failure["reason"] for failure in place.result["failures"]]
-            said = reasons[0] if reasons else ""
+            error = reasons[0] if reasons else ""
             stated = self._stated(place)
             assert all(stated[name] >= epsilon for name, epsilon in self.stated.items()), f"{stated}, was {self.stated}"
-            if not said and path.parent.name == "best" and (lost := place.result["best-model"]["none"]):
-                said = f"no model of the best round is kept: {lost}"
-                assert said in " ".join(ended.said.split())
-                return said
-            if not said and self.repeatable:
+            if not error and path.parent.name == "best" and (lost := place.result["best-model"]["none"]):
+                error = f"no model of the best round is kept: {lost}"
+                assert error in " ".join(ended.said.split())
+                return error
+            if not error and self.repeatable:
                 check_results(self.once, place, but=self._missing(place, path))
-            if not said:
+            if not error:
                 undisturbed = self._stated(self.once)
                 assert all(stated[name] >= undisturbed[name] for name in undisturbed), f"{stated}, not {undisturbed}"
         assert "Traceback" not in ended.said, ended.said
         known = (path.name, str(path.parent), path.parent.name.removesuffix("s"), self.run_id)
-        assert not said or any(name in said for name in known), said
+        assert not error or any(name in error for name in known), error
         self._check_charges(place, path)
-        return said
+        return error
 
     def _missing(self, place: Place, path: Path) -> frozenset[str]:
         """Return the names of the damaged file and of what is made of it."""

@@ -76,9 +76,9 @@ class Struck:
         until(lambda: self.reached(line) or command.poll() is not None, LONGEST, lambda: f"line {line} never reached")
         time.sleep(pause)
         while command.poll() is None and not self.ended():
-            if found := having(PARTS[kind], living()):
+            if matching := having(PARTS[kind], living()):
                 with suppress(psutil.NoSuchProcess):
-                    self.rng.choice(found).kill()
+                    self.rng.choice(matching).kill()
                     self.moments.append(f"{kind} {pause:.1f} s after line {line} of {self.lines}")
                     return True
             time.sleep(0.02)
@@ -94,18 +94,18 @@ class Struck:
 
 def having(part: str, processes: list[psutil.Process]) -> list[psutil.Process]:
     """Return the processes with a word in the first words of their command lines."""
-    found = []
-    for one in processes:
+    matching = []
+    for process in processes:
         with suppress(psutil.Error):
-            words = one.cmdline()
-            found += [one] if any(part in word for word in words[:3]) and words[0] != "sh" else []
-    return found
+            words = process.cmdline()
+            matching += [process] if any(part in word for word in words[:3]) and words[0] != "sh" else []
+    return matching
 
 
-def shown(said: str) -> str:
+def shown(output: str) -> str:
     """Return the last line that says why a run ended; a traceback is a finding."""
-    assert "Traceback" not in said, said[-3000:]
-    return next((line for line in reversed(said.splitlines()) if "error: " in line), "")
+    assert "Traceback" not in output, output[-3000:]
+    return next((line for line in reversed(output.splitlines()) if "error: " in line), "")
 
 
 class OnDeployment:
@@ -122,14 +122,14 @@ class OnDeployment:
         return "ok  SuperNodes" in examine_coordinator(self.deployment.coordinator)[1]
 
     def options(self, options: list[str]) -> list[str]:
-        return [*(one for one in options if not one.startswith(OTHERS)), f"nodes={len(self.clinics)}", *OWN]
+        return [*(word for word in options if not word.startswith(OTHERS)), f"nodes={len(self.clinics)}", *OWN]
 
     def refuses(self, name: str) -> bool:
         """Say whether a job is none for these institutions, each with data and pins of its own."""
         return next((word for word in name.split() if word in APART), "") != self.apart
 
     def undisturbed(self, options: list[str]) -> list[str]:
-        own = [one for one in self.options(options) if not one.startswith("timeout=")]
+        own = [word for word in self.options(options) if not word.startswith("timeout=")]
         return [*TASK, *own, "partition=natural", f"task.data-dir={self.deployment.data}"]
 
     def strikes(self, options: list[str], kinds: list[str], rng: Random, lines: int) -> Struck:
@@ -137,40 +137,42 @@ class OnDeployment:
         self.number += 1
         name, options, deployment = f"struck-{self.number}", self.options(options), self.deployment
         self.without_those_left()
-        found, at_once = Struck(deployment.runs / name, rng, lines, 2), False
+        strike, at_once = Struck(deployment.runs / name, rng, lines, 2), False
         with deployment.begun(name, *options) as command:
             for at, kind in enumerate(kinds):
                 clinic = rng.choice(self.clinics)
                 places = {"serverapp": [COORDINATOR], "superlink": [COORDINATOR], "clientapp": self.clinics}
                 living = partial(self.of, places.get(kind, [clinic]))
-                if not found.strike(command, kind, living, (at / len(kinds), (at + 1) / len(kinds))):
-                    found.moments.append(f"{kind} too late")
+                if not strike.strike(command, kind, living, (at / len(kinds), (at + 1) / len(kinds))):
+                    strike.moments.append(f"{kind} too late")
                     continue
                 if kind == "supernode":
-                    found.away.add(clinic)
+                    strike.away.add(clinic)
                     with suppress(subprocess.TimeoutExpired):  # of the loop that starts it again from then on
                         deployment.started[clinic].wait(2)
                         deployment.start(clinic, again=True)
                 if kind == "superlink":
                     deployment.started[COORDINATOR].wait()  # while it is a zombie, its children take it for alive
                 if kind in ("superlink", "serverapp"):
-                    until(lambda: not in_use(found.folder), 90, deployment.logs)
+                    until(lambda: not in_use(strike.folder), 90, deployment.logs)
                     at_once = kind == "serverapp" and rng.random() < 0.5  # before Flower has noticed
                 if kind == "superlink":
                     until(lambda: not deployment.of_a_run(), 90, deployment.logs)
                     deployment.start(COORDINATOR)
                     until(self.online, 180, deployment.logs)
             if not at_once:
-                found.said = command.communicate(timeout=LONGEST)[0]
-            while not found.ended():
-                found.resumed += 1
-                assert found.resumed <= TRIES, f"not resumed: {found.said[-1500:]}\n{deployment.logs()[-1500:]}"
-                found.said += self.goes_on(found.folder) or deployment.said(name, *options)
-        return found
+                strike.said = command.communicate(timeout=LONGEST)[0]
+            while not strike.ended():
+                strike.resumed += 1
+                assert strike.resumed <= TRIES, f"not resumed: {strike.said[-1500:]}\n{deployment.logs()[-1500:]}"
+                strike.said += self.goes_on(strike.folder) or deployment.said(name, *options)
+        return strike
 
     def without_those_left(self) -> None:
         """Start a SuperNode again that has a ClientApp left: killed next, that one would make all answers late."""
-        left = [one for one in self.clinics if any(map(self.waits, having(PARTS["clientapp"], self.of([one]))))]
+        left = [
+            clinic for clinic in self.clinics if any(map(self.waits, having(PARTS["clientapp"], self.of([clinic]))))
+        ]
         self.start_again(left)
 
     def start_again(self, clinics: Iterable[str]) -> None:
@@ -191,24 +193,28 @@ class OnDeployment:
 
     def of(self, places: Iterable[str]) -> list[psutil.Process]:
         """Return the processes of SuperLink and SuperNodes, as far as they have parents."""
-        found = []
+        family = []
         for place in places:
             with suppress(psutil.NoSuchProcess):
                 started = psutil.Process(self.deployment.started[place].pid)
-                found += [started, *started.children(recursive=True)]
-        return found
+                family += [started, *started.children(recursive=True)]
+        return family
 
     def left(self) -> list[str]:
         living = members(self.deployment.environment[MARK])
-        apps = [one for kind in ("serverapp", "clientapp") for one in having(PARTS[kind], living)]
-        orphans = [one for one in having("flower-superexec", living) if one.ppid() not in {own.pid for own in living}]
-        return [str(one) for one in (*apps, *orphans) if not self.waits(one)]
+        apps = [process for kind in ("serverapp", "clientapp") for process in having(PARTS[kind], living)]
+        orphans = [
+            process
+            for process in having("flower-superexec", living)
+            if process.ppid() not in {own.pid for own in living}
+        ]
+        return [str(process) for process in (*apps, *orphans) if not self.waits(process)]
 
     def waits(self, process: psutil.Process) -> bool:
         """Say whether a ClientApp still waits for a message's content: Flower leaves it so if the run has ended."""
         with suppress(psutil.Error):
             living = psutil.pid_exists(process.ppid()) and process.name() == "flwr-clientapp"
-            return living and "torch" not in " ".join(one.path for one in process.memory_maps())
+            return living and "torch" not in " ".join(mapped.path for mapped in process.memory_maps())
         return False
 
     def may_fail(self, struck: Struck) -> set[str]:
@@ -240,15 +246,15 @@ class OnRay:
         self.folder = self.root / f"ray-{self.number}"
         self.folder.mkdir()
         words = ["run", "--engine", "ray", *options, "run-name=struck", "--runs-dir", str(self.folder)]
-        found, left = Struck(self.folder / "struck", rng, lines, 0.3), [*enumerate(kinds)]
-        while not found.ended():
-            assert found.resumed < len(kinds) + TRIES, f"not resumed: {found.said}"
-            with open(self.folder / "said", "w") as said:
+        strike, left = Struck(self.folder / "struck", rng, lines, 0.3), [*enumerate(kinds)]
+        while not strike.ended():
+            assert strike.resumed < len(kinds) + TRIES, f"not resumed: {strike.said}"
+            with open(self.folder / "said", "w") as log:
                 own = {**os.environ, "FLWR_REPLAY_HOME": str(self.folder)}
-                command = subprocess.Popen([*COMMAND, *words], env=own, stdout=said, stderr=said, cwd=self.folder)
+                command = subprocess.Popen([*COMMAND, *words], env=own, stdout=log, stderr=log, cwd=self.folder)
             while left and command.poll() is None:
                 at, kind = left[0]
-                if not found.strike(command, kind, self.living, (at / len(kinds), (at + 1) / len(kinds))):
+                if not strike.strike(command, kind, self.living, (at / len(kinds), (at + 1) / len(kinds))):
                     break
                 left.pop(0)
                 if kind != "actor":  # the run ends with it
@@ -256,24 +262,24 @@ class OnRay:
             command.wait(LONGEST)
             until(lambda: not self.living(), 60, lambda: f"processes are left: {self.left()}")
             logged = (self.folder / "said").read_text().splitlines()
-            found.said = "".join(logged[-1:])  # Flower's own tracebacks stand above it
-            found.resumed += not found.ended()
-            if not found.ended() and command.returncode > 0 and found.folder.exists():
-                assert f"run --resume {found.folder}" in shown(found.said), f"no command: {logged[-9:]}"
-            if found.folder.exists():
-                words = ["run", "--resume", str(found.folder)]
-        found.moments += [f"{kind} too late" for _, kind in left]
-        return found
+            strike.said = "".join(logged[-1:])  # Flower's own tracebacks stand above it
+            strike.resumed += not strike.ended()
+            if not strike.ended() and command.returncode > 0 and strike.folder.exists():
+                assert f"run --resume {strike.folder}" in shown(strike.said), f"no command: {logged[-9:]}"
+            if strike.folder.exists():
+                words = ["run", "--resume", str(strike.folder)]
+        strike.moments += [f"{kind} too late" for _, kind in left]
+        return strike
 
     def living(self) -> list[psutil.Process]:
-        found = []
-        for one in psutil.process_iter():
+        own = []
+        for process in psutil.process_iter():
             with suppress(psutil.Error):
-                found += [one] if one.environ().get("FLWR_REPLAY_HOME") == str(self.folder) else []
-        return found
+                own += [process] if process.environ().get("FLWR_REPLAY_HOME") == str(self.folder) else []
+        return own
 
     def left(self) -> list[str]:
-        return [str(one) for one in self.living()]
+        return [str(process) for process in self.living()]
 
     def may_fail(self, struck: Struck) -> set[str]:
         """Return those that a run may go on without: an actor serves any, and may end before the driver does."""
@@ -314,9 +320,11 @@ def judged(engine, once, struck: Struck) -> str:
     while (left := engine.left()) and time.monotonic() < began + 4 * GRACE:
         time.sleep(1)
     assert not left, f"processes are left: {left}"
-    half = [str(one) for place in engine.places(struck.folder) for one in place.rglob("*") if LEFT.fullmatch(one.name)]
+    half = [
+        str(path) for place in engine.places(struck.folder) for path in place.rglob("*") if LEFT.fullmatch(path.name)
+    ]
     assert not half, f"half-written: {half}"
-    said = [f"{one['institution']} in exchange {one['round']}: {one['reason']}" for one in failures]
+    reasons = [f"{failure['institution']} in exchange {failure['round']}: {failure['reason']}" for failure in failures]
     more = "" if charged == undisturbed else f"; charged {charged}, undisturbed {undisturbed}"
-    how = f"failures: {said}" if failures else "same bits"
+    how = f"failures: {reasons}" if failures else "same bits"
     return f"{how}{more}; resumed {struck.resumed} times" + (f"; said: {reason}" if reason else "")

@@ -42,29 +42,29 @@ LONGEST = 600  # seconds of a run or another command; a rehearsal takes 36 of a 
 
 def jobs() -> dict[str, list[str]]:
     """Return the options of every strategy: plain, with replay, and under DP, where it has them."""
-    found = {}
+    chosen = {}
     for name in choices("strategy"):
         config = load_strategy(name)[1]
         traits, by_option = config.traits, OF_OPTIONS - {*config().dp_passes(1)}
         noisy = REPEATABLE if traits.dp_by_default != "none" else ()
         plain = [f"strategy={name}", *SMALL, *GENERATOR, "partition.size=60", *noisy]
-        found[name] = plain
+        chosen[name] = plain
         if traits.supports_replay:
-            found[f"{name} replay=vqvae2"] = [*plain, "replay=vqvae2"]
-            found[f"{name} replay=buffer"] = [*plain, "replay=buffer", "replay.images=7"]
+            chosen[f"{name} replay=vqvae2"] = [*plain, "replay=vqvae2"]
+            chosen[f"{name} replay=buffer"] = [*plain, "replay=buffer", "replay.images=7"]
         if traits.summed:
-            found[f"{name} masked"] = [*plain, "masked=true"]
+            chosen[f"{name} masked"] = [*plain, "masked=true"]
         if traits.relayed:
-            found[f"{name} sealed"] = [*plain, "sealed=true"]
+            chosen[f"{name} sealed"] = [*plain, "sealed=true"]
         for mechanism in sorted({*traits.dp_mechanisms} - OF_REPLAY - by_option):
-            found[f"{name} dp={mechanism}"] = [*plain, *REPEATABLE, f"dp={mechanism}", *NEEDED.get(mechanism, ())]
+            chosen[f"{name} dp={mechanism}"] = [*plain, *REPEATABLE, f"dp={mechanism}", *NEEDED.get(mechanism, ())]
         if by_option and by_option <= {*traits.dp_mechanisms}:
             way = "replay=statistics" if traits.supports_draws else "latents=drawn"
-            found[f"{name} {way}"] = [*(word for word in plain if not word.startswith("model")), *DRAWN, way]
+            chosen[f"{name} {way}"] = [*(word for word in plain if not word.startswith("model")), *DRAWN, way]
         if {*traits.dp_mechanisms} >= OF_REPLAY and traits.supports_replay:
             private = ["replay=vqvae2", "dp=generator", "codebook=gradient", *REPEATABLE]
-            found[f"{name} replay=vqvae2 dp=generator"] = [*plain, *private]
-    return found
+            chosen[f"{name} replay=vqvae2 dp=generator"] = [*plain, *private]
+    return chosen
 
 
 def secretly(options: list[str]) -> list[str]:
@@ -84,8 +84,8 @@ class Ended:
     def error(self) -> str:
         """The one line with which it ended by itself; anything else is a finding."""
         lines = [line for line in self.said.splitlines() if line.startswith("error: ")]
-        found = self.code, len(lines), "Traceback" in self.said
-        assert found == (2, 1, False), f"exit code {self.code}: {self.said}"
+        ending = self.code, len(lines), "Traceback" in self.said
+        assert ending == (2, 1, False), f"exit code {self.code}: {self.said}"
         return lines[0]
 
 
@@ -128,8 +128,8 @@ class Place:
             os.kill(child, signal.SIGKILL)
             assert fault.after, f"{words} did not end within {LONGEST} s"
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        said = self.folder / "said"  # not there yet if the kill came before the process had begun
-        return Ended(code, said.read_text() if said.exists() else "", time.monotonic() - began)
+        log = self.folder / "said"  # not there yet if the kill came before the process had begun
+        return Ended(code, log.read_text() if log.exists() else "", time.monotonic() - began)
 
     def warm(self) -> None:
         """Import what the last process that succeeded had imported: the next ones have it from the start."""
@@ -139,11 +139,11 @@ class Place:
 
     def living(self) -> list[psutil.Process]:
         """Return the processes that were started here, whoever has died since."""
-        found = []
-        for one in psutil.process_iter():
+        own = []
+        for process in psutil.process_iter():
             with suppress(psutil.Error):
-                found += [one] if one.environ().get("FLWR_REPLAY_HOME", "").startswith(str(self.folder)) else []
-        return found
+                own += [process] if process.environ().get("FLWR_REPLAY_HOME", "").startswith(str(self.folder)) else []
+        return own
 
     @property
     def struck(self) -> str:
@@ -178,8 +178,8 @@ class Place:
 
     def kept(self) -> set[str]:
         """Return the names of all files of the run and its institutions, without its id and exchanges of deliveries."""
-        found = (path for path in self.folder.rglob("*") if path.is_file())
-        return {self.named(one) for one in found if one.name != "failures.jsonl" or one.stat().st_size}
+        paths = (path for path in self.folder.rglob("*") if path.is_file())
+        return {self.named(path) for path in paths if path.name != "failures.jsonl" or path.stat().st_size}
 
     def named(self, path: Path) -> str:
         """Return a file's name as `kept` has it."""
@@ -225,13 +225,13 @@ def struck(place: Place, rng: Random, undisturbed: Ended, steps: int, most: int,
     assert ended.code == 0, ended.said
 
 
-def check(one: Place, other: Place, faults: int) -> None:
+def check(undisturbed: Place, struck: Place, faults: int) -> None:
     """Compare what a run has left that faults have struck with what an undisturbed one has."""
-    missed = check_failures(one, other)
+    missed = check_failures(undisturbed, struck)
     if not missed:
-        check_results(one, other)
-    check_accounts(one, other, faults, whole=not missed)
-    check_ledgers(other.run, other.states())
+        check_results(undisturbed, struck)
+    check_accounts(undisturbed, struck, faults, whole=not missed)
+    check_ledgers(struck.run, struck.states())
 
 
 def spent(stated: dict | None) -> float:
@@ -239,17 +239,17 @@ def spent(stated: dict | None) -> float:
     return 0 if not stated else inf if stated["epsilon"] is None else stated["epsilon"]
 
 
-def check_stated(one: Place, other: Place, faults: int) -> None:
+def check_stated(undisturbed: Place, struck: Place, faults: int) -> None:
     """See that a run with secret noise, which nobody can repeat, states no smaller epsilon than an undisturbed one.
 
     It states the same where no step was repeated.
     """
-    whole = not check_failures(one, other)
-    check_accounts(one, other, faults, whole=whole)
-    check_ledgers(other.run, other.states())
-    for name, written in one.charges().items() if whole else ():
-        once, repeated = (sum(line["steps"] for line in rows) for rows in (written, other.charges()[name]))
-        expected, stated = (spent(place.result["privacy"][name]) for place in (one, other))
+    whole = not check_failures(undisturbed, struck)
+    check_accounts(undisturbed, struck, faults, whole=whole)
+    check_ledgers(struck.run, struck.states())
+    for name, written in undisturbed.charges().items() if whole else ():
+        once, repeated = (sum(line["steps"] for line in rows) for rows in (written, struck.charges()[name]))
+        expected, stated = (spent(place.result["privacy"][name]) for place in (undisturbed, struck))
         assert (stated == expected) if once == repeated else (stated > expected), f"{name}: {stated}, once {expected}"
 
 
@@ -267,12 +267,12 @@ def _what_left(row: dict) -> tuple:
     return tuple(row[key] for key in ("round", "stage", "field", "kind", "bytes"))
 
 
-def check_failures(one: Place, other: Place) -> list[str]:
+def check_failures(undisturbed: Place, struck: Place) -> list[str]:
     """Return the reasons why institutions were left out, if any: a full disk of theirs, and nothing else."""
-    reasons = [failure["reason"] for failure in other.result["failures"]]
-    assert not one.result["failures"]
+    reasons = [failure["reason"] for failure in struck.result["failures"]]
+    assert not undisturbed.result["failures"]
     for reason in reasons:
-        assert str(other.folder / "state") in reason, reason
+        assert str(struck.folder / "state") in reason, reason
         assert "\n" not in reason, reason
     return reasons
 
@@ -283,45 +283,45 @@ PAGE = "runs/one/report.html"  # of a disk that fails for it alone, the run says
 PAGE_OR_PART = r"runs/one/\.?report\.html(\.\d+\.tmp)?"  # from a disk that is read-only nothing can be removed
 
 
-def check_results(one: Place, other: Place, but: frozenset[str] = frozenset()) -> None:
+def check_results(undisturbed: Place, struck: Place, but: frozenset[str] = frozenset()) -> None:
     """See that two runs have the same results, bit by bit, and the same files but perhaps a few."""
-    check_bits(one.run, other.run)
+    check_bits(undisturbed.run, struck.run)
     sums = Counter()
-    for row in ledger_lines(other.run):
+    for row in ledger_lines(struck.run):
         sums[row["direction"]] += row["bytes"]
-    assert {key: other.result["bytes"][key] for key in ("up", "down")} == sums
-    differing = (other.kept() ^ one.kept()) - but - PICTURE
-    if f"{PAGE} is not written, all results are" in (other.folder / "said").read_text():
+    assert {key: struck.result["bytes"][key] for key in ("up", "down")} == sums
+    differing = (struck.kept() ^ undisturbed.kept()) - but - PICTURE
+    if f"{PAGE} is not written, all results are" in (struck.folder / "said").read_text():
         differing = {name for name in differing if not re.fullmatch(PAGE_OR_PART, name)}
     assert not differing, f"files differ: {differing}"
 
 
-def check_bits(one: Path, other: Path) -> None:
+def check_bits(undisturbed: Path, struck: Path) -> None:
     """See that two run directories have the same metrics and models, bit by bit."""
-    expected, found = (read_json(run / "result.json") for run in (one, other))
+    expected, results = (read_json(run / "result.json") for run in (undisturbed, struck))
     for key in ("final", "best", "examples-seen", "forgetting"):
-        assert found[key] == expected[key], f"{key} differs: {found[key]}, undisturbed {expected[key]}"
+        assert results[key] == expected[key], f"{key} differs: {results[key]}, undisturbed {expected[key]}"
     for folder in ("models", "best"):
-        files = [sorted((run / folder).glob("*")) for run in (one, other)]
+        files = [sorted((run / folder).glob("*")) for run in (undisturbed, struck)]
         assert [file.name for file in files[0]] == [file.name for file in files[1]]
         for file, twin in zip(*files, strict=True):
             weights = [digest(read_tensors(path)) for path in (file, twin)]  # the best one's file names its run
             assert weights[0] == weights[1], f"{twin} has other bits"
-    assert (one / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes(), "other metrics"
+    assert (undisturbed / "metrics.jsonl").read_bytes() == (struck / "metrics.jsonl").read_bytes(), "other metrics"
 
 
-def check_accounts(one: Place, other: Place, faults: int, whole: bool) -> None:
+def check_accounts(expected: Place, struck: Place, faults: int, whole: bool) -> None:
     """See that nothing was spent without a charge, and that a fault adds no more than what was repeated."""
-    undisturbed, charges = one.charges(), other.charges()
+    undisturbed, charges = expected.charges(), struck.charges()
     assert charges.keys() == undisturbed.keys()
     for name, written in charges.items():
         charged, once = (sum(line["steps"] for line in rows) for rows in (written, undisturbed[name]))
-        taken = other.shared[slot(name)]
+        taken = struck.shared[slot(name)]
         assert charged >= max(taken, once if whole else 0), (
             f"{name} took {taken} noisy steps and is charged for {charged}"
         )
         assert len(written) <= len(undisturbed[name]) + 3 * faults, (
             f"{name}: {len(written)} charges after {faults} faults"
         )
-    stated = other.result["privacy"]
+    stated = struck.result["privacy"]
     assert {name for name, written in charges.items() if written} <= stated.keys()

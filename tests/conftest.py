@@ -50,8 +50,8 @@ LONGEST = (
 )
 
 
-with socket.socket() as one, socket.socket() as other:  # each worker's own: else the runs of two meet in one
-    for name, free in zip(PORTS, (one, other), strict=True):
+with socket.socket() as first, socket.socket() as second:  # each worker's own: else the runs of two meet in one
+    for name, free in zip(PORTS, (first, second), strict=True):
         free.bind(("127.0.0.1", 0))
         os.environ[name] = str(free.getsockname()[1])
 
@@ -59,10 +59,10 @@ with socket.socket() as one, socket.socket() as other:  # each worker's own: els
 def in_memory():
     """Return whether there is a folder in memory with enough room, whose scripts can be executed."""
     try:
-        found = os.statvfs(IN_MEMORY)
+        disk = os.statvfs(IN_MEMORY)
     except OSError:
         return False
-    return os.access(IN_MEMORY, os.W_OK) and found.f_bavail * found.f_frsize > ROOM and not found.f_flag & os.ST_NOEXEC
+    return os.access(IN_MEMORY, os.W_OK) and disk.f_bavail * disk.f_frsize > ROOM and not disk.f_flag & os.ST_NOEXEC
 
 
 if in_memory():

@@ -93,19 +93,19 @@ class Deployment:
 
     def of_a_run(self) -> list[psutil.Process]:
         """Return the processes that the SuperLink has started."""
-        found = []
-        for one in members(self.environment[MARK]):
+        processes = []
+        for process in members(self.environment[MARK]):
             with suppress(psutil.Error):
-                names = any(name in word for word in one.cmdline()[:3] for name in OF_A_RUN)
-                found += [one] if names and one.cwd() == str(self.coordinator) else []
-        return found
+                names = any(name in word for word in process.cmdline()[:3] for name in OF_A_RUN)
+                processes += [process] if names and process.cwd() == str(self.coordinator) else []
+        return processes
 
     def run(self, name: str, *options: str) -> str:
         """Run to the end; return what it said."""
         begun = self.begun(name, *options)
-        said, well = begun.communicate()[0], (self.runs / name / "result.json").exists()
-        assert (begun.returncode, well) == (0, True), f"{name} did not end well:\n{said}\n{self.logs()}"
-        return said
+        output, well = begun.communicate()[0], (self.runs / name / "result.json").exists()
+        assert (begun.returncode, well) == (0, True), f"{name} did not end well:\n{output}\n{self.logs()}"
+        return output
 
     def said(self, name: str, *options: str, further: str = "") -> str:
         """Return what the coordinator's run.sh says."""
@@ -153,7 +153,7 @@ def _only_mounts_can_be_written(folder: Path) -> None:
     (service,) = yaml.safe_load((folder / "compose.yaml").read_text())["services"].values()
     open_ones = [folder / mount["source"] for mount in service["volumes"] if not mount.get("read_only")]
     for file in [folder, *folder.rglob("*")]:
-        if not file.is_symlink() and not any(file.is_relative_to(one) for one in open_ones):
+        if not file.is_symlink() and not any(file.is_relative_to(file_open) for file_open in open_ones):
             file.chmod(file.stat().st_mode & 0o555)
 
 
@@ -195,13 +195,15 @@ def deployed(
         "FLWR_DISABLE_UPDATE_CHECK": "1",
     }
     with family() as environment[MARK]:
-        found = Deployment(place, root / "data", root, environment, port, clinics=taking_part, contained=contained)
+        place_deployed = Deployment(
+            place, root / "data", root, environment, port, clinics=taking_part, contained=contained
+        )
         pins = ""
         for clinic in clinics:
             own = place / clinic
             made = subprocess.run([own / "make-key.sh"], env=environment, check=True, stdout=subprocess.PIPE, text=True)
             pins += "".join(line + "\n" for line in made.stdout.splitlines() if re.fullmatch(rf"{clinic} \S+", line))
-            shutil.copy(own / f"{clinic}.pub", found.coordinator / "keys")
+            shutil.copy(own / f"{clinic}.pub", place_deployed.coordinator / "keys")
             (own / "data").symlink_to(root / "data" / clinic)
             (own / "policy.yaml").write_text(open_policy if clinic != REFUSES else "kinds: [statistic]\n")
             values = (own / "clinic.env").read_text()
@@ -215,9 +217,9 @@ def deployed(
             (root / "tmp").mkdir()
             for name in (COORDINATOR, *clinics):
                 _only_mounts_can_be_written(place / name)
-        found.start(COORDINATOR)
-        subprocess.run(**found.words_of(COORDINATOR, found.coordinator / "register.sh"), check=True)
+        place_deployed.start(COORDINATOR)
+        subprocess.run(**place_deployed.words_of(COORDINATOR, place_deployed.coordinator / "register.sh"), check=True)
         for clinic in clinics:
-            found.checked[clinic] = examine_clinic(place / clinic)
-            found.start(clinic)
-        yield found
+            place_deployed.checked[clinic] = examine_clinic(place / clinic)
+            place_deployed.start(clinic)
+        yield place_deployed

@@ -63,23 +63,23 @@ class Command:
     returncode = None
 
     def __init__(self, words, folder, apart=False, own_session=False, **environment):
-        said, saying = os.pipe()
+        reads, saying = os.pipe()
         self.pid = os.fork()
         if not self.pid:
             code = 1
             try:
-                os.close(said)
+                os.close(reads)
                 if own_session:
                     os.setsid()
-                for one in (signal.SIGINT, signal.SIGTERM):  # a job in the background ignores Ctrl-C
-                    signal.signal(one, signal.default_int_handler if one == signal.SIGINT else signal.SIG_DFL)
+                for sign in (signal.SIGINT, signal.SIGTERM):  # a job in the background ignores Ctrl-C
+                    signal.signal(sign, signal.default_int_handler if sign == signal.SIGINT else signal.SIG_DFL)
                 os.chdir(folder)
                 os.environ.update(environment)
                 code = work(words, os.open(os.devnull, os.O_WRONLY) if apart else saying, saying)
             finally:
                 os._exit(code)
         os.close(saying)
-        self.said = os.fdopen(said)
+        self.said = os.fdopen(reads)
 
     def poll(self):
         if self.returncode is None:
@@ -113,7 +113,7 @@ class Worker(ForkProcess):
     """What `multiprocessing` would spawn: of pipes it has its own end only, so that each notices the other's end."""
 
     def run(self):
-        own = {one.fileno() for one in self._args if isinstance(one, Connection)}
+        own = {argument.fileno() for argument in self._args if isinstance(argument, Connection)}
         for descriptor in {*map(int, os.listdir("/proc/self/fd"))} - own:
             try:
                 if stat.S_ISSOCK(os.fstat(descriptor).st_mode):

@@ -69,8 +69,8 @@ class Grid(InlineGrid):
 
     def get_node_ids(self):
         self.looks += 1
-        found = self.there(self) if self.there else None
-        return super().get_node_ids() if found is None else found
+        present = self.there(self) if self.there else None
+        return super().get_node_ids() if present is None else present
 
     def pull_messages(self, message_ids):
         replies = [
@@ -81,7 +81,7 @@ class Grid(InlineGrid):
         return replies[::-1] if self.backwards else replies
 
     def _means(self, where, at):
-        return where(self, at) if callable(where) else any(at[: len(one)] == tuple(one) for one in where)
+        return where(self, at) if callable(where) else any(at[: len(place)] == tuple(place) for place in where)
 
     def answer(self, message):
         config = config_in(message.content)

@@ -161,9 +161,9 @@ def broken(run, folder, *options, typed=False, **script):
     return run(folder, *(overrides_of(stopped / "config.yaml") if typed else options), resume=str(stopped))
 
 
-def same(one, other):
+def same(left, right):
     """Say whether two state dicts have the same bits."""
-    return one.keys() == other.keys() and all(one[name].tobytes() == other[name].tobytes() for name in one)
+    return left.keys() == right.keys() and all(left[name].tobytes() == right[name].tobytes() for name in left)
 
 
 def older(folder):

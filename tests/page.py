@@ -56,7 +56,7 @@ def drawn(text):
     for use in tree.iter(f"{SVG}use"):
         x, y = float(use.get("x")), float(use.get("y"))
         if "fill-opacity" in use.get("style"):
-            numbers = [float(one) for one in re.findall(r"-?[\d.]+", shapes[use.get(HREF)[1:]])]
+            numbers = [float(number) for number in re.findall(r"-?[\d.]+", shapes[use.get(HREF)[1:]])]
             outlines.append([(x + a, y + b) for a, b in zip(numbers[::2], numbers[1::2], strict=True)])
         else:
             marks.append((x, y))

@@ -64,8 +64,8 @@ class Machines:
 
     def actors(self, kind="_Served"):
         """Return the processes of a class's actors; by default this package's."""
-        found = [*members(self.head), *(members(self.second) if self.second else [])]
-        return [process for process in found if process.is_running() and kind in title(process)]
+        processes = [*members(self.head), *(members(self.second) if self.second else [])]
+        return [process for process in processes if process.is_running() and kind in title(process)]
 
 
 def title(process):

@@ -41,9 +41,9 @@ def parcels_in(messages):
 
 def all_sealed(grid):
     """Say whether all arrays that travelled, in either direction, were sealed parcels."""
-    messages = [one for _, asked, reply in grid.log for one in (asked, reply) if one.has_content()]
-    found = parcels_in(messages)
-    return bool(found) and all(name.rpartition(".")[2] == SEALED_NAME for name, _ in found)
+    messages = [message for _, asked, reply in grid.log for message in (asked, reply) if message.has_content()]
+    parcels = parcels_in(messages)
+    return bool(parcels) and all(name.rpartition(".")[2] == SEALED_NAME for name, _ in parcels)
 
 
 def parcel(server, sender, exchange=1, scale=1.0, **other):

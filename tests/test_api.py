@@ -37,16 +37,16 @@ def test_a_run_has_what_the_command_line_prints(capsys):
 
 
 def test_a_comparison_has_a_table_and_its_runs(capsys):
-    found = compare(["fedavg", "cwt"], TINY, seeds=2)
+    compared = compare(["fedavg", "cwt"], TINY, seeds=2)
     both = compare("fedavg", TINY, seeds=1, lr="0.1|0.3")
     assert list(both.table.index) == ["fedavg:lr=0.1", "fedavg:lr=0.3"]
-    assert list(found.table.index) == ["fedavg", "cwt"]
-    assert found.table.loc["fedavg", "difference"] == pytest.approx(
-        found.table.loc["fedavg", "mean"] - found.table.loc["cwt", "mean"]
+    assert list(compared.table.index) == ["fedavg", "cwt"]
+    assert compared.table.loc["fedavg", "difference"] == pytest.approx(
+        compared.table.loc["fedavg", "mean"] - compared.table.loc["cwt", "mean"]
     )
-    assert found.runs["cwt", 1].result["seed"] == 1
-    assert "minus cwt" in str(found)
-    assert (found.folder / "report.html").exists()
+    assert compared.runs["cwt", 1].result["seed"] == 1
+    assert "minus cwt" in str(compared)
+    assert (compared.folder / "report.html").exists()
     tuned = compare("cwt", TINY, seeds=1, batch_size="32..33", tune=2)
     capsys.readouterr()
     words = [
@@ -58,14 +58,14 @@ def test_a_comparison_has_a_table_and_its_runs(capsys):
         "--json",
     ]
     app(["compare", "cwt", *words], standalone_mode=False)
-    printed, said = capsys.readouterr()
+    printed, error_output = capsys.readouterr()
     assert json.loads(printed) == json.loads(tuned.shown("json"))
-    assert said.count("1 finished, 0 to resume, 0 to start") == 4  # the tries, the page of them, the comparison
+    assert error_output.count("1 finished, 0 to resume, 0 to start") == 4  # the tries, the page of them, the comparison
     assert "of 2 tries each (different ones: cwt 1) the best" in tuned.report["rates"]
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "said"),
+    ("given", "error", "message"),
     [
         ({"strategy": "fedav"}, ConfigError, "did you mean fedavg"),
         ({"nonsense": 1}, ConfigError, "unknown option 'nonsense'"),
@@ -75,8 +75,8 @@ def test_a_comparison_has_a_table_and_its_runs(capsys):
         ({"resume": "nowhere"}, RunError, "config.yaml"),
     ],
 )
-def test_mistakes_raise_our_errors_and_leave_nothing(given, error, said, tmp_path):
-    with pytest.raises(error, match=said):
+def test_mistakes_raise_our_errors_and_leave_nothing(given, error, message, tmp_path):
+    with pytest.raises(error, match=message):
         run(**{"task": "digits", **given} if "resume" not in given else given)
     assert not (tmp_path / "runs").exists()
 

@@ -50,7 +50,7 @@ def test_a_server_that_needs_more_than_the_mean_does_not_pass_as_summed(monkeypa
 
     def median(self, answers):
         states = [opened(answer.arrays) for answer in answers]
-        return {name: np.median([one[name] for one in states], 0).astype(a.dtype) for name, a in states[0].items()}
+        return {name: np.median([state[name] for state in states], 0).astype(a.dtype) for name, a in states[0].items()}
 
     monkeypatch.setattr(FedAvg, "combine", median)
     _check_masked.cache_clear()

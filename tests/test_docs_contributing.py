@@ -62,15 +62,15 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/strategies/test_min
         sys.path.insert(0, str(checkout))
         for name in [name for name in sys.modules if name.partition(".")[0] == "flwr_replay"]:
             del sys.modules[name]
-        with open(checkout / "said", "w") as said, redirect_stdout(said):
+        with open(checkout / "said", "w") as log, redirect_stdout(log):
             exec(script, {})
 
     os.waitpid(forked(run), 0)
-    said = (checkout / "said").read_text()
+    output = (checkout / "said").read_text()
     assert "mine all institutions train the same model at once; the server averages every weight" in " ".join(
-        said.split()
+        output.split()
     )
-    assert "4 passed" in said
+    assert "4 passed" in output
 
 
 def test_its_halves_are_well_formed(checkout):

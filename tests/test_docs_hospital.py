@@ -58,7 +58,7 @@ def test_its_commands_in_order(tmp_path, monkeypatch, capsys):
             (tmp_path / "rehearsal").mkdir()
             deal(rows, _names(rows, 0), tmp_path / "rehearsal" / "data")
         elif line.startswith("flwr-replay"):
-            words = shlex.split(re.sub(r"\$(\w+)", lambda found: values[found[1]], line))[1:]
+            words = shlex.split(re.sub(r"\$(\w+)", lambda match: values[match[1]], line))[1:]
             if words[0] == "predict":  # the run's place is that of the one in this process
                 words[1] = str(next((tmp_path / "runs").iterdir()))
             smaller = SMALLER if "--study" not in words and words[0] in ("run", "deploy") else ()

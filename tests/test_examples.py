@@ -107,9 +107,9 @@ def test_proxyfl_runs_in_process_and_its_private_models_learn(
 ) -> None:
     with example("proxyfl", monkeypatch, tmp_path) as app:
         start("proxyfl", app)
-    said = capsys.readouterr().out
-    assert float(re.findall(r"private models (0\.\d+)", said)[-1]) > 0.6
-    assert len(set(re.findall(r"^(institution-\d): epsilon \d", said, re.M))) == NODES
+    output = capsys.readouterr().out
+    assert float(re.findall(r"private models (0\.\d+)", output)[-1]) > 0.6
+    assert len(set(re.findall(r"^(institution-\d): epsilon \d", output, re.M))) == NODES
 
 
 @pytest.mark.parametrize(("strategy", "most", "least"), SWAPS)
@@ -124,8 +124,8 @@ def test_a_strategy_in_the_quickstart_takes_few_lines_runs_and_learns(
     torch.manual_seed(0)
     with example("quickstart", monkeypatch, tmp_path, tmp_path) as app:
         start("quickstart", app, tmp_path)
-    said = capfd.readouterr().out
-    assert float(re.findall(r"(?<!-)(?<!have )accuracy['\":]*:? (\d\.\d+)", said)[-1]) > least
+    output = capfd.readouterr().out
+    assert float(re.findall(r"(?<!-)(?<!have )accuracy['\":]*:? (\d\.\d+)", output)[-1]) > least
 
 
 def test_every_swap_is_tried() -> None:
@@ -190,10 +190,10 @@ def test_runs_on_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             one_actor = f"client-resources-num-cpus={os.cpu_count()}"
             options = ["--federation-config", f"num-supernodes={NODES} {one_actor}"]
             options += ["--run-config", "num-server-rounds=1"]
-            said = "".join(streamed(link, EXAMPLES / name, *options))
-            assert (tmp_path / "final_model.pt").exists(), said  # the server's working directory is the SuperLink's
+            output = "".join(streamed(link, EXAMPLES / name, *options))
+            assert (tmp_path / "final_model.pt").exists(), output  # the server's working directory is the SuperLink's
         assert accuracy(app["task"], torch.load("final_model.pt", weights_only=True)) > 0.6
-    assert "Traceback" not in said
+    assert "Traceback" not in output
 
 
 def test_all_examples_have_the_same_task() -> None:

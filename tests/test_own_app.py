@@ -214,14 +214,14 @@ def test_one_reason_of_several_nodes_is_said_once_and_all_reasons_at_the_end(own
     grid, first = Grid.simulated(app, {}, 4), ArrayRecord(own[0].net().state_dict())
     with pytest.raises(RunError) as ended:
         strategy_of("fedavg", own, nodes=4).start(grid, first, num_rounds=2)
-    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert [line.rsplit(": ")[-1] for line in said[:2]] == ["no such column", "no memory"]
-    assert said[2:] == ["in exchange 1 the reason of node-1 is also that of node-3, node-4"]
+    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [line.rsplit(": ")[-1] for line in messages[:2]] == ["no such column", "no memory"]
+    assert messages[2:] == ["in exchange 1 the reason of node-1 is also that of node-3, node-4"]
     assert str(ended.value).count("no such column") == str(ended.value).count("no memory") == 1
 
 
 @pytest.mark.parametrize(
-    ("mistaken", "said"),
+    ("mistaken", "message"),
     [
         (lambda: CWT(Settings(nodes=2)), r"CWT takes its options, .*got Settings as its options: give CWTConfig"),
         (lambda: CWT(fraction_evaluate=1.0), r"CWT takes options, settings= .*got fraction_evaluate: write CWT"),
@@ -236,8 +236,8 @@ def test_one_reason_of_several_nodes_is_said_once_and_all_reasons_at_the_end(own
         (lambda: ProxyFLClient(None, Net, TASK), r"what builds it: .*got Net: write .*return Net\("),
     ],
 )
-def test_a_mistaken_argument_is_refused_at_once(mistaken, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_mistaken_argument_is_refused_at_once(mistaken, message):
+    with pytest.raises(ConfigError, match=message):
         mistaken()
 
 
@@ -279,11 +279,11 @@ def test_proxies_without_noise_and_a_replaced_learning_rate_are_said_once(own, c
     strategy = strategy_of("fml", own, roll_call=True)
     grid = Grid.simulated(served("fml", own, SERVE), {}, NODES)
     strategy.start(grid, ArrayRecord(own[0].net().state_dict()), num_rounds=1, train_config=ConfigRecord({"lr": 0.01}))
-    for said in (
+    for message in (
         "they are trained without noise, and have no epsilon",
         "lr=0.01 of train_config replaces training.lr=0.05",
     ):
-        assert sum(said in record.message for record in caplog.records) == 1
+        assert sum(message in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.sampled(1)
@@ -291,8 +291,8 @@ def test_proxies_without_noise_and_a_replaced_learning_rate_are_said_once(own, c
 def test_where_private_models_are_is_said_once_and_they_load_as_the_page_shows(name, own, caplog):
     caplog.set_level(logging.INFO, "flwr")
     result, _ = start(strategy_of(name, own, roll_call=True), own, served(name, own, SERVE))
-    (said,) = [record.message for record in caplog.records if "private models stay" in record.message]
-    run, key = re.search(r"state/NAME/runs/(run-\w+)/(\w+)-…\.safetensors", said).groups()
+    (message,) = [record.message for record in caplog.records if "private models stay" in record.message]
+    run, key = re.search(r"state/NAME/runs/(run-\w+)/(\w+)-…\.safetensors", message).groups()
     shown = re.search(r"(?s)```python\n(from safetensors.*?)```", (DOCS / "flower.md").read_text())[1]
     right = tested = 0
     for number in range(NODES):
@@ -307,9 +307,9 @@ def test_where_private_models_are_is_said_once_and_they_load_as_the_page_shows(n
 def test_all_that_an_app_lacks_is_said_at_once():
     """A deployment of unsaid size, settings, and this package's client; and all arguments of a wrong type."""
     grid = HttpGrid("127.0.0.1:1", insecure=True, token="none")
-    with pytest.raises(ConfigError) as said:
+    with pytest.raises(ConfigError) as raised:
         load_strategy("splitnn")[0]().start(grid, ArrayRecord())
-    size, settings, client = said.value.args
+    size, settings, client = raised.value.args
     assert size.startswith("a deployment must say how many")
     assert settings == "SplitNN lacks settings: give Settings(model=…, task=…, input_shape=…)"
     assert client.startswith("SplitNN needs SplitNNClient at every institution")
@@ -339,9 +339,9 @@ def test_a_node_that_returns_keeps_its_name(own):
 def test_a_plain_app_is_told_to_add_the_mod(name, own):
     with pytest.raises(RunError) as end:
         start(strategy_of(name, own), own, served(name, own, ANY))
-    said = str(end.value)
-    assert re.search(r"node-2: a ClientApp of your own needs ClientApp\(mods=\[serving\(", said)  # first, and once
-    assert said.count("serving(") == 1
+    message = str(end.value)
+    assert re.search(r"node-2: a ClientApp of your own needs ClientApp\(mods=\[serving\(", message)  # first, and once
+    assert message.count("serving(") == 1
 
 
 @pytest.mark.parametrize(

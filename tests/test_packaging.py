@@ -81,8 +81,8 @@ def test_the_wheel_runs_in_an_environment_of_its_own(wheel, tmp_path):
         "-c",
         "from importlib.util import find_spec as m; print(m('flwr_replay.strategies.cwt').origin)",
     ]
-    found = subprocess.run(where, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert str(site) in found
+    output = subprocess.run(where, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert str(site) in output
 
 
 def test_versions_that_were_tested_satisfy_the_project(wheel):

@@ -46,23 +46,23 @@ def test_a_family_ends_with_the_one_that_opened_it(by, stays, when_asked):
     if not stays:
         while len(members(mark)) > 1:
             time.sleep(0.05)
-    found = members(mark)
-    assert int(grandchild) in {process.pid for process in found}
+    processes = members(mark)
+    assert int(grandchild) in {process.pid for process in processes}
     opener.send_signal(by)
     opener.wait(timeout=4 * GRACE)
-    assert not psutil.wait_procs(found, timeout=4 * GRACE)[1]
+    assert not psutil.wait_procs(processes, timeout=4 * GRACE)[1]
     assert not members(mark)
 
 
 def test_other_families_are_let_alone():
-    with family() as one:
+    with family() as mark:
         outer = subprocess.Popen(
-            [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={**os.environ, MARK: one}
+            [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={**os.environ, MARK: mark}
         )
         with family() as other:
             assert not members(other)
         assert outer.poll() is None
-        assert [process.pid for process in members(one)] == [outer.pid]
+        assert [process.pid for process in members(mark)] == [outer.pid]
     assert outer.wait() is not None
 
 
@@ -151,7 +151,7 @@ def test_clientapps_that_wait_beside_a_later_one_are_ended(tmp_path, parent, lef
             until(lambda: app.status() == psutil.STATUS_ZOMBIE, 20, app.status)
         else:
             time.sleep(0.5)
-        assert [one.status() == psutil.STATUS_ZOMBIE for one in (app, other)] == [ended, False]
+        assert [process.status() == psutil.STATUS_ZOMBIE for process in (app, other)] == [ended, False]
         other.kill()
         app.kill()
 

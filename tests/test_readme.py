@@ -76,9 +76,9 @@ def test_the_first_runs_model_names_digits_that_it_has_not_seen(environment, tmp
         monkeypatch.setattr(sys, "argv", shlex.split(command)[2:])
         with pytest.raises(SystemExit) as end:
             main()
-        found = capsys.readouterr()
-        assert end.value.code == 0, found.err
-    rows = list(csv.DictReader(found.out.splitlines()))
+        captured = capsys.readouterr()
+        assert end.value.code == 0, captured.err
+    rows = list(csv.DictReader(captured.out.splitlines()))
     assert len(rows) == 20
     right = [row["image"].partition("/")[0] == row["predicted"] for row in rows]  # the folder is the label
     assert sum(right) >= 15  # the run's accuracy on all 359 is 0.97
@@ -101,11 +101,11 @@ def test_command(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as end:
         main()
-    said = capsys.readouterr()
-    assert end.value.code == 0, said.err
+    captured = capsys.readouterr()
+    assert end.value.code == 0, captured.err
     assert len(on_ray) == ("ray" in words)
     if words[1] == "compare":
-        assert "fedreplay" in said.out
+        assert "fedreplay" in captured.out
 
 
 def test_flower_runs_the_first_commands_job(environment, tmp_path, monkeypatch):

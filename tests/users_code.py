@@ -182,5 +182,5 @@ def words(data_dir):
 NAMES = "build bare mixing module narrow fails other constant buidl batchwise twice sub key exits deep dictionary"
 NAMES += " in_training late leaving frozen partly normed tied real inplace"
 DATA_NAMES = "arrays whole last torchs hugging names fails unlabelled lacking leaves words"
-ALL = " ".join([*(f"ownnets:{one}" for one in NAMES.split()), *(f"owndata:{one}" for one in DATA_NAMES.split())])
+ALL = " ".join([*(f"ownnets:{name}" for name in NAMES.split()), *(f"owndata:{name}" for name in DATA_NAMES.split())])
 ALL += " nonesuch:build ownbroken:build"

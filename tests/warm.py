@@ -32,8 +32,8 @@ def started(apps, words, stdout=None, stderr=None):
         return
     code = 1
     try:
-        for one in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
-            signal.signal(one, signal.SIG_DFL if one != signal.SIGINT else signal.default_int_handler)
+        for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
+            signal.signal(sign, signal.SIG_DFL if sign != signal.SIGINT else signal.default_int_handler)
         for stream, given in ((1, stdout), (2, stderr)):
             if given == subprocess.DEVNULL:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
