@@ -5,14 +5,19 @@ Source: Qu et al. 2022, section 3.2, Algorithm 2, lines 1-3; section 4.1 for the
 
 from collections.abc import Iterator
 from dataclasses import replace
+from logging import WARNING
 
 import numpy as np
 import torch
+from flwr.common.logger import log
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from flwr_replay.clients.fedstats import FedStatsClient
+from flwr_replay.clients.fedstats import ONCE, FedStatsClient
 from flwr_replay.errors import DivergedError, PrivacyError, WireError
+from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.institution.budget import DPTraining
+from flwr_replay.institution.listening import ListeningClient
 from flwr_replay.institution.noisy import NoisyUpload
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.augment import changed
@@ -27,14 +32,19 @@ from flwr_replay.learning.training import (
 )
 from flwr_replay.models import split
 from flwr_replay.models.layers import as_input, step
-from flwr_replay.payloads.fedreplay import Encode, Encoder, Extract, Latents
+from flwr_replay.payloads.ditto import PersonalEvaluation
+from flwr_replay.payloads.fedreplay import Encode, Encoder, EvaluatePooled, Extract, Latents
 from flwr_replay.payloads.fedstats import ClassSums, Summarise
+from flwr_replay.rng import derived_seed
+from flwr_replay.wire.records import StateDict, opened
 from flwr_replay.wire.weights import encoded, load_arrays, to_arrays
 
 __all__ = ["FedReplayClient"]
 
+OWN = "pair"  # key of the state, as of all that pool a private model
 
-class FedReplayClient(FedStatsClient):
+
+class FedReplayClient(FedStatsClient, ListeningClient):
     """Trains the encoder if asked to, and uploads latent variables, or sums of them."""
 
     def summarise(self, request: Summarise) -> ClassSums:
@@ -58,14 +68,8 @@ class FedReplayClient(FedStatsClient):
         best, best_arrays, best_loss, seen, epoch = float("inf"), to_arrays(model), 0.0, 0, 0
         since_best = 0
         while epoch < request.max_epochs and since_best < request.patience:
-            model.train()
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(replace(self.training, lr=request.lr), epoch)
-            losses = []
-            drawn = batches(train.x, train.y, self.batch_size, self.shuffle("encoder", epoch), among=kept)
-            for x_B, y_B in changed(drawn, self.augmentation(None, "encoder", epoch)):
-                losses.append(step(model, optimizer, self.task.loss(model(x_B), y_B)))
-                seen += len(y_B)
+            losses = self.one_pass(model.train(), optimizer, request.lr, kept, "encoder", epoch)
+            seen += len(losses) * min(self.batch_size, len(kept))
             train_loss = mean_loss(losses)
             epoch, since_best = epoch + 1, since_best + 1
             validation = self.task.evaluate(model, held_out.x, held_out.y).loss
@@ -82,6 +86,44 @@ class FedReplayClient(FedStatsClient):
             validation_loss=best,
             epochs=epoch,
         )
+
+    def one_pass(
+        self, model: nn.Module, optimizer: Optimizer, lr: float, rows: Tensor, purpose: str, epoch: int
+    ) -> list[Tensor]:
+        """Train one pass over some of the own examples; return the loss of each batch."""
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(replace(self.training, lr=lr), epoch)
+        train = self.institution.train
+        drawn = batches(train.x, train.y, self.batch_size, self.shuffle(purpose, epoch), among=rows)
+        changing = changed(drawn, self.augmentation(None, purpose, epoch))
+        return [step(model, optimizer, self.task.loss(model(x_B), y_B)) for x_B, y_B in changing]
+
+    def evaluate_pooled(self, request: EvaluatePooled) -> PersonalEvaluation:
+        """Test the received model pooled with the institution's own, and alone."""
+        if request.listen != "pool":
+            raise WireError(f"models are pooled with listen=pool; the server asks for {request.listen}: refused")
+        theta, shard = opened(request.arrays), self.institution.shard(request.split)
+        if not len(shard):
+            return PersonalEvaluation.empty(self.task)
+        alone = self.evaluated(theta, request.split)
+        return PersonalEvaluation.of_pair(self.tested_pool(self.own_model(request), theta, request, shard), alone)
+
+    def own_model(self, request: EvaluatePooled) -> StateDict:
+        """Return φ, which learns once in a run from all own examples that are not held out."""
+        if kept := self.state.at(OWN, request.run, ONCE):
+            return unnested(kept)["model"]
+        fresh, rows = to_arrays(self.fresh_private(derived_seed(self.seed, "own"))), self.lessons(request)
+        model, lr = self.scratch_model(fresh, "private"), self.training.lr
+        refuse_single_batches(model, len(rows), self.batch_size)
+        optimizer = make_optimizer(model, self.training, lr)
+        for epoch in range(request.own_epochs):
+            self.one_pass(model, optimizer, lr, rows, "own", epoch)
+        phi = to_arrays(model)
+        if not all(np.isfinite(array).all() for array in phi.values()):
+            log(WARNING, "the own model has diverged, and stays as it was before: lower training.lr")
+            phi = fresh
+        self.state.save(OWN, request.run, ONCE, nested({"model": phi}), self.institution.durable)
+        return phi
 
     def encode_by_dpsgd(self, request: Encode, dp: DPTraining, model: nn.Module, encoder: nn.Module) -> Encoder:
         """Stage 1 by DP-SGD, for all epochs: stopping early would reveal something about the examples."""

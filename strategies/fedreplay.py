@@ -12,8 +12,8 @@ Travels: the encoder, from one institution to all (`Encode`, `Encoder`, `Extract
              θ_C ← fresh weights                                                             # line 8
              for each round: for each batch of e: θ_C ← θ_C − η ∇L(θ_C; e)                   # lines 9-10
 
-Not in the paper: latents=drawn, where only FedStats' sums travel, and e ~ N(μ_c, W) (`strategies/fedstats.py`).
-
+Not in the paper: latents=drawn, where only FedStats' sums travel, and e ~ N(μ_c, W) (`strategies/fedstats.py`);
+listen=pool (`flwr_replay/movements/listening.py`).
 What is protected: With dp=encoder the encoder's weights, with dp=latents latents and labels, with dp=statistics sums.
 
 Deviations: Stage 1 stops early on the institution's validation split, else on a tenth of its training examples, and
@@ -38,7 +38,7 @@ from flwr.serverapp.strategy import Result
 from torch import Tensor, nn
 
 from flwr_replay.config.sections import PASSES, THREADS, VIEWS, Range, one_of, require, within
-from flwr_replay.config.strategy import StrategyConfig, Traits
+from flwr_replay.config.strategy import Traits
 from flwr_replay.errors import DivergedError, RunError, refuse_each
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.learning.latents import LatentStore, bytes_by_cut, check_chunk, check_reach, rows_per_chunk
@@ -48,6 +48,7 @@ from flwr_replay.models import Part, placed, split
 from flwr_replay.models.layers import step
 from flwr_replay.models.pretrained import read_encoder
 from flwr_replay.movements.base import Exchange, Settings
+from flwr_replay.movements.listening import Listens, ListensConfig
 from flwr_replay.movements.one_shot import OneShot
 from flwr_replay.payloads.fedreplay import Encode, Encoder, Extract, Latents
 from flwr_replay.privacy.plan import STATISTICS
@@ -65,7 +66,7 @@ UNDER_WAY_MB = 128  # of uploads in memory at a time (at least one chunk), howev
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedReplayConfig(StrategyConfig):
+class FedReplayConfig(ListensConfig):
     """Options of FedReplay; the paper's encoder is trained at an institution and cut at conv1."""
 
     name = "fedreplay"
@@ -85,6 +86,7 @@ class FedReplayConfig(StrategyConfig):
     server_processes: int = 1  # that train the primary together, each on its share of every batch; on GPUs one each
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         one_of("strategy.latents", self.latents, ("sent", "drawn"))
         one_of("strategy.encoder", self.encoder, ("institution", "random", "file"))
         one_of("strategy.latent-dtype", self.latent_dtype, ("float32", "float16", "int8"))
@@ -123,7 +125,7 @@ class FedReplayConfig(StrategyConfig):
         return self.latents == "drawn"
 
 
-class FedReplay(OneShot):
+class FedReplay(OneShot, Listens):
     """Latent variables are uploaded once; the server trains on their union."""
 
     config_type = FedReplayConfig
@@ -188,8 +190,9 @@ class FedReplay(OneShot):
         return FedStats(of_sums, self.settings, self.recorder, self.exchanger) if self.config.sends_sums else None
 
     def all_stages(self) -> list[str]:
-        """Return those of the sums where latents are drawn."""
-        return self.statistics.all_stages() if self.statistics else super().all_stages()
+        """Return those of the sums where latents are drawn, and the evaluation's."""
+        own, sums = super().all_stages(), self.statistics
+        return [*(stage for stage in sums.all_stages() if stage != "evaluate"), own[-1]] if sums else own
 
     # --- stage 1 ------------------------------------------------------------------------------------------------------
 
@@ -368,8 +371,6 @@ class FedReplay(OneShot):
             return {**(self.encoder or {}), **to_arrays(self.primary)}, mean_loss(losses)
         except DivergedError as error:
             raise DivergedError(str(error) if sums else f"{error}; {self.store.reaches()}") from None
-
-    # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
         """Return the encoder, θ_C and its optimizer, and sums; the latents are on the disk already."""

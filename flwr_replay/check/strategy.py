@@ -349,7 +349,9 @@ def _check_dtypes(job: list[str], final: StateDict) -> None:
 
 def _check_left(job: list[str], folder: Path, result: dict[str, Any]) -> None:
     """Test again the models that the run has left, as `predict` finds them."""
-    simulation, own = Simulation.of(compose(job)), load_strategy(result["strategy"])[0].traits().own_models
+    config = compose(job)
+    simulation, traits = Simulation.of(config), load_strategy(result["strategy"])[0].traits()
+    own = traits.own_models or config.strategy.classifiers == "kept"
     for k, name in enumerate(simulation.part.names):
         if (folder / "models" / f"{name}.safetensors").exists():
             continue  # models that travel: this one may have begun here, and been tested elsewhere

@@ -12,20 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import ArrayRecord
-from torch import Tensor
 
-from flwr_replay.errors import BudgetError, PrivacyError, RefusedError, WireError
+from flwr_replay.errors import BudgetError, PrivacyError, WireError
 from flwr_replay.files.tensors import nested, unnested
-from flwr_replay.institution.client import InstitutionClient
+from flwr_replay.institution.listening import ListeningClient
 from flwr_replay.institution.mutual import Learning, MutualLearner
-from flwr_replay.institution.owner import Shard
-from flwr_replay.learning.pooling import Pool
 from flwr_replay.learning.training import make_optimizer, refuse_single_batches, unstepped
 from flwr_replay.payloads.common import Present, RollCall
 from flwr_replay.payloads.mutual import (
     EvaluatePair,
     EvaluateWithProxy,
-    Listening,
     PairEvaluation,
     TrainMutually,
     TrainProxy,
@@ -46,7 +42,7 @@ __all__ = ["PairClient"]
 TrainPair = TrainProxy | TrainMutually
 
 
-class PairClient(InstitutionClient):
+class PairClient(ListeningClient):
     """Base of the clients that train a private model φ and a proxy θ."""
 
     def roll_call(self, request: RollCall) -> Present:
@@ -90,44 +86,6 @@ class PairClient(InstitutionClient):
                 rests = True
         augment, rng = self.augmentation(dp, request.exchange), self.shuffle(request.exchange, "replay")
         return MutualLearner(private, common, self.task, request, self.batch_size, dp, rests, augment, sampler, rng)
-
-    # --- listening by a pool ------------------------------------------------------------------------------------------
-
-    def lessons(self, request: Listening) -> Tensor:
-        """Return the rows from which φ learns in passes of its own: all but those that are held out."""
-        rows = torch.arange(len(self.training_data()))
-        return rows[~torch.isin(rows, self.held_rows(request))]
-
-    def held_out(self, request: Listening) -> Shard:
-        """Return the examples by which a pool's weights are chosen: the validation split, or those that are held out.
-
-        They never leave. φ's test metrics do, which depend on them.
-        """
-        data, rows = self.training_data(), self.held_rows(request)
-        rows = rows.to(data.y.device)
-        return self.institution.validation or replace(data, x=data.x[rows], y=data.y[rows])
-
-    def held_rows(self, request: Listening) -> Tensor:
-        """Return the rows that are held out, the same in every exchange; none without a pool or beside a split.
-
-        Refused if the policy lets no exact metrics leave: a server that sends proxies of its own can read single
-        held-out examples from the answers of a pool, even from counts.
-        """
-        if request.listen != "pool" or self.institution.validation is not None:
-            return torch.empty(0, dtype=torch.int64)
-        if self.institution.policy.allowed_metrics != "exact":
-            raise RefusedError(
-                "policy lets no exact metrics leave, and without a validation split the tests of listen=pool depend on "
-                "single training examples: choose listen=loss, or ask the institution for a validation split"
-            )
-        n = len(self.training_data())
-        most = min(n - 1, max(1, round(request.holdout * n)))
-        return torch.randperm(n, generator=self.shuffle("held-out"))[:most]
-
-    def pooled(self, phi: Weights, theta: Weights, request: Listening) -> Pool:
-        """Return φ and θ as one classifier. θ has learned from the held-out examples, too; DP hides them."""
-        held = self.held_out(request)
-        return Pool.fitted(self._loaded(phi, "private"), self._loaded(theta), held.x, held.y)
 
     def keep_pair(self, request: TrainPair, learner: MutualLearner) -> dict[str, Any]:
         """Save what never leaves; return the answer's counts and loss.
@@ -176,13 +134,7 @@ class PairClient(InstitutionClient):
         proxy = self.evaluated(theta, request.split)
         if request.listen == "loss":
             return PairEvaluation.of_pair(self.evaluated(phi, request.split, "private"), proxy)
-        pool = self.pooled(phi, theta, request)
-        arrays = {"weights": np.array(pool.weights)} | {
-            f"other.{name}": array for name, array in to_arrays(pool.other).items()
-        }
-        self.save("pool", request, arrays)  # whoever uses φ here later needs both
-        private = self.task.evaluate(pool, shard.x, shard.y)
-        return PairEvaluation.of_pair(private, proxy)
+        return PairEvaluation.of_pair(self.tested_pool(phi, theta, request, shard), proxy)
 
 
 def load_arrived(optimizer: torch.optim.Optimizer, arrived: StateDict, own: StateDict) -> None:

@@ -68,7 +68,7 @@ class Movement(Strategy):
     config: StrategyConfig
     stages: tuple[str, ...] = ("train", "evaluate")  # all stages that a run requests
     needs: ClassVar[tuple[str, ...]] = ()  # names of settings, which have no default
-    evaluated: ClassVar[type[Evaluation]] = Evaluation  # the answer to an evaluation
+    evaluated: type[Evaluation] = Evaluation  # the answer to an evaluation
 
     def __init_subclass__(cls) -> None:
         refuse_stray(cls)

@@ -9,12 +9,14 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from flwr_replay.payloads.common import LabelScale, Spending, Spent
+from flwr_replay.payloads.common import Evaluate, LabelScale, Spending, Spent
+from flwr_replay.payloads.ditto import PersonalEvaluation
+from flwr_replay.payloads.mutual import Listening
 from flwr_replay.wire.fields import instruction, model, per_sample, statistic
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import Weights
 
-__all__ = ["Encode", "Encoder", "Extract", "Latents"]
+__all__ = ["Encode", "Encoder", "EvaluatePooled", "Extract", "Latents"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,3 +68,10 @@ class Extract(Spending, Request, stage="extract", answer=Latents):
     first: int = instruction("row")
     chunk_bytes: int = instruction("most bytes of the answer")
     views: int = instruction("views of each example")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatePooled(Listening, Evaluate, stage="evaluate-pooled", answer=PersonalEvaluation, message_type="evaluate"):
+    """Test these weights pooled with a model of your own, and alone."""
+
+    own_epochs: int = instruction("passes that the own model trains, once in a run", default=10)

@@ -6,6 +6,7 @@ import torch
 from harness import same
 from hostile_server import HostileServer, refusal
 from peers import JOB, N, hospitals, run
+from safetensors.numpy import load_file
 from torch.nn import functional
 
 from flwr_replay.config.compose import compose
@@ -13,11 +14,13 @@ from flwr_replay.errors import ConfigError
 from flwr_replay.learning.pooling import OTHERS, OWN, Pool, weights_of
 from flwr_replay.learning.training import batches, torch_rng
 from flwr_replay.models.zoo import backbone
+from flwr_replay.payloads.fedreplay import EvaluatePooled
 from flwr_replay.payloads.mutual import EvaluatePair, EvaluateWithProxy
 from flwr_replay.rng import derived_seed
 from flwr_replay.wire.weights import load_arrays
 
 POOL = ["beta=0", "alpha=0", "listen=pool", "holdout=0.25", "private-epochs=2", "private-batch-size=10", "dp=none"]
+OWN_MODEL = ["strategy=fedreplay", "encoder=random", "listen=pool", "holdout=0.25", "own_epochs=2", "momentum=0"]
 HELD = N // 4
 
 
@@ -37,26 +40,49 @@ def test_a_private_model_learns_from_labels_of_all_that_is_not_held_out(tmp_path
         for t in (1, 2):
             shuffle = torch_rng(0, name, t, "private")
             for _ in range(2):
-                for x_B, y_B in batches(x, y, 10, shuffle):
-                    phi.zero_grad()
-                    functional.cross_entropy(phi(x_B), y_B).backward()
-                    with torch.no_grad():
-                        for parameter in phi.parameters():
-                            parameter -= 0.05 * parameter.grad
+                descend(phi, batches(x, y, 10, shuffle))
         private = ran.private(name, 2)
         for key, value in phi.state_dict().items():
             np.testing.assert_allclose(private[key], value.numpy(), atol=2e-6)
 
 
-def test_what_is_tested_is_the_pool_that_fits_what_is_held_out(tmp_path):
-    data = hospitals(tmp_path)
-    ran = run(tmp_path, "strategy=proxyfl", *POOL, "topology=complete")
+def descend(phi, drawn):
+    for x_B, y_B in drawn:
+        phi.zero_grad()
+        functional.cross_entropy(phi(x_B), y_B).backward()
+        with torch.no_grad():
+            for parameter in phi.parameters():
+                parameter -= 0.05 * parameter.grad
+
+
+def test_beside_fedreplay_an_own_model_learns_once_and_nothing_of_it_leaves(tmp_path):
+    data, config = hospitals(tmp_path), compose([*JOB, *OWN_MODEL])
+    ran = run(tmp_path, *OWN_MODEL)
+    for name, (x, y) in data.items():
+        kept = np.setdiff1d(np.arange(N), held_rows(name).numpy())
+        phi = backbone(config.model, config.task)(derived_seed(0, "own"))
+        for epoch in (0, 1):
+            descend(phi, batches(x[kept], y[kept], config.training.batch_size, torch_rng(0, name, "own", epoch)))
+        private = ran.private(name, 1)  # of the first test; the second finds it
+        for key, value in phi.state_dict().items():
+            np.testing.assert_allclose(private[key], value.numpy(), atol=2e-6)
+    up = [line for line in ran.ledger if line["direction"] == "up" and line["stage"] == "evaluate-pooled"]
+    assert len({line["institution"] for line in up}) == len(data)
+    assert {line["kind"] for line in up} == {"statistic"}
+
+
+@pytest.mark.parametrize("options", [["strategy=proxyfl", *POOL, "topology=complete"], OWN_MODEL])
+def test_what_is_tested_is_the_pool_that_fits_what_is_held_out(tmp_path, options):
+    data, replays = hospitals(tmp_path), options is OWN_MODEL
+    ran = run(tmp_path, *options)
     fresh = backbone(*(getattr(compose([*JOB]), part) for part in ("model", "task")))
     right = 0
     for name, (x, y) in data.items():
         phi, theta, held = fresh(0), fresh(0), held_rows(name)
-        load_arrays(phi, ran.private(name, 2))
-        load_arrays(theta, ran.model(name, 2)[0])
+        load_arrays(phi, ran.private(name, 1 if replays else 2))
+        load_arrays(
+            theta, load_file(ran.folder / "models" / "global.safetensors") if replays else ran.model(name, 2)[0]
+        )
         with torch.no_grad():
             a, b = weights_of(phi(x[held]), theta(x[held]), y[held])
             shard = np.load(tmp_path / f"{name}.npz")
@@ -126,12 +152,31 @@ def test_options_that_do_not_fit_are_refused(options, says):
         compose(["strategy=proxyfl", *options])
 
 
-@pytest.mark.parametrize(("strategy", "request_type"), [("proxyfl", EvaluatePair), ("fml", EvaluateWithProxy)])
-def test_a_server_cannot_choose_another_way_to_listen(tmp_path, strategy, request_type):
+def test_numbers_are_not_pooled():
+    with pytest.raises(ConfigError, match="pools probabilities of classes; got task=diabetes"):
+        compose(["strategy=fedreplay", "listen=pool", "task=diabetes", "model=mlp"])
+
+
+@pytest.mark.parametrize(
+    ("options", "request_type"),
+    [
+        (["strategy=proxyfl", *POOL], EvaluatePair),
+        (["strategy=fml", *POOL], EvaluateWithProxy),
+        (OWN_MODEL, EvaluatePooled),
+    ],
+)
+def test_a_server_cannot_choose_another_way_to_listen(tmp_path, options, request_type):
     hospitals(tmp_path, "a")
-    server = HostileServer(tmp_path, *JOB, f"strategy={strategy}", *POOL)
-    arrays = {"arrays": server.weights} if strategy == "fml" else {}
+    server = HostileServer(tmp_path, *JOB, *options)
+    arrays = {} if request_type is EvaluatePair else {"arrays": server.weights}
+    arrays |= {"own_epochs": 2} if options is OWN_MODEL else {}
     reply = server.send(request_type(run="r", exchange=1, listen="loss", holdout=0.25, **arrays))
     assert "strategy.listen is 'pool', it asks for loss" in refusal(reply)
     reply = server.send(request_type(run="r", exchange=1, listen="pool", holdout=0.9, **arrays))
     assert "strategy.holdout is 0.25, it asks for 0.9" in refusal(reply)
+    if options is OWN_MODEL:
+        asked = {"run": "r", "exchange": 1, "holdout": 0.25, "arrays": server.weights}
+        assert "asks for 3" in refusal(server.send(EvaluatePooled(**asked, listen="pool", own_epochs=3)))
+        alone = HostileServer(tmp_path, *JOB, *OWN_MODEL, "listen=none")
+        assert "listen is 'none'" in refusal(alone.send(EvaluatePooled(**asked, listen="pool", own_epochs=2)))
+        assert "pooled with listen=pool" in refusal(alone.send(EvaluatePooled(**asked, listen="none", own_epochs=2)))
