@@ -54,7 +54,7 @@ CONTROLS = (  # asked by, what is asked, what is here
         "the policy, at every message; nobody approves",
     ),
     ("SATRE 3.1.6", "a record of what data the environment holds", "none: numbers of examples only"),
-    ("SATRE 3.1.7", "a policy on deletion", "none; `deploy state` and `deploy remove` delete, with a receipt"),
+    ("SATRE 3.1.7", "a policy on deletion", "none; `deploy remove` deletes a state, with a receipt; backups are yours"),
     ("SATRE 3.1.10", "no unauthorised egress", "the guard binds honest code; the account's rights bind the rest"),
     ("SATRE 3.2.3", "users see only the data they need", "none: the operating system's rights"),
     ("SATRE 3.2.4", "multi-factor authentication", "none: nodes have keys, people have no accounts here"),
@@ -64,8 +64,12 @@ CONTROLS = (  # asked by, what is asked, what is here
         "a documented process of disclosure control",
         "min-count, kinds, max-epsilon; the rest is yours",
     ),
-    ("SATRE 3.3.4", "who is responsible for output checking", "the signatures below"),
-    ("SATRE 3.3.5", "outputs that nobody can check by hand", "weights are such: ε, attacks, audits, or no egress"),
+    ("SATRE 3.3.4", "a process that assigns output checking", "none: lines to sign, below"),
+    (
+        "SATRE 3.3.5",
+        "outputs that nobody can check by hand",
+        "none: weights are such; ε, attacks, audits and SACRO-ML inform one",
+    ),
     ("SATRE 3.3.6", "a statistical basis of these decisions", "a proven ε where there is one; attacks with intervals"),
     (
         "SATRE 3.3.8",
@@ -75,7 +79,11 @@ CONTROLS = (  # asked by, what is asked, what is here
     ("SATRE 3.5.2", "penetration tests", "none by outsiders; hostile servers in the tests, docs/audit.md"),
     ("SATRE 3.5.4", "incident response", "none"),
     ("SATRE 3.5.6", "encryption at rest", "none: files are their owner's only; encrypt the disk"),
-    ("SATRE 3.5.7", "encryption in transit", "TLS; sealed runs hide weights from the server, too"),
+    (
+        "SATRE 3.5.7",
+        "encryption in transit",
+        "TLS as `deploy init` writes it, not by force; sealed runs hide weights, too",
+    ),
     ("DSPT 1.5", "personal information is used and shared lawfully", "none: which law applies is the controller's"),
     ("DSPT 1.6", "data protection by design and by default", "refusals before data are read; DP is off by default"),
     (
