@@ -104,7 +104,7 @@ def _figures(runs: Sequence[Mapping[str, Any]], least: int, file: Path) -> Itera
         most = 1e9 if name in COUNTS else 1
         if not all(fits(value, int | float) and isfinite(value) and abs(value) <= most for value in values):
             raise ConfigError(
-                f"--sacroml takes figures that are none but numbers; {name} in {file} is not: run it again"
+                f"--sacroml takes numbers in their range; {name} in {file} is outside, or none: run its attacks again"
             )
     if least:
         many = runs and all(len(read[name]) == len(runs) and min(read[name]) >= 2 * least for name in COUNTS)
