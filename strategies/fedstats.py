@@ -14,6 +14,7 @@ F (F + 1) / 2 numbers more, with F features (`ClassSums`).
                        an image with features f is of the class with the largest  (f − μ_c/2)ᵀ W⁻¹ μ_c
     head=means:        W = 1, nearest class means
     a regression:      y, clipped to task.label-range, is one more feature of the only class; ridge regression
+    head=ridge:        the same, of 1 for an image's class and 0 for others
     head=mlp:          all above a frozen encoder, its features here, is trained on draws of N(μ_c, W) at the server
     head=lda:          W = (Σ_k G_k − Σ_c n_c μ_c μ_cᵀ) / n, linear discriminants; every class as frequent as another
 
@@ -73,11 +74,13 @@ class FedStatsConfig(StrategyConfig):
     name = "fedstats"
     traits = Traits(summed=True, dp_mechanisms=(STATISTICS,))
     clip: float = 10.0  # C, the largest L2 norm of an image's features
-    head: str = "auto"  # means | lda | mlp, on draws | auto: lda unless noise, or the number of features, is too large
+    head: str = (
+        "auto"  # means | lda | ridge | mlp, on draws | auto: lda unless noise, or the number of features, is too large
+    )
     passes: int = 10  # of head=mlp over draws
 
     def __post_init__(self) -> None:
-        one_of("strategy.head", self.head, ("auto", "means", "lda", "mlp"))
+        one_of("strategy.head", self.head, ("auto", "means", "lda", "ridge", "mlp"))
         within("strategy.", self, passes=(1, PASSES), clip=CLIPS)
 
     def check_task(self, task: TaskConfig) -> None:
@@ -131,7 +134,8 @@ class FedStats(Parallel):
         )
         if settings.model is not None:
             numbers = isinstance(settings.task, Regression)
-            features, sure = linear_head(settings.model(0))[1].in_features + numbers, config.head == "lda" or numbers
+            sure = config.head in ("lda", "ridge") or numbers
+            features = linear_head(settings.model(0))[1].in_features + numbers
             if config.head == "mlp":
                 features, sure = frozen_features(settings.model(0)), True
                 require(not numbers, "features are drawn of classes; the task is a regression: choose another task")
@@ -179,7 +183,7 @@ class FedStats(Parallel):
             of_mean = self.noise * noises(1.0, products=False)[1] * features**0.5 * classes / max(n, 1)
             asked = of_mean < CLEAR and features <= MOST_FEATURES
         else:
-            asked = self.config.head in ("lda", "mlp")
+            asked = self.config.head in ("lda", "ridge", "mlp")
         return pairs_of(features) if asked else 0
 
     @property
@@ -192,7 +196,7 @@ class FedStats(Parallel):
         """Say which head the sums are for, too."""
         super().begin_run()
         head = "ridge regression" if self.regresses else "lda" if self.products else "means"
-        head = "mlp" if self.drawn else head
+        head = head if self.config.head == "auto" else self.config.head
         self.recorder.log(f"head={head}: each institution sends {self.numbers:,} sums once")
 
     def trainers(self, exchange: int) -> list[Member]:
@@ -272,8 +276,15 @@ class FedStats(Parallel):
         clip, by = self.config.clip, self.moments
         about = by.mu_CF, by.n_C, by.noise_C, by.products_FF, by.noise, 1e-6 * clip**2
         if self.regresses:
-            return ridge(*about, clip)
-        if by.products_FF.size:
+            mu_F, mean = by.mu_CF[0, :-1], (by.mu_CF[0, -1:] / clip).clip(-1, 1)
+            shared_1F = (by.products_FF[-1:, :-1] / clip / by.n_C[0]) - mean * mu_F
+            return ridge(mu_F, by.n_C[0], by.noise_C[0], by.products_FF[:-1, :-1], *about[-2:], shared_1F, mean)
+        if self.config.head == "ridge":  # an example's target is 1 for its class, 0 for others
+            n, share_C = by.n_C.sum(), by.n_C / by.n_C.sum()
+            mu_F, noise = share_C @ by.mu_CF, float(np.linalg.norm(share_C * by.noise_C))
+            shared_CF = share_C[:, None] * (by.mu_CF - mu_F)
+            weight_CF, bias_C = ridge(mu_F, n, noise, *about[-3:], shared_CF, share_C)
+        elif by.products_FF.size:
             weight_CF, bias_C = discriminants(*about)
         else:
             weight_CF, bias_C = nearest_means(by.mu_CF, by.noise_C, least=0.01 * clip**2)

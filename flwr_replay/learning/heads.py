@@ -127,25 +127,35 @@ def variances(
 
 
 def ridge(
-    mu_1F: NDArray[Any],
-    n_1: NDArray[Any],
-    noise_1: NDArray[Any],
+    mu_F: NDArray[Any],
+    n: float,
+    noise_of_mean: float,
     products_FF: NDArray[Any],
     noise: float,
     least: float,
-    unit: float,
+    shared_CF: NDArray[Any],
+    mean_C: NDArray[Any],
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the head of ridge regression: of all w and b, that of the least Σ (w f + b - y)² + λ ‖w‖².
+    """Return the head of ridge regression: of all W and b, that of the least Σ ‖W f + b - y‖² + λ ‖W‖².
 
-    λ / n is what `variances` adds, with 0.01 of the mean variance. Arguments are as of `discriminants`, with one class.
-    The last feature is the label y in [-1, 1], times `unit`; of its products that with itself is not read.
+    λ / n is what `variances` adds, with 0.01 of the mean variance: as in AdaSSP (Wang 2018, arXiv 1803.02596) it grows
+    with the noise's norm, and never lets a noisy eigenvalue be negative.
+
+    Parameters
+    ----------
+    mu_F, n, noise_of_mean : NDArray, float, float
+        Mean of the features of all n examples, and the noise in each of its numbers.
+    products_FF, noise, least
+        As of `discriminants`.
+    shared_CF, mean_C : NDArray
+        Covariances of features and targets y, and the targets' means, which the mean features get.
 
     Returns
     -------
     tuple of NDArray
-        w, (1, F), and b, (1,), which is such that the mean features get the mean label.
+        W, (C, F), and b, (C,).
     """
-    mu_F, mean, n = mu_1F[0, :-1], (mu_1F[0, -1] / unit).clip(-1, 1), n_1[0]
-    variance_F, axes_FF = variances(mu_F[None], n_1, noise_1, products_FF[:-1, :-1], noise, least, OF_RIDGE)
-    w_F = axes_FF @ (axes_FF.T @ (products_FF[-1, :-1] / unit / n - mean * mu_F) / variance_F)
-    return w_F[None], np.array([mean - w_F @ mu_F])
+    about_all = mu_F[None], np.array([n]), np.array([noise_of_mean])
+    variance_F, axes_FF = variances(*about_all, products_FF, noise, least, OF_RIDGE)
+    weight_CF = (shared_CF @ axes_FF / variance_F) @ axes_FF.T
+    return weight_CF, mean_C - weight_CF @ mu_F

@@ -74,6 +74,17 @@ def test_discriminants_are_those_of_the_unions_covariance(tmp_path, how):
     np.testing.assert_allclose(bias, -(slow * means).sum(1) / 2, rtol=1e-3)
 
 
+def test_ridge_is_numpys_of_the_unions_classes(tmp_path):
+    how = ["partition=ks", "ks=0.9", "partition.size=100"]
+    f_NF, labels = union(*how)
+    weight, bias = head_after(tmp_path, *how, "strategy.head=ridge")
+    y_NC, centred = np.eye(10)[labels], f_NF - f_NF.mean(0)
+    penalty = 0.01 * np.cov(f_NF.T, bias=True).trace() / f_NF.shape[1] * len(f_NF)
+    slow = np.linalg.solve(centred.T @ centred + penalty * np.eye(len(centred.T)), centred.T @ (y_NC - y_NC.mean(0)))
+    np.testing.assert_allclose(weight, slow.T, rtol=1e-3, atol=1e-3 * np.abs(slow).max())
+    np.testing.assert_allclose(bias, y_NC.mean(0) - f_NF.mean(0) @ slow, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("hidden", [[], ["masked=true"], ["masked=true", "dp=statistics", "privacy.noise=shared"]])
 def test_a_regression_has_numpys_ridge_of_the_union(tmp_path, hidden):
     """Labels outside the range count as its ends; with noise of ε = 10⁶, too."""
@@ -245,7 +256,7 @@ def test_a_class_that_nobody_has_is_never_named(tmp_path):
         (["task=isbi2012", "model=unet"], "is a segmentation: choose another task"),
         (["task=digits", "training.augment=flip"], "training.augment=none"),
         (["task=digits", "strategy.clip=0"], "strategy.clip lies in"),
-        (["task=digits", "strategy.head=ridge"], "strategy.head must be one of auto, means, lda"),
+        (["task=digits", "strategy.head=forest"], "strategy.head must be one of auto, means, lda, ridge"),
         ([*SHARED, "strategy.head=lda", "privacy.sigma=1e5"], "leaves no room for .* numbers: choose a larger epsilon"),
         (["task=digits", "dp=classifier"], "can have dp=statistics; got classifier"),
         (["task=digits", "fraction=0.5"], "fraction is for methods"),
