@@ -1,34 +1,82 @@
-"""The attacks, as results name them; `flwr_replay.lab.registry` says which numbers they take."""
+"""The attacks by name: what each takes, needs and gives; `flwr_replay.lab` tries them.
 
+One of the user's own is such an `Attack`, or a function, which tells members (`flwr_replay.lab.own`).
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Literal
 
-__all__ = ["Attack"]
+from flwr_replay.wire.fields import Meaning
+
+__all__ = ["ATTACKS", "Attack", "Gives", "Need"]
+
+Gives = Literal["membership", "labels", "images"]
+Need = Literal["auxiliary", "network"]  # images of the attacker's own (--aux); a request with the network (record=all)
 
 
 @dataclass(frozen=True)
 class Attack:
     """One attack."""
 
-    name: str
-    source: str
+    name: str = ""
+    source: str = ""
+    gives: Gives = "membership"
+    takes: tuple[Meaning, ...] = ()  # numbers that mean one of these; empty: any
+    needs: tuple[Need, ...] = ()
     timed: bool = False  # whether more time finds more
+    run: Callable[..., Any] | None = None  # the function, of one of the user's own
+
+    def __call__(self, *asked: object) -> Any:
+        """Call the user's function."""
+        assert self.run is not None
+        return self.run(*asked)
 
 
-MATCHING = Attack("gradient matching", "Geiping et al. 2020; Qu et al. 2022, eq. 1", timed=True)
-LAST = Attack("gradient matching, last message", MATCHING.source, timed=True)
-ANALYTIC = Attack("analytic inversion", "Phong et al. 2018")
-COUNTS = Attack("label counts", "Zhao et al. 2020; Yin et al. 2021")
-OPTIMISED = Attack("latent matching", "He et al. 2019; Qu et al. 2022, eq. 2", timed=True)
-DECODER = Attack("learned decoder", "He et al. 2019", timed=True)
-NEAREST = Attack("nearest auxiliary image", "a look-up, as a baseline")
-DECODED = Attack("decoded codes", "Razavi et al. 2019")
-LOOKED_AT = Attack("look at them", "raw examples travel as they are")
-SHOWN = Attack("reading", "labels travel as they are")
-AT_CUT = Attack("labels at the cut", "Erdoğan et al. 2022")
-LOSS = Attack("loss threshold", "Yeom et al. 2018")
-LIRA = Attack("offline LiRA", "Carlini et al. 2022", timed=True)
-RECONSTRUCTED = Attack("reconstruction error", "a small loss, as Yeom et al. 2018")
-PRIOR = Attack("prior likelihood", "a small loss, as Yeom et al. 2018")
-RELEASED = Attack("nearest released image", "Chen et al. 2020")
-RATIO = Attack("likelihood ratio, all others known", "Neyman and Pearson 1933; Kairouz, Oh and Viswanath 2015")
-ALONE = Attack("alone in a class", "a look-up: the class's sum is its features")
+ATTACKS: dict[str, Attack] = {}
+
+
+def _known(
+    name: str,
+    source: str,
+    gives: Gives,
+    takes: tuple[Meaning, ...],
+    needs: tuple[Need, ...] = (),
+    timed: bool = False,
+) -> Attack:
+    return ATTACKS.setdefault(name, Attack(name, source, gives, takes, needs, timed))
+
+
+CHANGES: tuple[Meaning, ...] = ("weights", "gradient")
+SENT: tuple[Need, ...] = ("network",)
+AUX: tuple[Need, ...] = ("network", "auxiliary")
+RECONSTRUCTED = _known(
+    "reconstruction error", "a small loss, as Yeom et al. 2018", "membership", ("generator weights",)
+)
+PRIOR = _known("prior likelihood", RECONSTRUCTED.source, "membership", ("generator weights",), SENT)
+COUNTS = _known("label counts", "Zhao et al. 2020; Yin et al. 2021", "labels", CHANGES, SENT)
+ANALYTIC = _known("analytic inversion", "Phong et al. 2018", "images", CHANGES, SENT)
+MATCHING = _known(
+    "gradient matching", "Geiping et al. 2020; Qu et al. 2022, eq. 1", "images", CHANGES, SENT, timed=True
+)
+LAST = _known("gradient matching, last message", MATCHING.source, "images", ("weights",), SENT, timed=True)
+LOSS = _known("loss threshold", "Yeom et al. 2018", "membership", ("weights",))
+LIRA = _known("offline LiRA", "Carlini et al. 2022", "membership", ("weights",), ("auxiliary",), timed=True)
+RATIO = _known(
+    "likelihood ratio, all others known",
+    "Neyman and Pearson 1933; Kairouz, Oh and Viswanath 2015",
+    "membership",
+    ("gradient", "class sums"),
+    SENT,
+)
+OPTIMISED = _known(
+    "latent matching", "He et al. 2019; Qu et al. 2022, eq. 2", "images", ("activations",), SENT, timed=True
+)
+DECODER = _known("learned decoder", "He et al. 2019", "images", ("activations",), AUX, timed=True)
+NEAREST = _known("nearest auxiliary image", "a look-up, as a baseline", "images", ("activations",), AUX)
+DECODED = _known("decoded codes", "Razavi et al. 2019", "images", ("codes",), SENT)
+SHOWN = _known("reading", "labels travel as they are", "labels", ("labels",))
+AT_CUT = _known("labels at the cut", "Erdoğan et al. 2022", "labels", ("gradients at a cut",), SENT)
+LOOKED_AT = _known("look at them", "raw examples travel as they are", "images", ("images",))
+RELEASED = _known("nearest released image", "Chen et al. 2020", "membership", ("images",), ("auxiliary",))
+ALONE = _known("alone in a class", "a look-up: the class's sum is its features", "labels", ("class sums",), SENT)

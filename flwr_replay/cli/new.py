@@ -1,4 +1,4 @@
-"""flwr-replay new: a strategy, a Flower app, a study or a partition of your own, as files that already run."""
+"""flwr-replay new: a strategy, a Flower app, a study, a partition or an attack of your own, as files that run."""
 
 import keyword
 import re
@@ -18,12 +18,12 @@ __all__ = ["app"]
 TEMPLATES = Path(__file__).parent.parent / "templates"
 NAME = re.compile(r"[a-z][a-z0-9]{0,39}")  # it becomes a folder, a module, a class and a word of a shell
 # What the templates call themselves.
-CALLED = {"strategy": "mymethod", "app": "myapp", "study": "mystudy", "partition": "mypartition"}
+CALLED = {"strategy": "mymethod", "app": "myapp", "study": "mystudy", "partition": "mypartition", "attack": "myattack"}
 NEXT = "README.md in it says how to install and try it"
 
 app = typer.Typer(
-    help="Write a strategy, a Flower app, a study or a partition of your own, which runs as written. NAME: small "
-    "letters, digits.",
+    help="Write a strategy, a Flower app, a study, a partition or an attack of your own, which runs as written. NAME: "
+    "small letters, digits.",
     no_args_is_help=True,
 )
 
@@ -53,6 +53,12 @@ def study(name: Name, into: Into = ".") -> None:
 def partition(name: Name, into: Into = ".") -> None:
     """Write a partition: a function that deals the examples, and its test. It is partition=NAME:deal."""
     _write("partition", name, into)
+
+
+@app.command()
+def attack(name: Name, into: Into = ".") -> None:
+    """Write an attack on recorded messages, and its test. It is privacy attack RUN --attack NAME:attack."""
+    _write("attack", name, into)
 
 
 def _write(kind: str, name: str, into: str) -> None:

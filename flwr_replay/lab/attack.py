@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flwr_replay.attacks.attacker import Attacker, Attempt, Auxiliary
+from flwr_replay.attacks.catalogue import Attack
 from flwr_replay.attacks.distances import distances
 from flwr_replay.attacks.scores import ImageScores, Judge, assigned, image_metrics
 from flwr_replay.config.run import RunConfig
@@ -26,12 +27,13 @@ from flwr_replay.lab.auxiliary import auxiliary_of, without
 from flwr_replay.lab.changes import NOT_ANEW
 from flwr_replay.lab.evidence import Evidence, Exhibit
 from flwr_replay.lab.judge import Originals, OtherOriginals, originals_of
-from flwr_replay.lab.labels import label_attacks
-from flwr_replay.lab.membership import member_attacks
+from flwr_replay.lab.labels import judged_labels, label_attacks
+from flwr_replay.lab.membership import by_function, member_attacks
+from flwr_replay.lab.own import asked, seen_in
 from flwr_replay.lab.registry import DIGEST, Only, checked, nothing_tried, number_timed, trial_of
 from flwr_replay.lab.sentences import sentence
 from flwr_replay.lab.sums import sum_attacks, summed
-from flwr_replay.lab.trials import Question, Trial
+from flwr_replay.lab.trials import Question, Trial, failed
 from flwr_replay.models.layers import as_input
 from flwr_replay.report.run_files import read_result
 from flwr_replay.rng import derived_seed
@@ -83,7 +85,7 @@ def attack_run(
             f"attacks look for images; task={config.task.name} has tables or bags, for which none is built in: their "
             "rows are as recorded in messages/"
         )
-    if not only.own:  # that one makes no images
+    if not only.own or only.own.gives == "images":
         image_metrics()  # refused before anything is written
     about = {"about": _about(folder, config), "claim": claim(Job.of(config).strategy(""))}
     auxiliary = auxiliary_of(config, aux)
@@ -96,7 +98,9 @@ def attack_run(
     options = {"aux": auxiliary.source if auxiliary else "none", "data": data, "run": evidence.run}
     answers = {(each.institution, each.stage, each.field): len(each.answers) for each in evidence.exhibits}
     attacks = [
-        result for result in _earlier(place, options, minutes, answers) if result["attack"] != only.own
+        result
+        for result in _earlier(place, options, minutes, answers)
+        if not only.own or result["attack"] != only.attack
     ]  # it may have changed
     if attacks:
         say(f"{len(attacks)} results are of an earlier command")
@@ -114,7 +118,8 @@ def attack_run(
     if only.attack and not any(result["attack"] == only.attack for result in attacks):
         if not any(place.iterdir()):
             place.rmdir()
-        hint = "" if auxiliary else ", or none without the attacker's own images (--aux)"
+        lacking = only.one and "auxiliary" in only.one.needs and not auxiliary
+        hint = ", or none without the attacker's own images (--aux)" if lacking else ""
         raise ConfigError(
             f"--attack {only.attack!r}: no recorded field takes it{hint}: leave it out to see which are tried"
         )
@@ -217,7 +222,9 @@ class Lab:
                 except FlwrReplayError as error:
                     outcome = {"not-judged": str(error)}
                 yield {**head, "attack": name, "seconds": time.monotonic() - begun, **outcome}
-            reason = "" if tried else nothing_tried(exhibit.means, exhibit.declared.kind == "synthetic")
+            reason = (
+                "" if tried or self.only.own else nothing_tried(exhibit.means, exhibit.declared.kind == "synthetic")
+            )
         except FlwrReplayError as error:
             reason = str(error)
         if reason and (*key, "none") not in done:
@@ -227,21 +234,42 @@ class Lab:
         """Yield the attacks on a field: on membership and labels where there are originals, then on images."""
         seed = derived_seed(self.evidence.config.seed, "attack", exhibit.institution, exhibit.stage, exhibit.field)
         attacker = Attacker(self.evidence.form, self.auxiliary, seed, self.seconds)
+        if own := self.only.own:
+            if not own.takes or exhibit.means in own.takes:
+                yield own.name, partial(self.by_own, own, exhibit, seed)
+            return
         trial: Trial | None = None
         try:
             trial = trial_of(exhibit, self.evidence)
         except RunError as error:
-            yield "reconstruction", partial(_raise, error)
+            yield "reconstruction", partial(failed, error)
         if self.originals:
-            words = self.auxiliary, seed, self.seconds, self.only.own
-            yield from member_attacks(exhibit, self.evidence, self.originals, *words)
+            yield from member_attacks(exhibit, self.evidence, self.originals, self.auxiliary, seed, self.seconds)
             yield from label_attacks(exhibit, self.evidence, trial, self.originals, attacker)
             yield from sum_attacks(exhibit, self.evidence, self.originals, seed)
-        elif self.only.own:
-            yield self.only.own, partial(_raise, DataError(self.why))
         for part in filter(None, (trial, trial.last()) if trial else ()):
             for attempt in part.attempts(attacker):
                 yield attempt.attack.name, partial(self.seen, exhibit, attempt, part)
+
+    def by_own(self, own: Attack, exhibit: Exhibit, seed: int) -> dict[str, Any]:
+        """Try an attack of the user's own, and judge what it gives."""
+        originals = self.originals
+        if own.gives != "images" and not originals:
+            raise DataError(self.why)
+        if own.gives == "membership" and originals:
+            return by_function(own, exhibit, self.evidence, originals, self.auxiliary, seed)
+        if not (trial := trial_of(exhibit, self.evidence)):
+            raise DataError("no image of the institution is behind these numbers")
+
+        def found() -> Tensor:
+            seen = seen_in(own, trial, self.auxiliary)
+            return asked(own, seen, trial.places_n.clone(), seed=seed, task=self.evidence.config.task)
+
+        if own.gives == "labels" and originals:
+            if self.evidence.config.task.kind != "classification":
+                raise DataError("labels are judged of tasks with classes")
+            return judged_labels(trial, originals, found)
+        return self.seen(exhibit, Attempt(own, lambda: (found(), {})), trial)
 
     def seen(self, exhibit: Exhibit, attempt: Attempt, trial: Trial) -> dict[str, Any]:
         """Look for images; let the judge score them, and draw them below the originals."""
@@ -321,10 +349,6 @@ class Lab:
         by_label, other_by_label = (y.argsort(stable=True) for y in (originals.y_N, originals.other_y[others]))
         instead[by_label] = originals.others_NCHW[others[other_by_label]]
         return Judge(instead).scores(images, rows, mixed)
-
-
-def _raise(error: FlwrReplayError) -> dict[str, Any]:
-    raise error
 
 
 def _finite(value: Any) -> Any:

@@ -144,6 +144,10 @@ class OfChange(Trial):
         channels, height, width = self.evidence.form
         return sum(array.numel() for array in self.change.values()) / (self.mixed * channels * height * width)
 
+    def shown(self) -> tuple[StateDict, nn.Module]:
+        """Return what came back, and what trained, as it began."""
+        return self.exhibit.arrays(self.answer), self.model
+
     def labels_n(self, attacker: Attacker) -> Tensor:
         """Infer the labels behind the answer, of a task with classes; sorted, since their order is not to be had."""
         if self.evidence.config.task.kind != "classification":

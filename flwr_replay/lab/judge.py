@@ -26,6 +26,7 @@ from flwr_replay.lab.evidence import ALL
 from flwr_replay.models.layers import as_input
 
 __all__ = [
+    "Candidates",
     "Originals",
     "OtherOriginals",
     "check_anew",
@@ -39,6 +40,8 @@ __all__ = [
 
 NEAR = 1e-3  # the largest distance from what was sent, as a part of its length; other threads give other last bits
 OTHERS = "originals must be the run's: what was sent, computed anew from them, is something else"
+FEWEST = 20  # members, and others, below which an interval says nothing
+Candidates = tuple[Tensor, Tensor]  # images and labels
 SURE = 3.0  # standard deviations by which noisy rows must resemble their own originals
 
 
@@ -64,6 +67,20 @@ class Originals:
             return torch.arange(0), torch.arange(0)
         own, others = equal_label_shares(*sides, seed)
         return torch.from_numpy(own), torch.from_numpy(others)
+
+    def candidates(self, rows: Tensor, others: Tensor) -> tuple[Candidates, Candidates]:
+        """Return members and others of these rows, about whom an attack on membership is asked.
+
+        Raises
+        ------
+        DataError
+            If there are too few.
+        """
+        if len(rows) < FEWEST:
+            raise DataError(
+                f"there are {len(rows)} training images with as many others of equal labels; it needs {FEWEST}"
+            )
+        return (self.x_NCHW[rows], self.y_N[rows]), (self.others_NCHW[others], self.other_y[others])
 
 
 def load_for(option: str, task: TaskConfig) -> Dataset:

@@ -1,6 +1,6 @@
 """Labels: shown where they travel, inferred where only a gradient or a change of weights does."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from flwr_replay.learning.tasks import make_task
 from flwr_replay.models import split_before_head
 from flwr_replay.wire.weights import load_arrays
 
-__all__ = ["label_attacks"]
+__all__ = ["judged_labels", "label_attacks"]
 
 SECRET = "which of the institution's examples are behind the answer is its secret, so labels are not judged"
 ROW_BY_ROW = ("activations", "codes", "images")  # numbers with a row for each image
@@ -40,7 +40,7 @@ def label_attacks(
     elif exhibit.means == "gradients at a cut":
         yield AT_CUT.name, lambda: _at_cut(exhibit, evidence, originals)
     elif isinstance(trial, OfChange) and trial.whole:
-        yield COUNTS.name, lambda: _counted(trial, originals, attacker)
+        yield COUNTS.name, lambda: judged_labels(trial, originals, lambda: trial.labels_n(attacker))
 
 
 def _read(exhibit: Exhibit, evidence: Evidence, originals: Originals) -> dict[str, Any]:
@@ -56,11 +56,15 @@ def _read(exhibit: Exhibit, evidence: Evidence, originals: Originals) -> dict[st
     return _right(sent_n[own_n], originals.y_N[rows_n[own_n]])
 
 
-def _counted(trial: OfChange, originals: Originals, attacker: Attacker) -> dict[str, Any]:
-    """Infer how many examples of each class are behind an answer."""
+def judged_labels(trial: Trial, originals: Originals, found: Callable[[], Tensor]) -> dict[str, Any]:
+    """Say how many labels are right, of the images that are attacked; of mixed images, as many of each class."""
     if (rows_n := trial.rows(originals)) is None:
         raise RunError(SECRET)
-    sides = (trial.labels_n(attacker), originals.y_N[rows_n].long())
+    found_n, rows_n = found(), rows_n[trial.places_n]
+    if not isinstance(trial, OfChange):
+        own_n = rows_n >= 0
+        return _right(found_n[own_n], originals.y_N[rows_n[own_n]])
+    sides = (found_n, originals.y_N[rows_n].long())
     counts_C, true_C = (torch.bincount(labels, minlength=trial.evidence.config.task.classes) for labels in sides)
     classes = trial.evidence.config.task.classes
     even_C = torch.bincount(torch.arange(trial.mixed) % classes, minlength=classes)

@@ -2,18 +2,10 @@
 
 The judge names candidates: training images, and as many test images of the same source and labels. The attacker scores
 each. Test images of another source would make the attack seem better than it is.
-
-`privacy attack RUN --attack mypkg:attack` asks a function of the user's own who was in the training:
-
-    def attack(seen: Seen, images: Tensor, labels: Tensor, seed: int) -> n numbers
-
-The images are of members and of as many others with the same labels, shuffled; the larger an image's number, the surer
-the attacker is that it is a member's.
 """
 
 from collections.abc import Iterator
-from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -22,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flwr_replay.attacks.attacker import Auxiliary
-from flwr_replay.attacks.catalogue import LIRA, LOSS, PRIOR, RECONSTRUCTED, RELEASED
+from flwr_replay.attacks.catalogue import LIRA, LOSS, PRIOR, RECONSTRUCTED, RELEASED, Attack
 from flwr_replay.attacks.membership import (
     likelihood_scores,
     lira_scores,
@@ -32,26 +24,23 @@ from flwr_replay.attacks.membership import (
     reference_models,
     task_scores,
 )
-from flwr_replay.config.parts import import_part, users_code
-from flwr_replay.config.sections import require
-from flwr_replay.errors import ConfigError, DataError
-from flwr_replay.files.tensors import StateDict, unnested
+from flwr_replay.errors import DataError
+from flwr_replay.files.tensors import unnested
 from flwr_replay.generators.autoencoder import VQVAE2
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.lab.evidence import Evidence, Exhibit
-from flwr_replay.lab.judge import Originals
-from flwr_replay.lab.trials import Question
+from flwr_replay.lab.judge import Candidates, Originals
+from flwr_replay.lab.own import asked, seen_by
+from flwr_replay.lab.trials import Question, failed
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.wire.weights import load_arrays
 
-__all__ = ["Seen", "member_attacks", "own_scores"]
+__all__ = ["by_function", "member_attacks"]
 
-FEWEST = 20  # members, and others, below which an interval says nothing
 REFERENCES = 8  # models of the attacker's own
 ENOUGH = 200  # auxiliary images to train them on
 MOST_EPOCHS = 10
-Candidates = tuple[Tensor, Tensor]  # images and labels
 
 
 def member_attacks(
@@ -61,32 +50,22 @@ def member_attacks(
     auxiliary: Auxiliary | None,
     seed: int,
     seconds: float,
-    own: str = "",
 ) -> Iterator[Question]:
-    """Yield attacks on membership, each to be called: `own`, and those known for such numbers."""
-    rows, other_rows = originals.beside_others(seed)
-    members = originals.x_NCHW[rows], originals.y_N[rows]
-    sides = members, (originals.others_NCHW[other_rows], originals.other_y[other_rows])
+    """Yield attacks on membership, each to be called: those known for such numbers."""
     means, last = exhibit.means, exhibit.answers[-1]
-    if len(sides[0][1]) < FEWEST:
-        if own or means in ("weights", "generator weights"):
-            yield (
-                own or "membership",
-                partial(_too_few, len(sides[0][1]), "training images with as many others of equal labels", FEWEST),
-            )
+    try:
+        sides = originals.candidates(*originals.beside_others(seed))
+    except DataError as error:
+        if means in ("weights", "generator weights"):
+            yield "membership", partial(failed, error)
         return
-    model, task = evidence.model().eval(), evidence.config.task
-    names, released = model.state_dict().keys(), exhibit.arrays(last)
-    whole = means == "weights" and names <= released.keys()  # perhaps with a control or an optimizer's state beside it
-    if whole:
-        load_arrays(model, {name: released[name] for name in names})
-    if own:
-        yield own, lambda: _by_function(own, exhibit, model if whole else None, auxiliary, sides, seed)
-    elif whole:
+    model, task = _whole(exhibit, evidence), evidence.config.task
+    if model:
         yield LOSS.name, lambda: _scored([task_scores(model, task, *side) for side in sides])
         enough = auxiliary is not None and len(auxiliary.labels_m) >= ENOUGH
         if auxiliary is not None and not enough:
-            yield LIRA.name, partial(_too_few, len(auxiliary.labels_m), "auxiliary images", ENOUGH)
+            few = f"there are {len(auxiliary.labels_m)} auxiliary images; it needs {ENOUGH}"
+            yield LIRA.name, partial(failed, DataError(few))
         elif auxiliary is not None and task.kind == "classification":
             yield LIRA.name, lambda: _by_references(model, evidence, exhibit, sides, auxiliary, seed, seconds)
     plan = ReplayPlan.of(evidence.config)
@@ -106,25 +85,26 @@ def member_attacks(
         yield RELEASED.name, lambda: _by_distance(exhibit, auxiliary, sides)
 
 
-def _too_few(number: int, what: str, fewest: int) -> dict[str, Any]:
-    raise DataError(f"there are {number} {what}; it needs {fewest}")
-
-
-def _by_function(
-    name: str,
-    exhibit: Exhibit,
-    model: nn.Module | None,
-    auxiliary: Auxiliary | None,
-    sides: tuple[Candidates, Candidates],
-    seed: int,
+def by_function(
+    own: Attack, exhibit: Exhibit, evidence: Evidence, originals: Originals, auxiliary: Auxiliary | None, seed: int
 ) -> dict[str, Any]:
     """Ask a function of the user's; the order of the candidates tells it nothing."""
-    requests = [answer.request.arrays if answer.request else {} for answer in exhibit.answers]
-    sent, asked = deepcopy([exhibit.arrays(answer) for answer in exhibit.answers]), deepcopy(requests)
+    sides = originals.candidates(*originals.beside_others(seed))
+    seen = seen_by(own, exhibit, exhibit.answers, _whole(exhibit, evidence), auxiliary)
     x, y = (torch.cat(both) for both in zip(*sides, strict=True))
     order = torch.randperm(len(y), generator=torch_rng(seed, "candidates"))
-    scores = own_scores(name, Seen(sent, asked, model, auxiliary), x[order], y[order], seed)
+    scores = asked(own, seen, x[order], y[order], seed=seed, task=evidence.config.task)
     return _scored(list(scores[order.argsort()].chunk(2)))
+
+
+def _whole(exhibit: Exhibit, evidence: Evidence) -> nn.Module | None:
+    """Return the network with the weights of the last answer; None where the field is not all of them."""
+    model, released = evidence.model().eval(), exhibit.arrays(exhibit.answers[-1])
+    names = model.state_dict().keys()
+    if exhibit.means != "weights" or not names <= released.keys():
+        return None
+    load_arrays(model, {name: released[name] for name in names})  # a control may lie beside it
+    return model
 
 
 def _by_references(
@@ -171,39 +151,3 @@ def _by_distance(exhibit: Exhibit, auxiliary: Auxiliary, sides: tuple[Candidates
 
 def _scored(scores: list[Tensor]) -> dict[str, Any]:
     return {"membership": asdict(membership(*scores))}
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What an attacker has seen of one field of an institution's answers.
-
-    Attributes
-    ----------
-    sent, asked : list of dict of str to ndarray
-        The field in each answer, and all arrays of the request that it answers; empty where that was not recorded.
-    model : nn.Module | None
-        The network in evaluation mode, with the weights of the last answer; None where the field is not all of them.
-    auxiliary : Auxiliary | None
-        The attacker's own images (`--aux`).
-    """
-
-    sent: list[StateDict]
-    asked: list[StateDict]
-    model: nn.Module | None
-    auxiliary: Auxiliary | None
-
-
-def own_scores(name: str, seen: Seen, images_n: Tensor, labels_n: Tensor, seed: int) -> Tensor:
-    """Return what the user's function says of each image, float64 (n,).
-
-    Raises
-    ------
-    ConfigError
-        If the function cannot be imported, fails, or returns something else.
-    """
-    attack = import_part("--attack", name)
-    with users_code(ConfigError, f"--attack {name} failed"):
-        scores = torch.as_tensor(attack(seen, images_n, labels_n, seed)).detach().double().cpu()
-    shape = tuple(scores.shape)
-    require(shape == (len(labels_n),), f"--attack {name} must return {len(labels_n)} numbers; got shape {shape}")
-    return scores

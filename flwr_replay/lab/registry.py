@@ -6,69 +6,34 @@ By the trials it is checked, too, before anything is scored, that originals are 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flwr_replay.attacks.catalogue import (
-    ALONE,
-    ANALYTIC,
-    AT_CUT,
-    COUNTS,
-    DECODED,
-    DECODER,
-    LAST,
-    LIRA,
-    LOOKED_AT,
-    LOSS,
-    MATCHING,
-    NEAREST,
-    OPTIMISED,
-    PRIOR,
-    RATIO,
-    RECONSTRUCTED,
-    RELEASED,
-    SHOWN,
-    Attack,
-)
-from flwr_replay.config.parts import allow, import_part, is_part
+from flwr_replay.attacks.catalogue import ATTACKS, LAST, Attack
+from flwr_replay.config.parts import allow, is_part
 from flwr_replay.errors import ConfigError, FlwrReplayError, nearest
 from flwr_replay.lab.changes import OfChange, of_weights
 from flwr_replay.lab.evidence import Evidence, Exhibit
 from flwr_replay.lab.judge import OTHERS, Originals, OtherOriginals, same_data
+from flwr_replay.lab.own import own_attack
 from flwr_replay.lab.trials import OfActivations, OfCodes, OfImages, Trial
 from flwr_replay.wire.fields import Meaning
 
-__all__ = ["KNOWN", "Known", "Only", "checked", "nothing_tried", "number_timed", "trial_of"]
+__all__ = ["TRIALS", "UNTRIED", "Only", "checked", "nothing_tried", "number_timed", "trial_of"]
 
 ANEW = "what was sent was computed anew from them"
 DIGEST = "their digest is that which was written during the run"
 NUMBER = "by their number only"  # how originals were checked
 
 
-@dataclass(frozen=True)
-class Known:
-    """What is known about numbers of one meaning."""
-
-    attacks: tuple[Attack, ...] = ()
-    trial: Callable[[Exhibit, Evidence], Trial] | None = None  # none: no image is behind such a number
-    untried: str = ""  # why no attack was tried, in a sentence; empty: each needs more than there was
-
-
-KNOWN: dict[Meaning, Known] = {
-    "generator weights": Known((RECONSTRUCTED, PRIOR)),
-    "weights": Known((COUNTS, ANALYTIC, MATCHING, LAST, LOSS, LIRA), of_weights),
-    "gradient": Known((COUNTS, ANALYTIC, MATCHING, RATIO), OfChange),
-    "activations": Known((OPTIMISED, DECODER, NEAREST), OfActivations),
-    "codes": Known((DECODED,), OfCodes),
-    "labels": Known(
-        (SHOWN,),
-        untried="labels travel as they are, so nothing has to be guessed; classes are counted where there are "
-        "originals",
-    ),
-    "gradients at a cut": Known((AT_CUT,)),
-    "images": Known((LOOKED_AT, RELEASED), OfImages),
-    "class sums": Known((RATIO, ALONE)),
-    "scales": Known(
-        untried="A scale is one number for an image, a 127th of its largest latent; no attack on it alone is known. "
-        "Attacks on the latents use it."
-    ),
+TRIALS: dict[Meaning, Callable[[Exhibit, Evidence], Trial]] = {  # no image is behind other numbers
+    "weights": of_weights,
+    "gradient": OfChange,
+    "activations": OfActivations,
+    "codes": OfCodes,
+    "images": OfImages,
+}
+UNTRIED: dict[Meaning, str] = {  # why no attack was tried; of others each needs more than there was
+    "labels": "labels travel as they are, so nothing has to be guessed; classes are counted where there are originals",
+    "scales": "A scale is one number for an image, a 127th of its largest latent; no attack on it alone is known. "
+    "Attacks on the latents use it.",
 }
 
 
@@ -81,40 +46,47 @@ class Only:
     attack: str = ""
 
     def __post_init__(self) -> None:
-        names = [attack.name for known in KNOWN.values() for attack in known.attacks]
-        if self.own:
-            allow([self.own])  # whoever attacks has named it
-            import_part("--attack", self.own)
-        elif self.attack not in ("", *names):
+        if is_part(self.attack):
+            allow([self.attack])  # whoever attacks has named it
+        if self.attack and not self.one:
             raise ConfigError(
                 f"--attack must be one that is built in, or mypkg:attack; got {self.attack!r}: "
-                f"{nearest(self.attack, names)}"
+                f"{nearest(self.attack, [*ATTACKS])}"
             )
 
     @property
-    def own(self) -> str:
-        """The attack, if it is a function of the user's own."""
-        return self.attack if is_part(self.attack) else ""
+    def one(self) -> Attack | None:
+        """The attack that is tried; None for all."""
+        return self.own or ATTACKS.get(self.attack)
+
+    @property
+    def own(self) -> Attack | None:
+        """The attack, if it is one of the user's own."""
+        return own_attack(self.attack) if is_part(self.attack) else None
 
 
 def trial_of(exhibit: Exhibit, evidence: Evidence) -> Trial | None:
     """Return the trial of a field; None where no image is behind it: what a generator drew is of nobody."""
-    trial = KNOWN[exhibit.means].trial if exhibit.declared.kind != "synthetic" else None
+    trial = TRIALS.get(exhibit.means) if exhibit.declared.kind != "synthetic" else None
     return trial(exhibit, evidence) if trial else None
 
 
 def number_timed(meaning: Meaning, messages: int) -> int:
     """Return how many attacks share the time for a field that came in so many messages."""
-    return sum(attack.timed for attack in KNOWN[meaning].attacks if attack is not LAST or messages > 1)
+    return sum(attack.timed for attack in _on(meaning) if attack is not LAST or messages > 1)
+
+
+def _on(meaning: Meaning) -> list[Attack]:
+    return [attack for attack in ATTACKS.values() if meaning in attack.takes]
 
 
 def nothing_tried(meaning: Meaning, drawn: bool) -> str:
     """Say why no attack was tried on a field with this meaning; `drawn`: a generator has drawn it."""
     if meaning == "labels" and drawn:
         return "a generator drew images for these labels; they are labels of nobody"
-    names = ", ".join(attack.name for attack in KNOWN[meaning].attacks)
+    names = ", ".join(attack.name for attack in _on(meaning))
     known = f"attacks are known ({names}), none was tried: they need originals (--data) or auxiliary images (--aux)"
-    return KNOWN[meaning].untried or known
+    return UNTRIED.get(meaning, known)
 
 
 def checked(institution: str, evidence: Evidence, originals: Originals) -> str:

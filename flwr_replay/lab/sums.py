@@ -44,7 +44,7 @@ from flwr_replay.wire.weights import load_arrays
 
 __all__ = ["sum_attacks", "summed"]
 
-FEWEST, MOST = 20, 500  # members, and as many others
+MOST = 500  # members, and as many others
 AMONG = 1000  # images, of which one is looked for
 GUESSED = (0.02, 0.05, 0.1, 0.2, 0.4, 1.0)  # shares of those asked about, fixed before any attack
 
@@ -187,10 +187,7 @@ def _by_ratio(exhibit: Exhibit, evidence: Evidence, originals: Originals, seed: 
         raise DataError("the data name patients, whose images are clipped together; this attack asks about single ones")
     drawn = derived_rng(seed, "asked about")
     rows, others = (side[drawn.permutation(len(side))[:MOST]] for side in originals.beside_others(seed))
-    if len(rows) < FEWEST:
-        raise DataError(f"there are {len(rows)} training images with as many others of equal labels; it needs {FEWEST}")
-    members = originals.x_NCHW[rows], originals.y_N[rows]
-    sides = members, (originals.others_NCHW[others], originals.other_y[others])
+    sides = originals.candidates(rows, others)
     scores, noise = torch.zeros(2, len(rows), dtype=torch.float64), []
     for answer in exhibit.answers:
         release = Release.of(exhibit, answer, evidence)

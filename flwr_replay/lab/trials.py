@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flwr_replay.attacks.attacker import Attacker, Attempt
 from flwr_replay.attacks.catalogue import DECODED, LOOKED_AT
 from flwr_replay.attacks.latents import decoded, latents_of, mixes
-from flwr_replay.errors import DataError, RunError
+from flwr_replay.errors import DataError, FlwrReplayError, RunError
+from flwr_replay.files.tensors import StateDict
 from flwr_replay.generators.codes import unpack_codes
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.lab.evidence import NO_MODEL, UNKNOWN_NETWORK, Answer, Evidence, Exhibit
@@ -34,13 +35,18 @@ from flwr_replay.models.zoo import frozen_before
 from flwr_replay.wire.recording import Recorded
 from flwr_replay.wire.weights import load_arrays
 
-__all__ = ["OfActivations", "OfCodes", "OfImages", "Question", "Trial", "drawn_rows"]
+__all__ = ["OfActivations", "OfCodes", "OfImages", "Question", "Trial", "drawn_rows", "failed"]
 
 MOST = 50  # images that a search looks for: as many as the paper's (Qu et al. 2022, section 4.4.2)
 AT_ONCE = 500  # images that are decoded or looked up
 
 
 Question = tuple[str, Callable[[], dict[str, Any]]]  # an attack by name, and the call that tries it
+
+
+def failed(error: FlwrReplayError) -> dict[str, Any]:
+    """Raise the error for which an attack cannot be tried."""
+    raise error
 
 
 class Trial(ABC):
@@ -64,6 +70,10 @@ class Trial(ABC):
 
         Raises `DataError` if what was sent, computed anew from the originals, is something else.
         """
+
+    def shown(self) -> tuple[StateDict, nn.Module | None]:
+        """Return what an attack of the user's own sees: what was sent, and the network that made it."""
+        return self.exhibit.arrays(self.answer), None
 
     def last(self) -> Trial | None:
         """Return a trial of the last answer; None where the first is as good, or the only one."""
@@ -123,6 +133,10 @@ class OfActivations(Trial):
         if mixes(self.encoder):  # batch norm in training: a batch as it was, the first
             self.places_n = torch.arange(min(len(self.sent_n), evidence.config.training.batch_size))
 
+    def shown(self) -> tuple[StateDict, nn.Module]:
+        """Return the latents of images as they are, unpacked, and the encoder."""
+        return {self.exhibit.field: self.sent_n.numpy()}, self.encoder
+
     def attempts(self, attacker: Attacker) -> Iterator[Attempt]:
         """Search for some; with auxiliary images look up and decode many."""
         yield from attacker.latents(self.encoder, self.sent_n[self.places_n], MOST, self.dtype)
@@ -173,6 +187,10 @@ class OfCodes(Trial):
         load_arrays(self.generator, request.arrays)
         self.packed = exhibit.array(self.answer)
         self.places_n = self.some_of(len(self.packed))
+
+    def shown(self) -> tuple[StateDict, nn.Module]:
+        """Return the packed codes and the generator."""
+        return self.exhibit.arrays(self.answer), self.generator
 
     def attempts(self, attacker: Attacker) -> Iterator[Attempt]:
         """Decode; nothing has to be guessed."""

@@ -10,7 +10,7 @@ from flwr_replay.cli.main import app
 
 SMALL = ["strategy=fedavg", "model=mlp", "model.width=4", "rounds=1", "nodes=2"]
 TEXT_ONLY = {  # they print one line or a table for people, write what they are asked to, or ask
-    *("watch", "rehearse", "new strategy", "new app", "new study", "new partition"),
+    *("watch", "rehearse", "new strategy", "new app", "new study", "new partition", "new attack"),
     *("data show", "data images", "data convert"),
     *("privacy plot", "privacy digest", "runs plot"),
 }

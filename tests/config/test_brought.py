@@ -99,9 +99,10 @@ def package(folder, name, code="", conf="", point=""):
 
 
 def test_what_is_written_passes_its_own_tests(path, written):
-    project, app, study, deal = (written / WRITTEN[kind] for kind in ("strategy", "app", "study", "partition"))
-    path(written, project / "src", app, study, deal, ROOT)
-    words = ["-q", "-p", "no:cacheprovider", *map(str, (project, app, study, deal))]
+    kinds = ("strategy", "app", "study", "partition", "attack")
+    project, app, study, *parts = (written / WRITTEN[kind] for kind in kinds)
+    path(written, project / "src", app, study, *parts, ROOT)
+    words = ["-q", "-p", "no:cacheprovider", *map(str, (project, app, study, *parts))]
 
     def tested():
         os.chdir(study)
@@ -109,7 +110,7 @@ def test_what_is_written_passes_its_own_tests(path, written):
             pytest.main(words)
 
     os.waitpid(forked(tested), 0)
-    assert "5 passed" in (output := (written / "said").read_text()), output
+    assert "6 passed" in (output := (written / "said").read_text()), output
 
 
 @pytest.mark.sampled(1)

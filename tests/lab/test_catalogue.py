@@ -5,13 +5,17 @@ from typing import get_args
 
 import pytest
 
+from flwr_replay.attacks import catalogue
+from flwr_replay.attacks.catalogue import ATTACKS
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.halves import load_client, load_strategy
-from flwr_replay.lab.registry import KNOWN
+from flwr_replay.lab.registry import TRIALS, UNTRIED
 from flwr_replay.payloads.common import Trained
 from flwr_replay.wire.fields import RECORD_OF, Meaning, model, per_sample, synthetic
 from flwr_replay.wire.payload import REQUESTS, Request
 from flwr_replay.wire.records import Weights
+
+ALL = get_args(Meaning)
 
 
 def arrays_without_an_attack():
@@ -20,16 +24,17 @@ def arrays_without_an_attack():
     for request in list(REQUESTS.values()):
         for payload in (request, request.answer):
             for name, field in payload.declared().items():
-                if RECORD_OF[field.kind] == "arrays" and field.means not in KNOWN:
+                if RECORD_OF[field.kind] == "arrays" and field.means not in ALL:
                     gaps.append(f"{payload.__name__}.{name}")
     return sorted(set(gaps))
 
 
 def test_every_meaning_has_attacks_or_a_sentence():
-    assert set(KNOWN) == set(get_args(Meaning))
-    assert all(known.attacks or known.untried.endswith(".") for known in KNOWN.values())
-    attacks = {attack for known in KNOWN.values() for attack in known.attacks}
-    assert len({attack.name for attack in attacks}) == len(attacks)
+    assert {meaning for attack in ATTACKS.values() for meaning in attack.takes} | {*UNTRIED} == {*ALL}
+    assert all(attack.name == name and attack.source and attack.takes for name, attack in ATTACKS.items())
+    declared = [one for one in vars(catalogue).values() if isinstance(one, catalogue.Attack)]
+    assert sorted(one.name for one in declared) == sorted(ATTACKS)
+    assert {*TRIALS} == {means for one in ATTACKS.values() if one.gives == "images" for means in one.takes}
 
 
 def test_all_payloads_of_all_strategies():
