@@ -63,7 +63,7 @@ class Attack(Command):
     def prepare(self, place: Place) -> None:
         """Make a run, or copy it: the names of its messages are its own."""
         if not hasattr(self, "made"):
-            assert (ended := place.attempt()).code == 0, ended.said
+            assert (ended := place.attempt()).code == 0, ended.output
             self.made = place.run
         else:
             shutil.copytree(self.made, place.run, ignore=shutil.ignore_patterns("attacks"))
@@ -171,9 +171,9 @@ def struck_commands(name: str, folder: Path, rng: Random, kills: int) -> Iterato
     command.prepare(once)
     once.shared[TAKEN] = 0
     ended = command.attempt(once, Fault())
-    assert ended.code == 0, ended.said
+    assert ended.code == 0, ended.output
     once.warm()
-    expected, steps, seconds = command.left(once, ended.said), once.shared[TAKEN], ended.seconds
+    expected, steps, seconds = command.left(once, ended.output), once.shared[TAKEN], ended.seconds
     while kills:
         number += 1
         place = Place(folder / f"struck-{number}", options)
@@ -185,16 +185,16 @@ def struck_commands(name: str, folder: Path, rng: Random, kills: int) -> Iterato
             fault = Fault("kill", after=rng.uniform(0.001, seconds), clock=number)
         ended = command.attempt(place, fault)
         if ended.code:
-            assert ended.code == -signal.SIGKILL, ended.said
+            assert ended.code == -signal.SIGKILL, ended.output
             kills -= 1
             yield place.struck if fault.at else f"{fault.after:.1f} of {seconds:.1f} s"
             assert command.read(place) == read
             ended = command.again(place, Fault(clock=-number))
         else:
             seconds = min(seconds, ended.seconds)
-        assert ended.code == 0, ended.said
-        assert "Traceback" not in ended.said, ended.said
-        result = command.left(place, ended.said)
+        assert ended.code == 0, ended.output
+        assert "Traceback" not in ended.output, ended.output
+        result = command.left(place, ended.output)
         assert result == expected, "\n".join(unified_diff(pformat(expected).splitlines(), pformat(result).splitlines()))
         assert command.read(place) == read
         half = [str(path) for path in place.folder.rglob(".*") if path.name != ".lock"]

@@ -80,14 +80,14 @@ class Broken:
             assert all(stated[name] >= epsilon for name, epsilon in self.stated.items()), f"{stated}, was {self.stated}"
             if not error and path.parent.name == "best" and (lost := place.result["best-model"]["none"]):
                 error = f"no model of the best round is kept: {lost}"
-                assert error in " ".join(ended.said.split())
+                assert error in " ".join(ended.output.split())
                 return error
             if not error and self.repeatable:
                 check_results(self.once, place, but=self._missing(place, path))
             if not error:
                 undisturbed = self._stated(self.once)
                 assert all(stated[name] >= undisturbed[name] for name in undisturbed), f"{stated}, not {undisturbed}"
-        assert "Traceback" not in ended.said, ended.said
+        assert "Traceback" not in ended.output, ended.output
         known = (path.name, str(path.parent), path.parent.name.removesuffix("s"), self.run_id)
         assert not error or any(name in error for name in known), error
         self._check_charges(place, path)

@@ -65,7 +65,7 @@ class Struck:
 
     def __init__(self, folder: Path, rng: Random, lines: int, most: float) -> None:
         self.folder, self.rng, self.lines, self.most = folder, rng, lines, most
-        self.said, self.resumed, self.moments = "", 0, list[str]()
+        self.output, self.resumed, self.moments = "", 0, list[str]()
         self.away = set[str]()  # institutions whose SuperNode was killed
 
     def strike(self, command: subprocess.Popen, kind: str, living, within: tuple[float, float] = (0, 1)) -> bool:
@@ -161,11 +161,11 @@ class OnDeployment:
                     deployment.start(COORDINATOR)
                     until(self.online, 180, deployment.logs)
             if not at_once:
-                strike.said = command.communicate(timeout=LONGEST)[0]
+                strike.output = command.communicate(timeout=LONGEST)[0]
             while not strike.ended():
                 strike.resumed += 1
-                assert strike.resumed <= TRIES, f"not resumed: {strike.said[-1500:]}\n{deployment.logs()[-1500:]}"
-                strike.said += self.goes_on(strike.folder) or deployment.said(name, *options)
+                assert strike.resumed <= TRIES, f"not resumed: {strike.output[-1500:]}\n{deployment.logs()[-1500:]}"
+                strike.output += self.goes_on(strike.folder) or deployment.said(name, *options)
         return strike
 
     def without_those_left(self) -> None:
@@ -248,7 +248,7 @@ class OnRay:
         words = ["run", "--engine", "ray", *options, "run-name=struck", "--runs-dir", str(self.folder)]
         strike, left = Struck(self.folder / "struck", rng, lines, 0.3), [*enumerate(kinds)]
         while not strike.ended():
-            assert strike.resumed < len(kinds) + TRIES, f"not resumed: {strike.said}"
+            assert strike.resumed < len(kinds) + TRIES, f"not resumed: {strike.output}"
             with open(self.folder / "said", "w") as log:
                 own = {**os.environ, "FLWR_REPLAY_HOME": str(self.folder)}
                 command = subprocess.Popen([*COMMAND, *words], env=own, stdout=log, stderr=log, cwd=self.folder)
@@ -262,10 +262,10 @@ class OnRay:
             command.wait(LONGEST)
             until(lambda: not self.living(), 60, lambda: f"processes are left: {self.left()}")
             logged = (self.folder / "said").read_text().splitlines()
-            strike.said = "".join(logged[-1:])  # Flower's own tracebacks stand above it
+            strike.output = "".join(logged[-1:])  # Flower's own tracebacks stand above it
             strike.resumed += not strike.ended()
             if not strike.ended() and command.returncode > 0 and strike.folder.exists():
-                assert f"run --resume {strike.folder}" in shown(strike.said), f"no command: {logged[-9:]}"
+                assert f"run --resume {strike.folder}" in shown(strike.output), f"no command: {logged[-9:]}"
             if strike.folder.exists():
                 words = ["run", "--resume", str(strike.folder)]
         strike.moments += [f"{kind} too late" for _, kind in left]
@@ -295,7 +295,7 @@ class OnRay:
 
 def judged(engine, once, struck: Struck) -> str:
     """Compare a run with the undisturbed one; say in one line what is as there, and what is lost."""
-    reason = shown(struck.said)
+    reason = shown(struck.output)
     failures = read_json(struck.folder / "result.json")["failures"]
     assert all("\n" not in failure["reason"] for failure in failures), failures
     lacked = {failure["institution"] for failure in failures}

@@ -77,15 +77,15 @@ class Ended:
     """How a process ended: its exit code, negative if a signal killed it, and what it said."""
 
     code: int
-    said: str
+    output: str
     seconds: float
 
     @property
     def error(self) -> str:
         """The one line with which it ended by itself; anything else is a finding."""
-        lines = [line for line in self.said.splitlines() if line.startswith("error: ")]
-        ending = self.code, len(lines), "Traceback" in self.said
-        assert ending == (2, 1, False), f"exit code {self.code}: {self.said}"
+        lines = [line for line in self.output.splitlines() if line.startswith("error: ")]
+        ending = self.code, len(lines), "Traceback" in self.output
+        assert ending == (2, 1, False), f"exit code {self.code}: {self.output}"
         return lines[0]
 
 
@@ -202,7 +202,7 @@ def whole(folder: Path, options: list[str]) -> tuple[Place, Ended]:
     """Run a job to its end, undisturbed; what it imported and composed the next processes have from the start."""
     place = Place(folder, options)
     ended = place.attempt()
-    assert ended.code == 0, ended.said
+    assert ended.code == 0, ended.output
     place.warm()
     for words, resumed in ((options, ""), ([], str(place.run))):
         Simulation.of(resolve(words, str(place.run.parent), resumed)[1])
@@ -217,12 +217,12 @@ def struck(place: Place, rng: Random, undisturbed: Ended, steps: int, most: int,
         if ended.code == 0:
             return
         if fault.kind == "kill":
-            assert ended.code == -signal.SIGKILL, ended.said
+            assert ended.code == -signal.SIGKILL, ended.output
         else:
-            assert str(place.folder) in ended.error, f"{fault.kind} at {place.struck}: {ended.said}"
+            assert str(place.folder) in ended.error, f"{fault.kind} at {place.struck}: {ended.output}"
         yield f"{fault.kind}: {place.struck}"
     ended = place.attempt()
-    assert ended.code == 0, ended.said
+    assert ended.code == 0, ended.output
 
 
 def check(undisturbed: Place, struck: Place, faults: int) -> None:

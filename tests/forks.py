@@ -79,7 +79,7 @@ class Command:
             finally:
                 os._exit(code)
         os.close(saying)
-        self.said = os.fdopen(reads)
+        self.output = os.fdopen(reads)
 
     def poll(self):
         if self.returncode is None:
@@ -104,7 +104,7 @@ class Command:
 
     def rest(self):
         """Wait for its end, and of all that say something in its name; return what was not read yet."""
-        rest = self.said.read()
+        rest = self.output.read()
         self.wait()
         return rest
 

@@ -17,7 +17,7 @@ def test_a_clock_that_jumps(name, tmp_path):
     place = Place(tmp_path / "jumping", options)
     place.attempt(Fault("kill", at=once.shared[TAKEN] * 2 // 3, clock=1))
     ended = place.attempt(Fault(clock=2))
-    assert ended.code == 0, ended.said
+    assert ended.code == 0, ended.output
     check(once, place, 1)
     seconds = [row["seconds"] for row in read_lines(place.run / "timings.jsonl")]
     assert all(0 <= second < 600 for second in seconds)

@@ -64,7 +64,7 @@ def test_names_drops_and_classes_of_the_function_reach_the_run(module: Any, tmp_
     assert result["skew"]["dropped"] == 123
     assert result["skew"]["classes"]["institutions"]["ward b"]["largest"]["class"] == 8
     assert warnings(result["skew"])[0].endswith(": deal more evenly")
-    sizes = [trial_of(one, Evidence.of(folder)).batch_size for one in Evidence.of(folder).exhibits]
+    sizes = [trial_of(exhibit, Evidence.of(folder)).batch_size for exhibit in Evidence.of(folder).exhibits]
     assert sizes == [5, 8, 4]  # of wards a, b and c
 
 

@@ -44,7 +44,7 @@ def start(started: list[Command], folder: Path, *words: str) -> Command:
 
 def wait_for(text: str, run: Command) -> str:
     output = ""
-    for line in run.said:
+    for line in run.output:
         output += line
         if text in line:
             return output

@@ -82,7 +82,7 @@ def test_a_rehearsal_runs_shows_and_stops(play, tmp_path):
 def test_ctrl_c_or_a_kill_stops_all_of_it(play, tmp_path, sent):
     place = tmp_path / "reh"
     process = started(place, play, "rounds=500")
-    for line in process.said:
+    for line in process.output:
         if "logstream" in line:
             (os.killpg if sent == signal.SIGINT else os.kill)(process.pid, sent)
             break

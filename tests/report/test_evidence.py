@@ -121,8 +121,8 @@ def test_sacromls_report_is_shown_by_its_figures(ran, monkeypatch, capsys, place
     digest = sha256(b"weights").hexdigest()
     whole = deepcopy(SACROML)
     whole["<b>"] = {"metadata": ATTACKED["metadata"] | {"attack_name": "QMIA Attack"}, "status": "failed <b>"}
-    for one in whole.values():
-        one["metadata"] |= {"target_model": "<b>", "target_model_params": {"sha256": digest}}
+    for attack in whole.values():
+        attack["metadata"] |= {"target_model": "<b>", "target_model_params": {"sha256": digest}}
     assert with_sacroml(monkeypatch, folder, whole, "--model", str(model)) == 0
     html, told = (folder / "evidence.html").read_text(), json.loads((folder / "evidence.json").read_text())
     mean = f"{(FIRST['AUC'] + SECOND['AUC']) / 2:.3f}"
@@ -145,9 +145,9 @@ def test_under_a_floor_sacroml_has_an_auc_of_many_alone(ran, monkeypatch, least,
     """It judged 180 members and 180 others each time: of as many, no part and its rest are below 90 unless told."""
     (ran.folder / "policy.yaml").write_text(f"min-count: {least}\n")
     assert with_sacroml(monkeypatch, ran.folder, SACROML, "--policy", str(ran.folder / "policy.yaml")) == 0
-    found = json.loads((ran.folder / "evidence.json").read_text())["sacroml"]
-    assert [row["figure"] for row in found["figures"]] == told
-    assert {len(row["mean"]) for row in found["figures"]} == {4 * (told == ["AUC"])}
+    shown = json.loads((ran.folder / "evidence.json").read_text())["sacroml"]
+    assert [row["figure"] for row in shown["figures"]] == told
+    assert {len(row["mean"]) for row in shown["figures"]} == {4 * (told == ["AUC"])}
     html = (ran.folder / "evidence.html").read_text()
     assert "180" not in html[html.index("<h2>Attacks") : html.index("<h2>What ran")]
 
