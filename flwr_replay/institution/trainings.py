@@ -152,16 +152,9 @@ class GeneratorTraining(ReplayTraining):
         model_rng = self.rngs("generator", epoch, "private", place) if dp else self.rng
         plan, sampler = self.replay_plan, self.sampler
         inputs = (plan.generator_input(*batch) for batch in real)  # line 10: x_k
-        x_U = (torch.cat([self.replays(), x_k]) if sampler else x_k for x_k in inputs)  # lines 11-12
+        batches_U = ((torch.cat([self.replays(), x_k]) if sampler else x_k, model_rng) for x_k in inputs)  # lines 11-12
         trained = generator_steps(  # lines 13-18; Algorithm 3, noise once on the sum
-            plan.generator,
-            self.model,
-            self.optimizer,
-            ((x, model_rng) for x in x_U),
-            steps.start,
-            self.in_epoch,
-            dp,
-            self.num_replayed,
+            plan.generator, self.model, self.optimizer, batches_U, steps.start, self.in_epoch, dp, self.num_replayed
         )
         for loss, terms in trained:
             self.terms = terms
