@@ -42,14 +42,14 @@ def hospitals(tmp_path_factory):
 def synthetic(hospitals, monkeypatch, capsys):
     """Run `privacy synthetic` at institution a; return exit code, stdout, stderr."""
 
-    def call(*words, folder_of_run=None):
+    def call(*words, of_run=None):
         folder, _, ran = hospitals
         node = f'name="a" data="{folder / "a.npz"}" state="{folder / "state"}"'
         command = [
             "flwr-replay",
             "privacy",
             "synthetic",
-            str(folder_of_run or ran.folder),
+            str(of_run or ran.folder),
             "--node-config",
             node,
             *words,
@@ -68,7 +68,7 @@ class Copies(ImageGenerator):
     def __init__(self, own, labels):
         self.own, self.labels = own, labels
 
-    def parts(self, examples):
+    def mechanisms(self, examples):
         return {}
 
     def train(self, images, labels, steps, dp=None, classes=None):
@@ -158,24 +158,22 @@ def test_a_generator_under_dp_is_its_runs_and_the_command_says_what_is_guarantee
     folder = hospitals[0]
     under_dp = ["dp=generator+prior", "codebook=gradient", "generator.classes=[all]"]
     ran = run(folder, [*JOB, *under_dp], node_configs(folder, folder / "state", "ab"))
-    code, out, err = synthetic("--samples", "16", folder_of_run=ran.folder)
+    code, out, err = synthetic("--samples", "16", of_run=ran.folder)
     assert code == 0, err
     assert "the guarantee is the epsilon of training the generator" in out
     assert "no epsilon covers synthetic images" not in out
-    assert (
-        synthetic("--json", "--samples", "16", folder_of_run=ran.folder)[1] != synthetic("--json", "--samples", "16")[1]
-    )
+    assert synthetic("--json", "--samples", "16", of_run=ran.folder)[1] != synthetic("--json", "--samples", "16")[1]
 
 
 def test_runs_without_generators_and_incomplete_ones_are_refused(hospitals, synthetic, tmp_path):
     folder = hospitals[0]
     plain = run(folder, [*JOB[:7], "strategy=cwt", "rounds=1"], node_configs(folder, tmp_path / "state", "ab"))
-    assert "only generators of synthetic images can be examined" in synthetic(folder_of_run=plain.folder)[2]
-    assert "a run directory has a config.yaml" in synthetic(folder_of_run=tmp_path)[2]
+    assert "only generators of synthetic images can be examined" in synthetic(of_run=plain.folder)[2]
+    assert "a run directory has a config.yaml" in synthetic(of_run=tmp_path)[2]
     other = tmp_path / "other"
     other.mkdir()
     text = (hospitals[2].folder / "config.yaml").read_text()
     (other / "config.yaml").write_text(text.removeprefix(BOUND).replace("epochs: 1", "epochs: 2", 1))
-    code, _, err = synthetic(folder_of_run=other)
+    code, _, err = synthetic(of_run=other)
     assert code == 2
     assert "images are drawn from a trained generator" in err
