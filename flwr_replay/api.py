@@ -305,8 +305,11 @@ def compare_typed(
     strategies: list[str], options: list[str], against: str, jobs: int, runs_dir: Path, metric: str, tune: int | None
 ) -> Comparison:
     """Compare methods with options as they are typed; the parameters are those of `compare`."""
+    from flwr_replay.studies.methods import refuse_typos
+
     if tune is not None and not find_spec("optuna"):
         raise ConfigError(f"--tune needs Optuna: {installing('optuna')}")
+    refuse_typos(strategies, options, tune is not None)
     if tune is None:
         from flwr_replay.studies.compare import compare_strategies
 

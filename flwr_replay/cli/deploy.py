@@ -86,6 +86,7 @@ def evidence(
     RUN is a run directory, `last`, or an institution's state directory: then it is of all its runs, from its own files.
     Attacks are quoted if `privacy attack` has run; under a policy's min-count without small numbers.
     """
+    folder = finished_place(place)
     from flwr_replay.deploy.own_evidence import write_own_evidence
     from flwr_replay.files.atomic import read_json
     from flwr_replay.institution.policy import read_policy
@@ -96,7 +97,6 @@ def evidence(
     from flwr_replay.state.counts import FILE as COUNTS
     from flwr_replay.wire.ledger import LEDGER
 
-    folder = finished_place(place)
     made, attacked = absolute(audit) if audit else folder / "audit.json", folder / "attacks" / "attacks.json"
     own, rules = (folder / LEDGER).exists() and not (folder / CONFIG).exists(), absolute(policy) if policy else None
     if own and not rules and (beside := folder.parents[1] / "policy.yaml").exists():

@@ -32,7 +32,7 @@ from flwr_replay.cli.runs import export, predict, watch
 from flwr_replay.cli.weights import app as weights
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.parts import users_code
-from flwr_replay.errors import ConfigError, FlwrReplayError, one_line
+from flwr_replay.errors import ConfigError, FlwrReplayError, nearest, one_line
 
 __all__ = ["app", "main"]
 
@@ -224,6 +224,8 @@ def study(
 
     retina, boneage and brats are Qu et al.'s figures and tables on your own copy of these sets: docs/clinical.md.
     """
+    if name not in (known := of_studies("")):
+        raise ConfigError(f"unknown study {name!r}: {nearest(name, known)}")
     say()
     from flwr_replay.studies.study import forecast, parts_of, plan_study, run_study
 
@@ -253,10 +255,10 @@ def report(
 
     Runs, comparisons and studies write it at their end.
     """
+    finished = finished_place(place, comparisons=True)
     from flwr_replay.files.atomic import make_folder
     from flwr_replay.report.pages import write_page
 
-    finished = finished_place(place, comparisons=True)
     page = write_page(finished, make_folder(absolute(figures), "--figures") if figures else None)
     files = [*([absolute(figures)] if figures else []), page]
     answer({"files": files}, "\n".join(map(str, files)), as_json)

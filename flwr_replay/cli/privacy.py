@@ -78,12 +78,12 @@ def attack(
 
     An interrupted command goes on where it stopped. A failed attack proves nothing.
     """
+    folder = finished_place(place)
     from flwr_replay.lab.attack import FOLDER, attack_run
     from flwr_replay.lab.page import write_page
     from flwr_replay.lab.registry import Only
     from flwr_replay.lab.sentences import headline
 
-    folder = finished_place(place)
     tell = say if as_json else partial(print, flush=True)
     report = attack_run(folder, Only(institution, field, only), aux, data, minutes, tell, run)
     page = write_page(folder / FOLDER, report)

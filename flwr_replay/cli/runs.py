@@ -56,11 +56,12 @@ def list_runs(root: RunsDir = "runs", as_json: AsJson = False) -> None:
 @app.command()
 def show(places: Places, as_json: AsJson = False) -> None:
     """Print the summaries of finished runs again."""
+    folders = [finished_place(place) for place in places]
     from flwr_replay.report.summary import summary
     from flwr_replay.runs.listing import listed
     from flwr_replay.terminal import wrapped
 
-    shown = [listed(finished_place(place)) for place in places]
+    shown = [listed(folder) for folder in folders]
     texts = [wrapped(summary(r.result, r.folder)) if r.result else f"{r.folder}: {r.state}" for r in shown]
     values = [{"run": run.folder, "state": run.state, "result": run.result} for run in shown]
     answer(values, "\n".join(texts), as_json)
@@ -163,12 +164,12 @@ def predict(
     RUN is a run directory, `last` for the newest in runs/, or an institution's state directory. IMAGES is a folder of
     images, a CSV file with a column image, or one image. With a column label the answer says which are right.
     """
+    source = absolute(images)
+    folder = finished_place(place)
     from flwr_replay.files.atomic import write_atomic
     from flwr_replay.finished.predict import images_in, predictions, right_in, rows_of
     from flwr_replay.finished.trained import load_model
 
-    source = absolute(images)
-    folder = finished_place(place)
     if place == LAST:
         say(f"the model of {folder}")
     model, rows = load_model(folder, institution, run, best=best), images_in(source)
@@ -196,11 +197,11 @@ def export(
 
     RUN is a run directory, or `last` for the newest in runs/.
     """
+    folder = finished_place(place)
     from flwr_replay.finished.export import card
     from flwr_replay.finished.export import export as write
     from flwr_replay.finished.trained import load_model
 
-    folder = finished_place(place)
     model = load_model(folder, institution, best=best)
     text = card(folder, model, institution, best)
     files = write(model, form, absolute(out), text)
@@ -209,12 +210,13 @@ def export(
 
 def _finished(places: list[str], what: str) -> list[Run]:
     """Open runs, and refuse one that has not finished; `what` is done with them."""
+    folders = [finished_place(place) for place in places]
     from flwr_replay.api import Run
     from flwr_replay.errors import RunError
     from flwr_replay.runs.listing import listed
 
     finished = []
-    for run in [listed(finished_place(place)) for place in places]:
+    for run in [listed(folder) for folder in folders]:
         if run.result is None:
             raise RunError(f"finished runs are {what}; {run.folder} has no result.json: resume it, or leave it out")
         finished.append(Run(run.folder, run.result))

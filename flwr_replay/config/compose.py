@@ -10,13 +10,13 @@ Of Hydra's grammar, an option's value may be a number, a text or a list; interpo
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, get_args, get_origin, get_type_hints
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 from flwr_replay.config.binding import plain
 from flwr_replay.config.catalogue import (
@@ -36,12 +36,14 @@ from flwr_replay.config.model import ModelConfig
 from flwr_replay.config.parts import OWN, allow, is_part
 from flwr_replay.config.quoting import key_of, quoted, short, value_of
 from flwr_replay.config.renamed import today
-from flwr_replay.config.run import RunConfig
+from flwr_replay.config.run import RunConfig, check_numbers
 from flwr_replay.config.strict_yaml import DUMPER, LOADER, read_yaml
+from flwr_replay.config.typed import HINTS, build, typed
 from flwr_replay.errors import ConfigError, nearest, refuse_all
 
 __all__ = [
     "SECTIONS",
+    "check_typed",
     "compose",
     "compose_own",
     "from_run_config",
@@ -58,15 +60,12 @@ APART = ("strategy", "replay", "prior")  # no preset of ours touches them, nor d
 COMMAND_LINE = ("runs_dir", "resume")  # given as --runs-dir and --resume
 COUNTS = ("nodes", "rounds", "seed")  # Flower's run config needs a number for them; 0: as in conf/config.yaml
 LONGEST = 20_000  # characters of all options; the time of Hydra's parser grows with their square, here seconds
-WHOLE = 10**18
 _default: dict[str, dict[str, str]] = {}  # by a preset's file: the groups' choices where none is made, as far as known
 WORDS = lru_cache(maxsize=16)(lambda text: tuple(shlex.split(text)))  # the same text comes with every message
-CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
-HINTS = cache(get_type_hints)  # of a section, they take a millisecond
 SECTIONS = {name: kind for name, kind in HINTS(RunConfig).items() if isinstance(kind, type) and is_dataclass(kind)}
 SECTIONS.pop("strategy")  # each has its own
 ASKING = ("latents", "generator", "prior")  # mechanisms of DP that need further options
-KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+LATER = ("privacy", "generator", "prior")  # sections about which a method or a choice has its say
 OF_CHOICES = ("generator", "prior")  # sections whose choices have options of their own
 
 
@@ -118,25 +117,35 @@ def named_parts(overrides: Sequence[str]) -> tuple[str, ...]:
     return (*parts_of(dict(_pairs(overrides)).get("strategy", "")), *functions)
 
 
-def compose_own(overrides: Sequence[str], typed: Sequence[str] = ()) -> RunConfig:
+def compose_own(overrides: Sequence[str], own: Sequence[str] = ()) -> RunConfig:
     """Compose the user's own words, and let this process import the parts that they name.
 
     Raises
     ------
     ConfigError
-        As `compose` does, for all wrong options at once; and if one option stands twice, with two values, among those
-        that are `typed`.
+        As `compose` does, for all wrong options at once, but those first that `check_typed` knows; and if one option
+        stands twice, with two values, among a user's `own`.
     """
     allow(named_parts(overrides))
-    try:
-        config = compose(overrides)
-    except ConfigError as error:
-        if len(error.args) == 1:
-            refuse_all([str(error), *_further(overrides, str(error))])
-        raise
-    _refuse_repeated(typed, overrides)
+    check_typed(overrides)
+    config: RunConfig = _told(overrides, compose)
+    _refuse_repeated(own, overrides)
     allow(config.own_parts)
     return config
+
+
+def check_typed(overrides: Sequence[str]) -> None:
+    """Refuse what is wrong whatever a method's code says, all at once: nobody waits for PyTorch to hear of a typo."""
+    _told(overrides, _values)
+
+
+def _told(overrides: Sequence[str], read: Callable[[Sequence[str]], Any]) -> Any:
+    try:
+        return read(overrides)
+    except ConfigError as error:
+        if len(error.args) == 1:
+            refuse_all([str(error), *_further(overrides, str(error), read)])
+        raise
 
 
 def compose(overrides: Sequence[str]) -> RunConfig:
@@ -150,8 +159,8 @@ def compose(overrides: Sequence[str]) -> RunConfig:
     return _compose(tuple(overrides))
 
 
-def _further(overrides: Sequence[str], fault: str) -> Iterator[str]:
-    """Find what else is wrong: leave out one option after another that a fault is about, and compose the rest.
+def _further(overrides: Sequence[str], fault: str, read: Callable[[Sequence[str]], Any]) -> Iterator[str]:
+    """Find what else is wrong: leave out one option after another that a fault is about, and read the rest.
 
     Such an option is named in the fault's text, and without it another rule breaks, or none. A wrong choice of a group
     ends the search: what it would have allowed is not known.
@@ -162,7 +171,7 @@ def _further(overrides: Sequence[str], fault: str) -> Iterator[str]:
             name = re.escape(key_of(option).rpartition(".")[2].replace("_", "-"))
             if not re.search(rf"(?<![\w-]){name}(?![\w-])", fault):
                 continue
-            then = _fault(without := [other for other in left if other is not option])
+            then = _fault(without := [other for other in left if other is not option], read)
             if then.split("; got")[0] != fault.split("; got")[0]:
                 break
         else:
@@ -173,18 +182,17 @@ def _further(overrides: Sequence[str], fault: str) -> Iterator[str]:
         left, fault = without, then
 
 
-def _fault(overrides: Sequence[str]) -> str:
-    """Return what is wrong; empty for choices alone, which were read before, so that nobody waits for PyTorch."""
+def _fault(overrides: Sequence[str], read: Callable[[Sequence[str]], Any]) -> str:
+    """Return what is wrong; empty for nothing."""
     try:
-        if {*map(key_of, overrides)} - {*GROUPS, *COMMAND_LINE}:
-            compose(overrides)
+        read(overrides)
     except ConfigError as error:
         return str(error)
     return ""
 
 
-@lru_cache(maxsize=256)
-def _compose(overrides: tuple[str, ...]) -> RunConfig:
+def _values(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return all options; what needs no method's code is checked, and its sections are built."""
     if (length := sum(map(len, overrides))) > LONGEST:
         raise ConfigError(f"all options together may have {LONGEST} characters; got {length}: set fewer options")
     pairs = _pairs(overrides)
@@ -201,28 +209,41 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
         if key not in by_name and option in values[section]:  # a model without norm layers has no such option
             values[section][option] = value
     values["task"]["validation"] = values["split"] == "validation"
-    strategy = values.pop("strategy")
-    _, strategy_config = load_strategy(strategy.pop("name"))
+    typed(SECTIONS["privacy"], values["privacy"], "privacy")
+    values |= {name: build(cls, values[name], name) for name, cls in SECTIONS.items() if name not in LATER}
+    others = {key: value for key, value in values.items() if key not in (*SECTIONS, "strategy")}
+    check_numbers(SimpleNamespace(**typed(RunConfig, others, "")))
+    return values
+
+
+@lru_cache(maxsize=256)
+def _compose(overrides: tuple[str, ...]) -> RunConfig:
+    values = _values(overrides)
+    _, strategy_config = load_strategy(values["strategy"].pop("name"))
     traits, dp = strategy_config.traits, values["privacy"]["dp"]
     if dp == "auto":
         values["privacy"]["dp"] = traits.dp_by_default
     if dp in ASKING and dp not in traits.dp_mechanisms:  # before it asks for what the method cannot have
+        needs = {} if traits.draws_images else {"generator": "vqvae2", "prior": "pixelcnn"}
+        needs |= {"statistics": "statistics"} if traits.supports_draws else {}
+        able = [name for name in traits.dp_mechanisms if name not in needs]
+        more = [f", with replay={needs[name]} dp={name}" for name in traits.dp_mechanisms if name in needs]
         raise ConfigError(
-            f"strategy={strategy_config.name} can have dp={'+'.join(traits.dp_mechanisms) or 'none'}; got dp={dp}: "
+            f"strategy={strategy_config.name} can have dp={'+'.join(able) or 'none'}{''.join(more)}; got dp={dp}: "
             "choose among these, or another strategy"
         )
-    classes = SECTIONS | {name: load_generator(values[name]["name"]) for name in OF_CHOICES}
-    sections: dict[str, Any] = {name: _build(cls, values.pop(name), name) for name, cls in classes.items()}
-    sections["strategy"] = _build(strategy_config, strategy, "strategy")
-    config: RunConfig = _build(RunConfig, {**values, **sections}, "")
+    classes = {name: load_generator(values[name]["name"]) for name in OF_CHOICES}
+    classes |= {"privacy": SECTIONS["privacy"], "strategy": strategy_config}
+    values |= {name: build(cls, values[name], name) for name, cls in classes.items()}
+    config: RunConfig = build(RunConfig, values, "")
     return config
 
 
-def _refuse_repeated(typed: Sequence[str], overrides: Sequence[str]) -> None:
+def _refuse_repeated(own: Sequence[str], overrides: Sequence[str]) -> None:
     base = dict(_unset(tuple(_chosen(_pairs(overrides)))))
     base.pop(BY_STRATEGY, None)
     first: dict[str, str] = {}
-    for option in typed:
+    for option in own:
         key, _, value = option.partition("=")
         key = key.replace("-", "_")
         earlier = first.setdefault(key if key in GROUPS else _full_key(key, base), option)
@@ -240,7 +261,7 @@ def model_named(name: str) -> ModelConfig:
         If no model has this name.
     """
     check_choice("model", name)
-    config: ModelConfig = _build(ModelConfig, _hydra((f"model={name}",))["model"], "model")
+    config: ModelConfig = build(ModelConfig, _hydra((f"model={name}",))["model"], "model")
     return config
 
 
@@ -359,34 +380,3 @@ def _hydra(overrides: tuple[str, ...]) -> dict[str, Any]:
         raise ConfigError(f"options must be Hydra overrides; got {' '.join(overrides)!r}: {first}") from None
     assert isinstance(composed, dict)
     return {str(key): value for key, value in composed.items()}
-
-
-def _build(cls: type, values: Mapping[str, Any], section: str) -> Any:
-    """Construct a config dataclass; refuse unknown keys and values of the wrong type."""
-    hints = HINTS(cls)
-    known = [field.name for field in fields(cls)]
-    prefix = f"{section}." if section else ""
-    typed = {}
-    for key, value in values.items():
-        if key not in known:
-            raise ConfigError(f"unknown option {prefix}{key}: {nearest(key, known)}")
-        typed[key] = _typed(f"{prefix}{key}".replace("_", "-"), value, hints[key])
-    return cls(**typed)
-
-
-def _typed(option: str, value: Any, hint: Any) -> Any:
-    if get_origin(hint) is tuple:
-        if not isinstance(value, list):
-            raise ConfigError(f"{option} must be a list; got {short(value)}")
-        return tuple(_typed(option, item, get_args(hint)[0]) for item in value)
-    if type(value) is int and not -WHOLE < value < WHOLE:
-        raise ConfigError(f"{option} must be a number of fewer than 19 digits; got {short(value)}")
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is str and isinstance(value, (bool, int, float)):  # the option itself says which words it takes
-        return str(value).lower()
-    if hint in KINDS and type(value) is not hint:
-        raise ConfigError(f"{option} must be {KINDS[hint]}; got {short(value)}")
-    if hint is str and CONTROL.search(value):  # it would break lists and lines of logs
-        raise ConfigError(f"{option} must be on one line, without control characters; got {short(value)}")
-    return value

@@ -30,10 +30,11 @@ from flwr_replay.config.sections import (
 )
 from flwr_replay.config.strategy import StrategyConfig
 
-__all__ = ["RECORD", "TRACKERS", "RunConfig"]
+__all__ = ["RECORD", "TRACKERS", "RunConfig", "check_numbers"]
 
 RECORD = ("none", "up", "all")
 TRACKERS = ("none", "tensorboard", "mlflow", "wandb")
+IN_FILES = ("folder", "clinical", "bags")  # formats with a manifest
 LEAST = 1e-4  # of a core or a GPU, that Ray counts
 
 
@@ -76,20 +77,7 @@ class RunConfig:
     clinics: tuple[str, ...] = ()  # names of those that may join, so that who is missing is named; empty: not known
 
     def __post_init__(self) -> None:
-        within("", self, rounds=(1, ROUNDS), threads=(1, THREADS), nodes=(0, NODES), evaluate_every=(1, inf))
-        within("", self, seed=NOT_NEGATIVE, fraction=SHARE)
-        within("", self, timeout=Range(0, SECONDS, "must be positive, in seconds, and at most a year", "(]"))
-        within("", self, wait=Range(0, SECONDS, "must not be negative, in seconds, and at most a year"))
-        within("", self, client_cpus=Range(0, inf, "must be finite and not negative", "[)"))
-        for name, taken in (("client-cpus", self.client_cpus), ("client-gpus", self.client_gpus)):
-            require(not 0 < taken < LEAST, f"{name} must be 0 or at least {LEAST}, the least of Ray's; got {taken}")
-        require(
-            self.client_gpus >= 0 and (self.client_gpus <= 1 or self.client_gpus.is_integer()),
-            f"client-gpus is a share of one GPU in [0, 1], or a whole number of them; got {self.client_gpus}",
-        )
-        require(self.record in RECORD, f"record must be {', '.join(RECORD)}; got {self.record!r}")
-        one_of("tracking", self.tracking, TRACKERS)
-        one_of("split", self.split, ("test", "validation"))
+        check_numbers(self)
         if self.sealed:
             self._check_sealed()
         if self.masked:
@@ -101,8 +89,12 @@ class RunConfig:
             "generator.slice-seconds must be below timeout, since a message must be answered before that; got "
             f"{self.generator.slice_seconds:g} and {self.timeout:g}: choose fewer, or a longer timeout",
         )
-        within("", self, record_mb=Range(0, inf, "must be positive, in MB", "(]"))
         self.strategy.check_task(self.task)
+        require(
+            self.partition.name != "index" or self.task.format not in IN_FILES,
+            f"partition=index counts the examples of arrays; task={self.task.name} lists files: give its manifest a "
+            "column site, and choose partition=natural",
+        )
         balanced = self.training.batches == "balanced"
         for option in ["batch-sizes"] * bool(self.training.batch_sizes) + ["batches=balanced"] * balanced:
             require(
@@ -238,6 +230,25 @@ class RunConfig:
     def draws_images(self) -> bool:
         """Whether each institution trains an image generator, from which it draws synthetic images."""
         return self.strategy.traits.draws_images or self.replay.name == "buffer"
+
+
+def check_numbers(options: Any) -> None:
+    """Refuse numbers and words that are wrong whatever the sections say, of a `RunConfig` or what has its options."""
+    within("", options, rounds=(1, ROUNDS), threads=(1, THREADS), nodes=(0, NODES), evaluate_every=(1, inf))
+    within("", options, seed=NOT_NEGATIVE, fraction=SHARE)
+    within("", options, timeout=Range(0, SECONDS, "must be positive, in seconds, and at most a year", "(]"))
+    within("", options, wait=Range(0, SECONDS, "must not be negative, in seconds, and at most a year"))
+    within("", options, client_cpus=Range(0, inf, "must be finite and not negative", "[)"))
+    for name, taken in (("client-cpus", options.client_cpus), ("client-gpus", options.client_gpus)):
+        require(not 0 < taken < LEAST, f"{name} must be 0 or at least {LEAST}, the least of Ray's; got {taken}")
+    require(
+        options.client_gpus >= 0 and (options.client_gpus <= 1 or options.client_gpus.is_integer()),
+        f"client-gpus is a share of one GPU in [0, 1], or a whole number of them; got {options.client_gpus}",
+    )
+    require(options.record in RECORD, f"record must be {', '.join(RECORD)}; got {options.record!r}")
+    within("", options, record_mb=Range(0, inf, "must be positive, in MB", "(]"))
+    one_of("tracking", options.tracking, TRACKERS)
+    one_of("split", options.split, ("test", "validation"))
 
 
 def _refuse_beside(rule: str, options: Mapping[str, tuple[object, object]]) -> None:

@@ -244,14 +244,14 @@ class PartitionConfig:
     drop: bool = False  # ks: allow leaving out examples of the most frequent class to reach the target?
     alpha: float = 0.5  # dirichlet: concentration
     shares: tuple[str, ...] = ()  # shares: a row for each institution, a share for each class
-    file: str = ""  # shares: a CSV file in place of the list
+    file: str = ""  # shares: a CSV file in place of the list | index: who owns which example
     deal: str = ""  # own: package.module:function, which deals
     size: int = 0  # examples per institution; 0: as many as possible
     test: str = "iid"  # iid: each test shard is a sample of all; mirror: it has its institution's label distribution
     contrast: float = 0.0  # scale the contrast of institution 1..K's images by 1 - contrast .. 1 + contrast
 
     def __post_init__(self) -> None:
-        one_of("partition.name", self.name, ("iid", "majority", "ks", "natural", "dirichlet", "shares", "own"))
+        one_of("partition.name", self.name, ("iid", "majority", "ks", "natural", "dirichlet", "shares", "index", "own"))
         check_own("partition", self.name, self.deal)
         one_of("partition.majors", self.majors, ("distinct", "random"))
         one_of("partition.rest", self.rest, ("as-left", "uniform"))

@@ -165,7 +165,8 @@ def examples_of(given: Any) -> Examples:
 class Dataset:
     """Examples to train and test on; if the source has them, examples to validate on, and external test examples.
 
-    `classes` are the names of the classes; empty: they are called by their numbers.
+    `classes` are the names of the classes; empty: they are called by their numbers. `held` says which of the data's own
+    training examples were held out, and are `val`.
     """
 
     name: str
@@ -174,6 +175,7 @@ class Dataset:
     val: Examples | None = None
     external: Examples | None = None
     classes: tuple[str, ...] = ()
+    held: NDArray[np.bool_] | None = None
 
 
 def load(task: TaskConfig, kept: DecodedImages | None = None) -> Dataset:
@@ -218,10 +220,11 @@ def dataset_of(raws: dict[str, Raw], task: TaskConfig) -> Dataset:
             raise DataError(
                 f"task={task.name} needs {split} examples; got none in {source and source.images}: add some"
             )
-    if task.validation and not len(splits.get("val", ())):
-        splits |= _held_out(splits["train"])
+    held = _held_out(splits["train"]) if task.validation and not len(splits.get("val", ())) else None
+    if held is not None:
+        splits |= {name: splits["train"].take(np.flatnonzero(own)) for name, own in (("val", held), ("train", ~held))}
     rest = {split: splits[split] for split in ("val", "external") if split in splits and len(splits[split])}
-    return Dataset(task.name, splits["train"], splits["test"], **rest, classes=task.class_names)
+    return Dataset(task.name, splits["train"], splits["test"], **rest, classes=task.class_names, held=held)
 
 
 def bounded(load_task: Callable[[TaskConfig], Dataset], task: TaskConfig) -> Dataset:
@@ -252,7 +255,7 @@ def _divided(examples: Examples) -> dict[str, Examples]:
     return {"train": examples.take(train), "test": examples.take(test)}
 
 
-def _held_out(examples: Examples) -> dict[str, Examples]:
+def _held_out(examples: Examples) -> NDArray[np.bool_]:
     """Hold out about one training example in ten; a hash of it decides, so that no other example moves it."""
     places = [
         derived_seed(SPLIT_SEED, "val", hashlib.sha256(x.tobytes() + y.tobytes()).hexdigest()) / 2**63
@@ -262,7 +265,7 @@ def _held_out(examples: Examples) -> dict[str, Examples]:
     for site in [None] if sites is None else np.unique(sites):  # a site's depend on its own examples only
         members = np.arange(len(examples)) if sites is None else np.flatnonzero(sites == site)
         held[members[parted(np.asarray(places)[members], VALIDATED)[0]]] = True
-    return {"val": examples.take(np.flatnonzero(held)), "train": examples.take(np.flatnonzero(~held))}
+    return held
 
 
 def _checked(raw: Raw, task: TaskConfig) -> Examples:

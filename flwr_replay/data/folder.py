@@ -230,7 +230,9 @@ def _class_rows(root: Path, split: str | None, unread: Counter[str], wrong: list
         unread += others
         unread[f"empty folders called {folder.name}/"] += not files and not others
     if not rows and not wrong:
-        raise DataError(f"{root} must hold a manifest.csv, or a folder of images for each class; got neither")
+        npz = next(root.glob("*.npz"), "")
+        hint = f": task=medmnist task.data-dir={npz} reads arrays" if npz else ""
+        raise DataError(f"{root} must hold a manifest.csv, or a folder of images for each class; got neither{hint}")
     return rows
 
 

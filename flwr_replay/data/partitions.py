@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flwr_replay.config.sections import PartitionConfig, require
+from flwr_replay.data.by_index import deal_by_index
 from flwr_replay.data.by_ks import deal_by_ks
 from flwr_replay.data.by_majority import deal_by_majority
 from flwr_replay.data.by_shares import deal_by_shares
@@ -119,6 +120,7 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
     - shares: stated shares of each class at each institution; see `by_shares`.
     - natural: by the sites that the data name, test and validation examples, too.
     - dirichlet: flwr-datasets' `DirichletPartitioner`; see `dealing`.
+    - index: as a file says, held-out validation examples, too; see `by_index`.
     - own: by a function of the user's; see `dealing`.
 
     Where the data name patients, these are dealt, each with all examples of theirs: a size counts patients then, and
@@ -152,6 +154,7 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
     names, train, test, val_shards = _checked_names(dealt.names, nodes), dealt.parts, dealt.test, dealt.val
     if test is None:
         test = _shards(dataset.test, "test", dataset.train, train, config, seed)
+    if val_shards is None:
         val = dataset.val if dataset.val is not None and len(dataset.val) else None
         val_shards = _shards(val, "val", dataset.train, train, config, seed) if val else None
     shards = {"train": train, "test": test, "val": val_shards or []}
@@ -273,6 +276,7 @@ DEALERS: dict[str, Dealer] = {  # by name of the group partition
     "dirichlet": _by_labels(deal_by_dirichlet),
     "own": _by_labels(deal_by_function),
     "natural": _deal_by_site,
+    "index": deal_by_index,
 }
 
 

@@ -238,7 +238,7 @@ def _values_in(pickled: bytes) -> Any:
 
 
 def read_medmnist(task: TaskConfig) -> dict[str, Raw]:
-    """Read a MedMNIST file `<name>.npz`: `task.data-dir` is the file, or the folder with `<task.name>.npz`."""
+    """Read a MedMNIST file `<name>.npz`: `task.data-dir` is it, or a folder; of several, `<task.name>.npz`."""
     path = _medmnist_file(task)
     if not path.is_file() and task.download:
         _fetch_medmnist(path)
@@ -255,7 +255,7 @@ def read_medmnist(task: TaskConfig) -> dict[str, Raw]:
             raise DataError(f"{path} must hold {key}, as MedMNIST files do; got {', '.join(arrays) or 'nothing'}")
     if len({"val_images", "val_labels"} & arrays.keys()) == 1:
         raise DataError(f"{path} must hold both val_images and val_labels, or neither; one is missing")
-    splits = ["train", "test", *(["val"] if {"val_images", "val_labels"} <= arrays.keys() else [])]
+    splits = ("train", "test", "val")[: 2 + ("val_images" in arrays)]
     return {split: _medmnist_split(path, split, arrays) for split in splits}
 
 
@@ -274,7 +274,11 @@ def medmnist_form(task: TaskConfig) -> dict[str, int]:
 
 def _medmnist_file(task: TaskConfig) -> Path:
     path = data_root(task)
-    return path if path.suffix == ".npz" else path / f"{task.name}.npz"
+    named = path if path.suffix == ".npz" else path / f"{task.name}.npz"
+    there = [named] if named.is_file() or task.download else [*sorted(path.glob("*.npz")), named]
+    if len(there) > 2:
+        raise DataError(f"one .npz file is read; {path} has {len(there) - 1}: set task.data-dir={there[0]} or another")
+    return there[0]
 
 
 def _medmnist_split(path: Path, split: str, arrays: dict[str, NDArray[Any]]) -> Raw:
@@ -284,8 +288,7 @@ def _medmnist_split(path: Path, split: str, arrays: dict[str, NDArray[Any]]) -> 
         raise DataError(
             f"images must be uint8 of shape (N, H, W) or (N, H, W, 3); got {x.dtype} of shape {x.shape} in {images}"
         )
-    if y.ndim == 2 and y.shape[1] == 1:
-        y = y[:, 0]
+    y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
     if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
         raise DataError(
             f"every image must have one class; got labels of {y.dtype} and shape {y.shape} in {labels}: sets with "
@@ -306,8 +309,7 @@ def _fetch_medmnist(path: Path) -> None:
     if name not in medmnist.INFO or not re.fullmatch(r"(64|128|224)?", pixels):
         raise DataError(f"{path.name} must be named as a MedMNIST set: {nearest(name, medmnist.INFO)}")
     reader = getattr(medmnist, medmnist.INFO[name]["python_class"])
-    size = int(pixels or 28)
-    _fetch(path.parent, name, lambda scratch: reader("train", download=True, root=str(scratch), size=size))
+    _fetch(path.parent, name, lambda scratch: reader("train", download=True, root=str(scratch), size=int(pixels or 28)))
 
 
 # --------------------------------------------------------------------------------------------------------- shared

@@ -51,7 +51,7 @@ def show(dataset: Dataset, part: Partition, out: Path | None = None) -> str:
     unused = len(dataset.train) - used - part.dropped
     lines = [
         f"{dataset.name}: {len(part.names)} institutions, {used} training examples"
-        + f", {part.dropped} left out to reach the KS" * bool(part.dropped)
+        + f", {part.dropped} left out" * bool(part.dropped)
         + f", {unused} unused" * bool(unused),
         f"mean pairwise KS {part.ks:.3f}, mean pairwise total variation {part.tv:.3f}",
         *extremes(part.skew),

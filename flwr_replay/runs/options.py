@@ -3,21 +3,23 @@
 What reads run directories imports Flower, and so is imported late: a wrong option is said before.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from flwr_replay.config.compose import COMMAND_LINE, compose, compose_own, overrides_of
+from flwr_replay.config.compose import COMMAND_LINE, check_typed, compose, compose_own, overrides_of
 from flwr_replay.config.quoting import key_of, quoted
 from flwr_replay.config.run import RunConfig
-from flwr_replay.config.sections import TaskConfig
-from flwr_replay.errors import ConfigError, RunError
+from flwr_replay.errors import ConfigError, RunError, refuse_all, refuse_each
 from flwr_replay.files.atomic import read_json
 from flwr_replay.files.disk import there
 
 __all__ = ["file_options", "kept_overrides", "resolve", "run_overrides", "user_files"]
 
 INLINE_NODES = 4
+SEVERAL = re.compile(r"(training\.)?lr=auto|[\w.-]+=[\d.e-]+((\||\.\.)[\d.e-]+)+")  # of an option, in a comparison
 PLACES_AND_TIMES = ("device", "client_cpus", "client_gpus", "timeout", "wait")
 FREE_TO_CHANGE = ("rounds", *PLACES_AND_TIMES, "replay.missing", "record", "record_mb", "tracking", "task.data_dir")
 
@@ -55,17 +57,23 @@ def resolve(
         overrides = [*run_overrides(folder), *options, f"resume={quoted(folder.absolute())}"]
     else:
         overrides = [*_read_off(options), *options, f"runs_dir={quoted(Path(runs_dir).expanduser().absolute())}"]
-    config = compose_own(overrides, typed)
-    overrides += file_options(config)
+    one = [override for override in overrides if not SEVERAL.fullmatch(override)]
+    refuse_each(partial(check_typed, one), partial(_refuse_typed, options))
+    overrides += file_options(compose_own(overrides, typed))
     config = compose(overrides)  # changes only the paths of files
-    if not config.nodes and "nodes" in map(key_of, options):
-        raise ConfigError(f"nodes must be at least 1; got 0: leave it out for all that there are, or {INLINE_NODES}")
     if resume and there(folder / RESULT) and "rounds" in map(key_of, options):
         refuse_fewer(folder.absolute(), config.rounds, read_result(folder)["rounds"])
-    nodes = config.nodes or (
-        _sites(config.task) if config.partition.name == "natural" else len(config.partition.shares) or INLINE_NODES
-    )
+    nodes = config.nodes or (_institutions(config) or len(config.partition.shares) or INLINE_NODES)
     return [*overrides, f"nodes={nodes}"], replace(config, nodes=nodes)
+
+
+def _refuse_typed(options: Sequence[str]) -> None:
+    """Refuse no institutions, and values of a comparison."""
+    several = next((option for option in options if SEVERAL.fullmatch(option)), "")
+    faults = [f"a run has one value of an option; got {several!r}: flwr-replay compare tries several"] * bool(several)
+    if any(re.fullmatch(r"nodes=[ +-]*0+", option) for option in options):
+        faults += [f"nodes must be at least 1; got 0: leave it out for all that there are, or {INLINE_NODES}"]
+    refuse_all(faults)
 
 
 def user_files(config: RunConfig) -> dict[str, Path]:
@@ -127,8 +135,15 @@ def _read_off(options: Sequence[str]) -> list[str]:
     return [f"task.{name}={quoted(value)}" for name, value in form.items()]
 
 
-def _sites(task: TaskConfig) -> int:
-    from flwr_replay.data import site_names
-    from flwr_replay.data.dealt import loaded
+def _institutions(config: RunConfig) -> int:
+    """Count those that the data or a partition's file name; 0: neither does."""
+    if config.partition.name == "natural":
+        from flwr_replay.data import site_names
+        from flwr_replay.data.dealt import loaded
 
-    return len(site_names(loaded(task)))
+        return len(site_names(loaded(config.task)))
+    if config.partition.name == "index":
+        from flwr_replay.data.by_index import listed_parts
+
+        return len(listed_parts(config.partition.file)[1])
+    return 0

@@ -5,8 +5,6 @@ A cell with a result.json is finished and not repeated. One with a checkpoint is
 
 import ctypes
 import gc
-import hashlib
-import json
 import logging
 import multiprocessing
 import re
@@ -29,8 +27,9 @@ from flwr_replay.report.progress import Display, TerminalDisplay
 from flwr_replay.report.run_files import read_result
 from flwr_replay.report.run_page import PAGE
 from flwr_replay.runs.options import resolve
+from flwr_replay.studies.methods import Method
 
-__all__ = ["Cell", "Method", "run_all", "run_cell", "short_hash"]
+__all__ = ["Cell", "run_all", "run_cell"]
 
 A_RUN_WRITES = re.compile(
     r"(config|environment|confusion|metrics|timings|ledger(-\d{4,})?|failures|forgetting|generator|prior|privacy|members|tracking)\.(yaml|json|jsonl|png)|"
@@ -40,25 +39,6 @@ A_RUN_WRITES = re.compile(
 KILLED = (
     "its process was killed, perhaps for lack of memory: lower --jobs, and repeat the command to run what is missing"
 )
-
-
-@dataclass(frozen=True)
-class Method:
-    """One method of a comparison: a strategy with options of its own."""
-
-    label: str  # as the user wrote it: fedreplay:cut=layer2
-    strategy: str
-    options: tuple[str, ...]  # of this method only, resolved: strategy.cut=layer2
-
-    @property
-    def slug(self) -> str:
-        """A folder's name; a hash distinguishes options that differ only in special characters."""
-        if not self.options:
-            return self.strategy
-        text = "-".join(option.removeprefix("strategy.") for option in self.options)
-        slug = re.sub(r"[^a-z0-9.]+", "-", f"{self.strategy}-{text}".lower()).strip("-")
-        plain = all(re.fullmatch(r"[a-z_.]+=[a-z0-9.]+", option) for option in self.options)
-        return slug if plain and len(slug) < 80 else f"{slug[:60]}-{short_hash(list(self.options))}"
 
 
 @dataclass(frozen=True)
@@ -185,11 +165,6 @@ def _remove_unborn(folder: Path) -> None:
         if not A_RUN_WRITES.fullmatch(path.name):
             raise RunError(f"{folder} has no run to resume, but a file that no run writes, {path.name}: move it away")
     shutil.rmtree(folder)
-
-
-def short_hash(value: object) -> str:
-    """Return eight hexadecimal digits of the SHA-256 of a value's JSON."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _seeds(cells: Sequence[Cell]) -> str:

@@ -38,8 +38,8 @@ from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report import run_files
 from flwr_replay.report.metrics import VALIDATION
 from flwr_replay.runs.options import resolve
-from flwr_replay.studies.cells import Cell, Method, run_all, short_hash
-from flwr_replay.studies.methods import methods_of, named, options_of, swept
+from flwr_replay.studies.cells import Cell, run_all
+from flwr_replay.studies.methods import Method, methods_of, named, options_of, short_hash, swept
 from flwr_replay.studies.rates import AUTO, refuse, trials, with_rates
 
 __all__ = ["PlannedComparison", "compare_strategies", "planned", "run_comparisons"]

@@ -1,24 +1,36 @@
 """Parse a comparison as typed: methods with their own options, options for all methods, seeds."""
 
+import hashlib
+import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from itertools import chain
 
-from flwr_replay.config.catalogue import check_choice, choices, parts_of
-from flwr_replay.config.compose import SECTIONS
-from flwr_replay.config.halves import load_generator, load_strategy
+from flwr_replay.config.catalogue import check_choice, choices, own_options, parts_of
+from flwr_replay.config.compose import SECTIONS, check_typed
 from flwr_replay.config.parts import allow
-from flwr_replay.config.quoting import digits
+from flwr_replay.config.quoting import digits, key_of
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, nearest
-from flwr_replay.studies.cells import Method
 
-__all__ = ["methods_of", "named", "options_of", "own_option", "seeds_of", "swept", "with_kept"]
+__all__ = [
+    "Method",
+    "methods_of",
+    "named",
+    "options_of",
+    "own_option",
+    "refuse_typos",
+    "seeds_of",
+    "short_hash",
+    "swept",
+    "with_kept",
+]
 
 SEEDS = (0, 1, 2)
 MOST_SEEDS = 1000
+OPEN = re.compile(r"[^=]*=(auto|[^/'\"]*\.\.[^/'\"]*)")  # what is looked for before the comparison
 OF_A_METHOD = (  # sections in which the methods may differ; of options with the same short name the last one is meant
     "task",
     "partition",
@@ -41,6 +53,30 @@ OURS = {  # options that a comparison sets itself, with what to write instead
     "run_name": "cells are named by method and seed",
     "resume": "repeat the same command to continue",
 }
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method of a comparison: a strategy with options of its own."""
+
+    label: str  # as the user wrote it: fedreplay:cut=layer2
+    strategy: str
+    options: tuple[str, ...]  # of this method only, resolved: strategy.cut=layer2
+
+    @property
+    def slug(self) -> str:
+        """A folder's name; a hash distinguishes options that differ only in special characters."""
+        if not self.options:
+            return self.strategy
+        text = "-".join(option.removeprefix("strategy.") for option in self.options)
+        slug = re.sub(r"[^a-z0-9.]+", "-", f"{self.strategy}-{text}".lower()).strip("-")
+        plain = all(re.fullmatch(r"[a-z_.]+=[a-z0-9.]+", option) for option in self.options)
+        return slug if plain and len(slug) < 80 else f"{slug[:60]}-{short_hash(list(self.options))}"
+
+
+def short_hash(value: object) -> str:
+    """Return eight hexadecimal digits of the SHA-256 of a value's JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def swept(names: Sequence[str], options: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -161,14 +197,10 @@ def seeds_of(text: str) -> tuple[int, ...]:
 def _refuse_of_some(key: str, value: str, names: Sequence[str]) -> None:
     """Refuse an option for all methods that only some of them have."""
     plain = key.removeprefix("strategy.")
-    knowing = [name for name in names if plain in _own_fields(name)]
+    knowing = [name for name in names if plain in own_options("strategy", name)]
     if knowing and len(knowing) < len(names):
         instead = " ".join(f"{name}.{plain.replace('_', '-')}={value}" for name in knowing)
         raise ConfigError(f"{key.replace('_', '-')} is an option of {', '.join(knowing)} only: write {instead}")
-
-
-def _own_fields(strategy: str) -> list[str]:
-    return [field.name for field in fields(load_strategy(strategy)[1])]
 
 
 def methods_of(names: Sequence[str], own: dict[str, list[str]]) -> list[Method]:
@@ -193,6 +225,31 @@ def methods_of(names: Sequence[str], own: dict[str, list[str]]) -> list[Method]:
     return methods
 
 
+def refuse_typos(strategies: Sequence[str], options: Sequence[str], tunes: bool) -> None:
+    """Refuse what is wrong in a comparison as typed, before PyTorch is imported; ranges and `auto` are left out."""
+    if not tunes and (ranged := next((option for option in options if OPEN.fullmatch(option) and ".." in option), "")):
+        raise ConfigError(
+            f"a range is searched by --tune; got {ranged}: add --tune 20, or write lr=auto or lr=0.1|0.01"
+        )
+    first = _strategy(strategies[0])
+    for option in (option for option in options if OPEN.fullmatch(option) or "|" in option):
+        full = _full_name(option, first)
+        alike = [option] + [other for other in options if other != option and _full_name(other, first) == full]
+        if len(alike) > 1:
+            raise ConfigError(f"an option has one value, or several between bars; got {' and '.join(alike)}: keep one")
+    strategies, options = swept(strategies, [option for option in options if not OPEN.fullmatch(option)])
+    shared, own, _ = options_of(options, [named(name)[1].partition(":")[0] for name in strategies])
+    for method in methods_of(strategies, own):
+        check_typed([f"strategy={method.strategy}", *shared, *method.options])
+
+
+def _full_name(option: str, strategy: str) -> str:
+    try:
+        return own_option(strategy, option)[0]
+    except ConfigError:  # of one method, or of the comparison
+        return key_of(option)
+
+
 def named(name: str) -> tuple[str, str]:
     """Split `label := strategy:option=value` into label and method; without a label, the method is the label."""
     label, given, spec = name.partition(":=")
@@ -210,13 +267,11 @@ def own_option(strategy: str, option: str) -> tuple[str, str]:
         raise ConfigError(
             f"{OF_ALL[plain]} holds for a whole comparison; got {plain}={value}: run a comparison for each {plain}"
         )
-    classes = {name: [SECTIONS[name]] for name in OF_A_METHOD}
-    classes["generator"] = [load_generator(name) for name in choices("generator")]
-    sections = {
-        name: [field.name for cls in variants for field in fields(cls) if field.name != "name"]
-        for name, variants in classes.items()
-    }
-    sections["strategy"] = _own_fields(strategy)
+    sections = {name: [field.name for field in fields(SECTIONS[name]) if field.name != "name"] for name in OF_A_METHOD}
+    sections["generator"] += [
+        option for name in choices("generator") for option in sorted(own_options("generator", name))
+    ]
+    sections["strategy"] = sorted(own_options("strategy", strategy))
     full = {f"{section}.{name}" for section, names in sections.items() for name in names}
     short = {name: f"{section}.{name}" for section, names in sections.items() for name in names}  # the last one wins
     chosen = [field.name for field in fields(RunConfig) if field.name not in OURS]

@@ -27,10 +27,9 @@ from flwr_replay.report.plots import lines
 from flwr_replay.report.run_files import read_result
 from flwr_replay.report.templates import spared
 from flwr_replay.report.texts import findings, lines_of, of_methods
-from flwr_replay.studies.cells import short_hash
 from flwr_replay.studies.compare import PlannedComparison, planned, run_comparisons
 from flwr_replay.studies.leakage import Asked, attacked, leakage
-from flwr_replay.studies.methods import seeds_of
+from flwr_replay.studies.methods import seeds_of, short_hash
 from flwr_replay.studies.printed import Printed
 
 __all__ = ["Part", "forecast", "parts_of", "plan_study", "run_study", "studies"]

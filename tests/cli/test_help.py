@@ -81,9 +81,14 @@ def test_a_run_imports_no_more_than_it_uses(tmp_path):
     ("words", "message"),
     [
         (["run", "rouns=3", "batch-siz=2"], "unknown option 'rouns': did you mean rounds?"),
+        (["run", "rounds=abc", "lr=auto"], "got 'abc' error: a run has one value of an option; got 'lr=auto'"),
+        (["compare", "fedavg,cwt", "rounds=abc"], "rounds must be a whole number; got 'abc'"),
+        (["compare", "fedavg,cwt:muu=1", "lr=auto"], "unknown option 'muu' of the method cwt"),
+        (["compare", "cwt", "lr=auto", "training.lr=1"], "got lr=auto and training.lr=1: keep one"),
+        (["compare", "cwt", "lr=0.1..1"], "a range is searched by --tune; got lr=0.1..1"),
+        (["study", "skwe"], "unknown study 'skwe': did you mean skew?"),
         (["compare", "fedavg,cwt", "lr=0.1..1", "--tune", "3"], f"--tune needs Optuna: {installing('optuna')}"),
     ],
-    ids=["option", "optuna"],
 )
 def test_what_is_wrong_is_said_before_anything_large_is_imported(words, message):
     """As PyTorch takes seconds."""

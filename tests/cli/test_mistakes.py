@@ -14,7 +14,8 @@ SEVERAL = {
         "record-mb",
         "mu is an option",
     ),
-    ("encoder=file", "lr=0"): ("encoder-file=PATH go together", "lr must be positive"),
+    ("encoder=file", "masked=true"): ("encoder-file=PATH go together", "masked=true is for"),
+    ("ks=2", "lr=0.1|0.2", "nodes=0"): ("ks is a statistic", "has one value of an option", "nodes must be at least 1"),
     ("strategy=scaffold", "replay=vqvae2", "optimizer=adam", "batch-size=1"): (
         "replay is for serial and parallel methods",
         "batch norm needs batches",
@@ -58,7 +59,7 @@ def test_options_that_do_not_go_together_are_one_mistake(flwr_replay, words):
         (["--against", "cwt"], ["No such option '--against'; it is one of flwr-replay compare"]),
         (
             ["strategy=fedavg", "dp=latents"],
-            ["can have dp=generator+prior+classifier+statistics; got dp=latents"],
+            ["can have dp=classifier, with replay=vqvae2 dp=generator, with replay=pixelcnn dp=prior, with"],
         ),
         (["strategy=local", "dp=generator"], ["strategy=local can have dp=classifier; got dp=generator"]),
         (["cut=layer7"], ["cut must be one of", "layer7", "conv1"]),

@@ -290,8 +290,12 @@ def medmnist_arrays(*shape: int, n: int = 5) -> dict[str, Any]:
 
 def test_medmnist_grey_and_colour_file_and_folder(tmp_path: Path, task: Task) -> None:
     grey, colour = medmnist_arrays(28, 28), medmnist_arrays(28, 28, 3)
-    np.savez(tmp_path / "medmnist.npz", **grey)
+    np.savez(tmp_path / "any.npz", **grey)
+    assert len(load(task("medmnist", data_dir=str(tmp_path))).train) == 5  # the only one there
     np.savez(tmp_path / "colour.npz", **{key: value for key, value in colour.items() if "val" not in key})
+    with pytest.raises(DataError, match=r"one \.npz file is read; .* has 2: set task\.data-dir=.*any\.npz or another"):
+        load(task("medmnist", data_dir=str(tmp_path)))
+    np.savez(tmp_path / "medmnist.npz", **grey)
     data = load(task("medmnist", data_dir=str(tmp_path)))
     np.testing.assert_array_equal(data.train.x[:, 0], grey["train_images"])
     assert data.train.y.tolist() == [0, 1, 0, 1, 0]
@@ -386,7 +390,8 @@ def test_choices_are_named_as_their_files_and_hold_known_options() -> None:
         assert TaskConfig(**{**values, "class_names": tuple(values.get("class_names", ()))}).name == path.stem
     for path in (ROOT / "conf" / "partition").glob("*.yaml"):
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        needed = {"name", "test"} | {"deal" if path.stem == "own" else "size"}  # a function says itself how many
+        itself = {"own": "deal", "index": "file"}  # says how many
+        needed = {"name", "test", itself.get(path.stem, "size")}
         assert needed <= set(values) <= set(PartitionConfig.__dataclass_fields__), path
         values |= {"shares": tuple(values["shares"])} if "shares" in values else {}
         own = {"deal": "package.module:function"} if path.stem == "own" else {}
