@@ -1,14 +1,15 @@
 """The cost of features that are computed once: beside plain PyTorch, the pass that computes them, and rounds on them.
 
     python benchmarks/features.py pass --data ../shared/data/cifar10-8k.npz --size 96 --images 256 --repeats 15
+    python benchmarks/features.py answer --data ../shared/data/cifar10-8k.npz --size 96 --images 500 --repeats 5
     python benchmarks/features.py rounds --data ../shared/data/cifar10-8k.npz --size 32 --rounds 51
 
 The encoder is EfficientNet-Lite0 with its ImageNet weights, on one thread of a CPU. `pass` computes and keeps features
 with nothing kept before, and in turn passes the same images through the same encoder, in batches of as many and in
-batches of 64, without digests and files. `rounds` is FedAvg on 8 institutions, model.train=head, one pass and one test
-a round, in process; its features are there. In turn the loop of engine.py takes the same batches and steps
-of the head alone on the same features, and tests on as many; after it Flower's own FedAvg does so with a plain
-ClientApp. Medians of the paired ratios count.
+batches of 64, without digests and files. `answer` adds FedStats' sums, products and noise to that. `rounds` is FedAvg
+on 8 institutions, model.train=head, one pass and one test a round, in process; its features are there. In turn the loop
+of engine.py takes the same batches and steps of the head alone on the same features, and tests on as many; after it
+Flower's own FedAvg does so with a plain ClientApp. Medians of the paired ratios count.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from engine import Pairing, flower, sequential
 from numpy.typing import NDArray
 
+from flwr_replay.clients.fedstats import FedStatsClient
 from flwr_replay.config.compose import compose
 from flwr_replay.config.run import RunConfig
 from flwr_replay.data import Dataset, Examples
@@ -38,6 +41,8 @@ from flwr_replay.institution.owner import Shard
 from flwr_replay.models.frozen import Frozen
 from flwr_replay.models.layers import as_input
 from flwr_replay.models.zoo import encoder_of
+from flwr_replay.payloads.fedstats import ClassSums, Summarise
+from flwr_replay.report.progress import Display
 
 CPU = torch.device("cpu")
 
@@ -73,6 +78,32 @@ def passes(config: RunConfig, encoder: Frozen, images: int, repeats: int) -> Non
         report(f"plain pass, batches of {size}", theirs, "pass", [pair[0] for pair in seconds])
 
 
+def answers(config: RunConfig, overrides: list[str], encoder: Frozen, images: int, repeats: int) -> None:
+    """Print what FedStats' answer of one institution takes, its features computed anew, beside a plain pass."""
+    file, took, summarise = home() / "few.npz", list[float](), FedStatsClient.summarise
+    few, none = (loaded(config.task).train.take(np.arange(count)) for count in (images, 0))
+    with np.load(config.task.data_dir) as arrays:
+        np.savez(file, **{name: array[: images if "train" in name else 9] for name, array in arrays.items()})
+    job = [*overrides, "strategy=fedstats", "head=lda", "dp=statistics", "target_epsilon=8", "delta=1e-5", "nodes=1"]
+    job += [f"task.data_dir={file}", f"partition.size={images}", "rounds=1", "split=test", f"runs_dir={home()}"]
+
+    def timed(client: FedStatsClient, request: Summarise) -> ClassSums:
+        begun = time.perf_counter()
+        made = summarise(client, request)
+        took.append(time.perf_counter() - begun)
+        return made
+
+    theirs, mine = list[float](), list[float]()
+    size = FeatureSource(config.task, {"train": few}, encoder, CPU).together
+    with patch.object(FedStatsClient, "summarise", timed):
+        for repeat in range(repeats):
+            run_inline([*job, f"seed={repeat}"], Display())
+            mine.append(took[-1] + ours(Dataset("few", few, none), config, encoder, home() / str(repeat)))
+            theirs.append(plain(encoder, few.x, size))
+    report(f"plain pass, batches of {size}", theirs, "FedStats' answer", mine)
+    print(f"of which sums and noise {statistics.median(took):.4f} s")
+
+
 def flat(examples: Examples) -> Shard:
     """Return features as a linear layer takes them."""
     return Shard(torch.from_numpy(examples.x.reshape(len(examples), -1)), torch.from_numpy(examples.y), 0)
@@ -103,7 +134,7 @@ def report(name: str, theirs: Sequence[float], own: str, mine: Sequence[float]) 
 def main() -> None:
     """Measure and print medians and ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["pass", "rounds"])
+    parser.add_argument("what", choices=["pass", "answer", "rounds"])
     parser.add_argument("--data", required=True, help="CIFAR-10 in MedMNIST's layout")
     parser.add_argument("--size", type=int, default=96, help="pixels to which images are brought")
     parser.add_argument("--images", type=int, default=256)
@@ -130,6 +161,8 @@ def main() -> None:
         assert encoder is not None
         if given.what == "pass":
             passes(config, encoder, given.images, given.repeats)
+        elif given.what == "answer":
+            answers(config, overrides, encoder, given.images, given.repeats)
         else:
             rounds(config, overrides, encoder)
 
