@@ -120,7 +120,8 @@ class LogDisplay(Display):
         done = exchange - self.first[0] if self.first else 0
         if not self.first or not done:
             return ""
-        left = progress.rounds * progress.per_round - exchange
+        if not (left := progress.rounds * progress.per_round - exchange):
+            return "  testing"  # the last model, which may take longer than a round
         return f"  remaining {shown_time((now - self.first[1]) / done * left)}"
 
 

@@ -33,6 +33,7 @@ def test_a_resumed_run_knows_the_time_left_from_its_first_exchange(monkeypatch):
     display.begin(Progress("cwt", rounds=10, per_round=1, done=6, began=10.0))
     monkeypatch.setattr("time.monotonic", lambda: 14.0)
     assert display.remaining(7) == "  remaining 0:00:12"
+    assert display.remaining(10) == "  testing"
 
 
 def test_a_pipe_gets_no_colours():
