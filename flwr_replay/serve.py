@@ -47,7 +47,12 @@ def serve(make_client: Callable[[Context], NumPyClient | Client], mods: list[Mod
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        return _evaluate(_numpy_client(make_client(context)), message)
+        client = _numpy_client(make_client(context))
+        if isinstance(client, InstitutionClient):  # whose metrics may lack a loss
+            return Message(client.answer(*_received(message)).encode(), reply_to=message)
+        named, config = _received(message)
+        loss, num_examples, own = client.evaluate(_own(named), config)
+        return Message(RecordDict({"metrics": _metrics(num_examples, {"loss": float(loss), **own})}), reply_to=message)
 
     @app.query()
     def query(message: Message, context: Context) -> Message:
@@ -128,14 +133,6 @@ def _fit(client: NumPyClient, message: Message) -> Message:
     if arrays:
         content["arrays"] = array_record(arrays)
     return Message(content, reply_to=message)
-
-
-def _evaluate(client: NumPyClient, message: Message) -> Message:
-    if isinstance(client, InstitutionClient):  # whose metrics may lack a loss
-        return Message(client.answer(*_received(message)).encode(), reply_to=message)
-    named, config = _received(message)
-    loss, num_examples, metrics = client.evaluate(_own(named), config)
-    return Message(RecordDict({"metrics": _metrics(num_examples, {"loss": float(loss), **metrics})}), reply_to=message)
 
 
 def _received(message: Message) -> tuple[StateDict, dict[str, Any]]:

@@ -190,5 +190,4 @@ class FedAvgShare(FedAvg):
 
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
         """Restore who holds whose examples."""
-        if "received_in" in values:  # older versions did not keep it: all receive once more
-            self.received, self.held, self.received_in = (values[key] for key in ("received", "held", "received_in"))
+        self.received, self.held, self.received_in = (values[key] for key in ("received", "held", "received_in"))

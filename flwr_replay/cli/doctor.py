@@ -5,6 +5,8 @@ import os
 import shutil
 from pathlib import Path
 
+import torch
+
 from flwr_replay.engines.superlink import answers, flower
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import home, make_folder
@@ -37,23 +39,12 @@ def examine() -> tuple[bool, str]:
     for tool in ("flwr", "flower-superlink", "flower-supernode"):
         path = shutil.which(flower(tool))
         findings.append((path is not None, f"{tool}: {path or 'not on PATH; activate the environment, or use uv run'}"))
-    findings.append(_ray())
-    findings.append(_gpu())
-    return all(ok for ok, _ in findings), "\n".join(f"{'ok ' if ok else 'NO '} {text}" for ok, text in findings)
-
-
-def _ray() -> tuple[bool, str]:
     try:
         importlib.import_module("ray")
+        findings.append((True, f"Ray can be imported; {os.cpu_count()} cores for its actors"))
     except ImportError as error:
-        return False, f"Ray cannot be imported: {error}"
-    return True, f"Ray can be imported; {os.cpu_count()} cores for its actors"
-
-
-def _gpu() -> tuple[bool, str]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return True, "GPU: none; training runs on the CPU"
-    names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    return True, f"GPU: {names}"
+        findings.append((False, f"Ray cannot be imported: {error}"))
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    names = ", ".join(map(torch.cuda.get_device_name, gpus)) or "none; training runs on the CPU"
+    findings.append((True, f"GPU: {names}"))
+    return all(ok for ok, _ in findings), "\n".join(f"{'ok ' if ok else 'NO '} {text}" for ok, text in findings)

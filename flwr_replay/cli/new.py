@@ -19,6 +19,14 @@ TEMPLATES = Path(__file__).parent.parent / "templates"
 NAME = re.compile(r"[a-z][a-z0-9]{0,39}")  # it becomes a folder, a module, a class and a word of a shell
 # What the templates call themselves.
 CALLED = {"strategy": "mymethod", "app": "myapp", "study": "mystudy", "partition": "mypartition", "attack": "myattack"}
+KINDS = {
+    "strategy": "Write a package with a strategy: both halves, payload, options and a test. Installed, it is "
+    "strategy=NAME.",
+    "app": "Write a Flower app with your own model, data and training, and a strategy from here.",
+    "study": "Write a study: the options that all agree on, with your own model and data.",
+    "partition": "Write a partition: a function that deals the examples, and its test. It is partition=NAME:deal.",
+    "attack": "Write an attack on recorded messages, and its test. It is privacy attack RUN --attack NAME:attack.",
+}
 NEXT = "README.md in it says how to install and try it"
 
 app = typer.Typer(
@@ -31,34 +39,14 @@ Name = Annotated[str, typer.Argument(metavar="NAME")]
 Into = Annotated[str, typer.Option("--into", help="The folder in which the new one is made.")]
 
 
-@app.command()
-def strategy(name: Name, into: Into = ".") -> None:
-    """Write a package with a strategy: both halves, payload, options and a test. Installed, it is strategy=NAME."""
-    _write("strategy", name, into)
+def _command(kind: str) -> None:
+    @app.command(kind, help=KINDS[kind])
+    def write(name: Name, into: Into = ".") -> None:
+        _write(kind, name, into)
 
 
-@app.command("app")
-def flower_app(name: Name, into: Into = ".") -> None:
-    """Write a Flower app with your own model, data and training, and a strategy from here."""
-    _write("app", name, into)
-
-
-@app.command()
-def study(name: Name, into: Into = ".") -> None:
-    """Write a study: the options that all agree on, with your own model and data."""
-    _write("study", name, into)
-
-
-@app.command()
-def partition(name: Name, into: Into = ".") -> None:
-    """Write a partition: a function that deals the examples, and its test. It is partition=NAME:deal."""
-    _write("partition", name, into)
-
-
-@app.command()
-def attack(name: Name, into: Into = ".") -> None:
-    """Write an attack on recorded messages, and its test. It is privacy attack RUN --attack NAME:attack."""
-    _write("attack", name, into)
+for kind in KINDS:
+    _command(kind)
 
 
 def _write(kind: str, name: str, into: str) -> None:

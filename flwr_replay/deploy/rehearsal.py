@@ -90,7 +90,10 @@ def rehearse(
         private_folder(place / part)
     deal(rows, names, place / "data")
     if config.hiding.pinned:
-        shared["seal-peers"] = str(_pins(place, sorted(set(names))))
+        states = {name: private_folder(place / "state" / name) for name in sorted(set(names))}
+        pins = "".join(f"{name} {make_key(state / KEY)[1]}\n" for name, state in states.items())
+        write_atomic(place / "peers.txt", pins)
+        shared["seal-peers"] = str(place / "peers.txt")
     with ExitStack() as stack:
         link = stack.enter_context(_linked(place, tls))
         for name in sorted(set(names)):
@@ -111,13 +114,6 @@ def rehearse(
             f"the rehearsal ended without a result; its reason is above, and all logs are in {place / 'logs'}"
         )
     return result, folder
-
-
-def _pins(place: Path, names: Sequence[str]) -> Path:
-    """Make every institution's key to seal or mask with, and a file that pins them all."""
-    keys = {name: make_key(private_folder(place / "state" / name) / KEY)[1] for name in names}
-    write_atomic(place / "peers.txt", "".join(f"{name} {key}\n" for name, key in keys.items()))
-    return place / "peers.txt"
 
 
 @contextmanager

@@ -29,14 +29,7 @@ from flwr_replay.wire.recording import DIRECTIONS
 from flwr_replay.wire.records import metrics_in
 from flwr_replay.wire.weights import to_arrays
 
-__all__ = [
-    "Expected",
-    "exchanged",
-    "expected",
-    "forecast",
-    "forecast_page",
-    "planned_privacy",
-]
+__all__ = ["Expected", "exchanged", "expected", "forecast", "forecast_page", "planned_privacy"]
 
 
 @dataclass(frozen=True)

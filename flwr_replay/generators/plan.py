@@ -104,12 +104,6 @@ class ReplayPlan:
         images = as_input(x_B)
         return torch.cat([images, y_B[:, None].float()], dim=1) if self.kind == "segmentation" else images
 
-    def split_masks(self, images_B: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Return examples and labels of generated images; a mask is where its channel is at least one half."""
-        if self.kind != "segmentation":
-            return images_B, labels_B
-        return images_B[:, :-1], (images_B[:, -1] >= 0.5).to(torch.uint8)
-
     @property
     def at_once(self) -> int:
         """Number of images encoded or decoded at a time: 256 small ones, or about as many pixels of larger ones."""

@@ -84,7 +84,10 @@ class Learner:
         TrainingError: the clipped gradients of single examples do not hold it.
         """
         self.steps += 1
-        self._tell()
+        if (now := time.monotonic()) - self.told >= SILENT:  # a visit may take hours
+            pace = self.steps / (now - self.began)
+            logging.getLogger("flwr").info("%s steps in this visit so far, %.3g a second", f"{self.steps:,}", pace)
+            self.told = now
         num_replayed = self.sampler.beside(self.batch_size) if self.sampler else 0
         if self.dp:
             if penalty is not None:
@@ -97,13 +100,6 @@ class Learner:
         extra = penalty() if callable(penalty) else penalty  # a Tensor is not callable
         step(self.model, self.optimizer, loss if extra is None else loss + extra)
         self.seen += len(y_B)
-
-    def _tell(self) -> None:
-        """Write to Flower's log, now and then, how many steps were taken: a visit may take hours."""
-        if (now := time.monotonic()) - self.told >= SILENT:
-            pace = self.steps / (now - self.began)
-            logging.getLogger("flwr").info("%s steps in this visit so far, %.3g a second", f"{self.steps:,}", pace)
-            self.told = now
 
     @property
     def counts(self) -> dict[str, Any]:

@@ -100,10 +100,9 @@ class MutualLearner:
         """Let both models step on a batch, each with the other's outputs from before either has stepped."""
         learns = len(y_B) >= self.fewest and self.request.listen == "loss"  # else in passes of its own
         f_B = self.private.model(x_B) if learns else inference(self.private.model, x_B)
-        mutual = mutual_losses if self.dp else mutual_loss  # DP-SGD needs every example's own loss
-
         loss_phi = partial(mutual_loss, self.task, self.alpha, f_B, y_B=y_B)  # eq. 4: (1 - α) CE(f, y) + α KL(h ‖ f)
-        loss_theta = partial(mutual, self.task, self.beta)  # eq. 5: (1 - β) CE(h, y) + β KL(f ‖ h)
+        each = self.dp is not None  # DP-SGD needs every example's own loss
+        loss_theta = partial(mutual_loss, self.task, self.beta, each=each)  # eq. 5: (1 - β) CE(h, y) + β KL(f ‖ h)
         h_B = self.proxy_step(loss_theta, x_B, y_B, f_B.detach())  # eq. 7: θ ← θ - η (Σ clipped g_θ + noise) / b
         if learns:
             self.private_step(loss_phi, h_B)  # eq. 6: φ ← φ - η ∇L_φ
@@ -157,17 +156,15 @@ def shift_batch(x_BCHW: Tensor, pixels: int, rng: torch.Generator) -> Tensor:
     return padded[:, :, down : down + height, right : right + width]
 
 
-def mutual_loss(task: Task, weight: float, student_B: Tensor, teacher_B: Tensor, y_B: Tensor) -> Tensor:
-    """Return (1 - weight) CE + weight KL(teacher ‖ student) of logits (B, C), a mean over the batch."""
+def mutual_loss(
+    task: Task, weight: float, student_B: Tensor, teacher_B: Tensor, y_B: Tensor, each: bool = False
+) -> Tensor:
+    """Return (1 - weight) CE + weight KL(teacher ‖ student) of logits (B, C): a mean, or of `each` example, (B,)."""
+    loss = task.losses(student_B, y_B) if each else task.loss(student_B, y_B)
     if not weight:
-        return task.loss(student_B, y_B)
-    return (1 - weight) * task.loss(student_B, y_B) + weight * divergences(student_B, teacher_B).mean()
-
-
-def mutual_losses(task: Task, weight: float, student_B: Tensor, teacher_B: Tensor, y_B: Tensor) -> Tensor:
-    """Return (1 - weight) CE + weight KL(teacher ‖ student) of every example, (B,)."""
-    single_B = task.losses(student_B, y_B)
-    return (1 - weight) * single_B + weight * divergences(student_B, teacher_B) if weight else single_B
+        return loss
+    apart_B = divergences(student_B, teacher_B)
+    return (1 - weight) * loss + weight * (apart_B if each else apart_B.mean())
 
 
 def divergences(student_B: Tensor, teacher_B: Tensor) -> Tensor:

@@ -109,12 +109,7 @@ def scorers(config: RunConfig, images_m: Tensor, labels_m: Tensor, noise: bool) 
     """Return what scores the releases of a run: of classifiers, proxies and encoders, or with `noise` of generators."""
     canaries = as_input(images_m), labels_m
     if not noise:
-        return [
-            OfModel(
-                lambda seed: backbone(config.model, config.task)(seed),
-                lambda model: task_scores(model, config.task, *canaries),
-            )
-        ]
+        return [OfModel(backbone(config.model, config.task), lambda model: task_scores(model, config.task, *canaries))]
     if config.draws_images:
         return [partial(_of_drawn, canaries[0])]
     plan = ReplayPlan.of(config)

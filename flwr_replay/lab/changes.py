@@ -203,8 +203,10 @@ class OfChange(Trial):
                 raise OtherOriginals(f"{OTHERS}: {counts}")
             raise DataError(f"{OTHERS}, or others' examples were added: {counts}")
         x, y = originals.x_NCHW[kept_n], originals.y_N[kept_n]
+        came = torch.cat([array.flatten() for array in self.change.values()])
         for anew, rows in self.anew(x, y):
-            if self._near(anew):
+            again = torch.cat([anew[name].flatten() for name in self.change])
+            if (again - came).norm() <= NEAR * came.norm():
                 return kept_n[rows]
         if plain and not same and self.training.augment == "none":
             raise OtherOriginals(f"{OTHERS}: give the data of the run, as they were when it ran")
@@ -212,11 +214,6 @@ class OfChange(Trial):
             raise DataError(f"{OTHERS}, or {config.strategy.name} trains otherwise than FedAvg")
         self.add(f"{NOT_ANEW}.")
         return kept_n if self.mixed == len(kept_n) else None
-
-    def _near(self, anew: dict[str, Tensor]) -> bool:
-        """Say whether a change that was computed anew is the one that came back."""
-        right, again = (torch.cat([arrays[name].flatten() for name in self.change]) for arrays in (self.change, anew))
-        return bool((again - right).norm() <= NEAR * right.norm())
 
     def kept(self, number: int) -> Tensor:
         """Return which of an institution's examples it trains on."""
@@ -328,8 +325,8 @@ class OfHalf(OfChange):
 
     def tried(self, attacker: Attacker, change: dict[str, Tensor]) -> Iterator[Attempt]:
         """Search with the gradients that the server has sent in place of labels."""
-        given_n = torch.cat(self.gradients)
-        yield from attacker.changes(self.model, _product, change, given_n, self.local, at_cut=True)
+        given_n = torch.cat(self.gradients)  # G is the gradient at the activations a of the number ⟨a, G⟩
+        yield from attacker.changes(self.model, lambda a, g: (a * g).sum(), change, given_n, self.local, at_cut=True)
 
     def anew(self, x: Tensor, y: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         """Step on the recorded gradients, batch by batch."""
@@ -340,8 +337,3 @@ class OfHalf(OfChange):
             seen.append(chosen)
             late_steps(model, optimizer, [model(x[chosen])], [gradient])
         yield self.changed(model), torch.cat(seen)
-
-
-def _product(activations_B: Tensor, gradients_B: Tensor) -> Tensor:
-    """Return the number whose gradient at the activations is the given one: ⟨a, G⟩."""
-    return (activations_B * gradients_B).sum()

@@ -77,7 +77,8 @@ def sentence(result: Mapping[str, Any], least: int = 0) -> str:
         name = result["attack"]
         shown = name if is_part(name) else f"{name[0].upper()}{name[1:]}"
         return f"{sent} {shown} was not tried: {why}"
-    tried = f"in {_time(result['seconds'])}, by {result['attack']}"
+    unit, each = next((unit, each) for most, unit, each in TIMES if result["seconds"] < most)
+    tried = f"in {_count(max(1, round(result['seconds'] / each)), unit)}, by {result['attack']}"
     if not result.get("scores"):
         return f"{sent} There are pictures, {tried}; nobody judged them: {why}"
     note, scores, control = _unnumbered(result["note"], "", least), result["scores"], result.get("control")
@@ -224,8 +225,3 @@ def between(estimate: dict[str, float], form: str = "{:.2f}") -> str:
 
 def _number(value: float | str) -> str:
     return f"{value:.1f} dB" if isinstance(value, float) else "infinite, at least one image is exact"
-
-
-def _time(seconds: float) -> str:
-    unit, each = next((unit, each) for most, unit, each in TIMES if seconds < most)
-    return _count(max(1, round(seconds / each)), unit)

@@ -59,7 +59,9 @@ def timm_model(model: ModelConfig, task: TaskConfig) -> StagedModel:
     net = out_of_place(timm.create_model(model.name, num_classes=0, in_chans=channels))
     chain, features = _chain(net.eval(), torch.empty(1, channels, size, size, device="meta"))
     blocks = {info["module"] for info in net.feature_info}
-    mean, std = (_for_channels(weights[key], channels) for key in ("mean", "std"))
+    mean, std = tuple(weights["mean"]), tuple(weights["std"])
+    if channels != len(mean):  # for other channels than three, the mean of the published numbers
+        mean, std = ((sum(numbers) / len(numbers),) * channels for numbers in (mean, std))
     mode = "bilinear" if weights["interpolation"] == "bilinear" else "bicubic"
     stages: OrderedDict[str, nn.Module] = OrderedDict(features=stage(whole=net))
     if chain:
@@ -132,11 +134,6 @@ def _timm(name: str) -> Any:
     except ImportError:
         raise ConfigError(MISSING.format(f"model.name={name}", "timm")) from None
     return timm
-
-
-def _for_channels(numbers: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    """Return a number for each channel: the published ones, or for other channels than three their mean."""
-    return tuple(numbers) if len(numbers) == channels else (sum(numbers) / len(numbers),) * channels
 
 
 def _chain(net: nn.Module, image: Tensor) -> tuple[dict[str, nn.Module], int]:

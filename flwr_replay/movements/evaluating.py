@@ -19,16 +19,7 @@ from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Request
 from flwr_replay.wire.records import Weights
 
-__all__ = [
-    "SPLIT_OF",
-    "UNMIXED_ON",
-    "EvaluateFn",
-    "Evaluations",
-    "Metrics",
-    "RunState",
-    "own_metrics",
-    "trained_metrics",
-]
+__all__ = ["SPLIT_OF", "EvaluateFn", "Evaluations", "Metrics", "RunState", "own_metrics", "trained_metrics"]
 
 UNMIXED = "before-mixing"  # in place of a split: the test shards, with models from before they were averaged or mixed
 UNMIXED_ON = {"test": UNMIXED, "validation": f"{VALIDATION}{UNMIXED}"}  # the same, by the split whose examples test

@@ -38,6 +38,8 @@ FORM = {
     "seconds": int | float,
     "state": dict,
     "label-scale": list | None,
+    "encoder": str,
+    "files": {...: [int]},
 }
 
 
@@ -112,7 +114,7 @@ class Checkpoints:
                 log(f"{error}; the run continues from the previous checkpoint")
                 continue
             if fits(values, FORM):
-                check_begin(self.folder.parent, values.get("files", {}))  # older versions recorded none
+                check_begin(self.folder.parent, values["files"])
                 for old in files[i + 2 :]:  # that a killed process had no time to remove
                     remove(old)
                 return arrays, values
@@ -161,7 +163,7 @@ class Entry(NamedTuple):
     examples: int  # for training
     node: int  # Flower's node id
     proof: str  # SHA-256 of its first proof of identity
-    trained: int  # the last exchange in which it has trained; 0: none, and True in older versions
+    trained: int  # the last exchange in which it has trained; 0: none
 
 
 class TakingPart:
@@ -188,24 +190,12 @@ class TakingPart:
         self._lines.flush()
 
     def restore(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a checkpoint knows of the institutions, as a `Snapshot` names it; drop what was noted later.
-
-        Parameters
-        ----------
-        values : Mapping
-            The checkpoint's values. Those of older versions hold the institutions themselves.
-        """
-        path, size = self._lines.path, values.get("files", {}).get(MEMBERS, (0, 0))[0]
+        """Return what a checkpoint with these values knows, as a `Snapshot` names it; drop what was noted later."""
+        path, size = self._lines.path, values["files"].get(MEMBERS, (0, 0))[0]
         self._lines.close()
         write_atomic(path, read_bytes(path)[:size])
         self._lines = Lines(path)
         self._entries = {row.pop("institution"): Entry(**row) for row in read_lines(path, FORMS[MEMBERS])}
-        if "examples" in values:
-            return {
-                "examples": values["examples"],
-                "trained": dict.fromkeys(values["trained"], 1),
-                "bindings": values.get("bindings", {}),
-            }
         return {
             "examples": {name: entry.examples for name, entry in self._entries.items()},
             "trained": {name: entry.trained for name, entry in self._entries.items() if entry.trained},
@@ -242,13 +232,7 @@ class BestModel:
 
     @property
     def exchange(self) -> int:
-        """The exchange after which the best weights were tested.
-
-        Raises
-        ------
-        RunError
-            If there are none.
-        """
+        """The exchange after which the best weights were tested; a RunError if there are none."""
         if not (files := self.files()):
             raise RunError(
                 f"{self.folder.parent} has no best model: methods whose institutions keep models of their own have "

@@ -263,7 +263,7 @@ class RunDirectory(Recorder):
             self._rewind(-1)
             return None
         arrays, values = checkpoint
-        if (before := values.get("encoder", self.encoder)) != self.encoder:
+        if (before := values["encoder"]) != self.encoder:
             raise RunError(
                 f"a resumed run keeps its encoder, {before}; that of model.weights is now {self.encoder}: put the file "
                 "of then back"

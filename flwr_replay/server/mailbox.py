@@ -79,15 +79,13 @@ class Mailbox:
         self.committed[name] = delivery.exchange
         arrived = sum(parcel.weight * parcel.share for parcel in mixed.parcels)
         self.weights[name] = mixed.weight * mixed.kept + arrived  # its w after mixing
-        return sum(not self._withdraw(parcel) for parcel in mixed.parcels) if mixed is not delivery else 0
-
-    def _withdraw(self, parcel: ModelShare) -> bool:
-        """Remove a parcel from those that go back to its sender; return whether it was there."""
-        pile = self.coming_back.get(parcel.sender, [])
-        if parcel not in pile:
-            return False
-        pile.remove(parcel)
-        return True
+        gone = 0
+        for parcel in mixed.parcels if mixed is not delivery else []:
+            if parcel in (pile := self.coming_back.get(parcel.sender, [])):
+                pile.remove(parcel)
+            else:
+                gone += 1
+        return gone
 
     def give_back(self, name: str) -> None:
         """Send an institution's parcels back to their senders; if it answers later, it keeps its own model whole."""

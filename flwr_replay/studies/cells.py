@@ -140,13 +140,6 @@ def run_cell(cell: Cell, display: Display) -> dict[str, Any]:
         log.setLevel(level)
 
 
-def _give_back() -> None:
-    """Return freed memory to the system: the runs of one process fragment its heap."""
-    gc.collect()
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # glibc has it
-        trim(0)
-
-
 def _run(cell: Cell, display: Display) -> dict[str, Any]:
     overrides = list(cell.overrides)
     if cell.done or cell.begun:
@@ -155,8 +148,10 @@ def _run(cell: Cell, display: Display) -> dict[str, Any]:
         _remove_unborn(cell.folder)
     try:
         return run_inline(overrides, display)[0]
-    finally:
-        _give_back()
+    finally:  # freed memory goes back to the system: the runs of one process fragment its heap
+        gc.collect()
+        if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # glibc has it
+            trim(0)
 
 
 def _remove_unborn(folder: Path) -> None:

@@ -193,7 +193,10 @@ def _plan(
     for method in methods:
         with _naming(method, methods):
             resolved.append(resolve(method.options, str(folder), "", [f"strategy={method.strategy}", *shared]))
-    _refuse_equal(methods, [config for _, config in resolved])
+    seen: dict[str, str] = {}
+    for method, (_, config) in zip(methods, resolved, strict=True):  # lr=0.1 and lr=0.10 are the same
+        if (first := seen.setdefault(to_yaml(config), method.label)) != method.label:
+            raise ConfigError(f"every method is compared once; {first} and {method.label} are the same: remove one")
     noise: dict[str, list[dict[str, Any]]] = {}
     cells = []
     for seed in seeds:  # seed by seed, so that an interrupted comparison has complete pairs
@@ -205,20 +208,7 @@ def _plan(
             noise.setdefault(method.label, _noise(simulation))
             cells.append(Cell(method, seed, place, (*overrides, f"seed={seed}", f"run_name='{place.name}'")))
     alone = {method.label: config for method, (_, config) in zip(methods, resolved, strict=True)}
-    return (
-        folder,
-        alone,
-        cells,
-        {"noise": noise, "differ": _differing(methods, alone)},
-    )
-
-
-def _refuse_equal(methods: Sequence[Method], configs: Sequence[RunConfig]) -> None:
-    """Refuse two methods with the same options, differently written: `lr=0.1` and `lr=0.10`."""
-    seen: dict[str, str] = {}
-    for method, config in zip(methods, configs, strict=True):
-        if (first := seen.setdefault(to_yaml(config), method.label)) != method.label:
-            raise ConfigError(f"every method is compared once; {first} and {method.label} are the same: remove one")
+    return folder, alone, cells, {"noise": noise, "differ": _differing(methods, alone)}
 
 
 def _own_name(methods: Sequence[Method], seeds: Sequence[int], metric: str, against: str) -> str:

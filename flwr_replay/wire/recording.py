@@ -81,7 +81,12 @@ class Recording:
         with folder_locked(private_folder(self.folder)):  # other processes may record here, too
             self._count()
             if header > LONGEST or self.bytes + size > self.most:
-                self._leave_out()
+                if not self.left_out:
+                    logging.getLogger("flwr").warning(
+                        f"{self.folder} holds {self.bytes / MB:.4g} MB; record-mb={self.most / MB:g}: messages that do "
+                        "not fit are not recorded from here on"
+                    )
+                self.left_out += 1
                 return ""
             name = f"{self._last + 1:08d}-{secrets.token_hex(4)}.safetensors"
             write_tensors(path := self.folder / name, arrays, texts, to_disk=False)
@@ -99,16 +104,6 @@ class Recording:
             self.messages, self.bytes = len(files), sum(status.st_size for status in files.values())
             self._last = max((self._last, *(int(file.name.partition("-")[0]) for file in files)))
             self._counted = changed
-
-    def _leave_out(self) -> None:
-        if not self.left_out:
-            logging.getLogger("flwr").warning(
-                "%s holds %.4g MB; record-mb=%g: messages that do not fit are not recorded from here on",
-                self.folder,
-                self.bytes / MB,
-                self.most / MB,
-            )
-        self.left_out += 1
 
 
 def read_message(path: Path) -> Recorded:

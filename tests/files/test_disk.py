@@ -90,7 +90,9 @@ def test_a_closed_part_is_not_overwritten(tmp_path, unreadable, monkeypatch):
 
 def test_a_run_does_not_begin_anew(tmp_path, unreadable):
     written = Checkpoints(tmp_path, [])
-    written.write(1, {}, {"server-round": 1, "examples-seen": 1, "seconds": 1.0, "state": {}, "label-scale": None})
+    written.write(
+        1, {}, {"server-round": 1, "examples-seen": 1, "seconds": 1.0, "state": {}, "label-scale": None, "encoder": ""}
+    )
     written.close()
     unreadable(tmp_path / "checkpoints")
     (tmp_path / "config.yaml").touch()
@@ -170,7 +172,7 @@ def test_a_sound_model_of_the_best_round_is_not_deleted(tmp_path, refusing):
 
 def test_a_run_does_not_go_on_from_an_earlier_checkpoint(tmp_path, refusing):
     written, logged = Checkpoints(tmp_path, []), []
-    values = {"examples-seen": 1, "seconds": 1.0, "state": {}, "label-scale": None}
+    values = {"examples-seen": 1, "seconds": 1.0, "state": {}, "label-scale": None, "encoder": ""}
     for at in (1, 2):
         written.write(at, W, {"server-round": at, **values})
     written.close()

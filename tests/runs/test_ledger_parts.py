@@ -21,7 +21,7 @@ from flwr_replay.wire import ledger
 from flwr_replay.wire.ledger import ledger_lines
 
 JOB = ["strategy=fedavg", "task=digits", "partition=iid", "partition.size=20", "model=mlp", "model.width=4", "nodes=2"]
-VALUES = {"server-round": 1, "examples-seen": 1, "seconds": 1.0, "state": {}, "label-scale": None}
+VALUES = {"server-round": 1, "examples-seen": 1, "seconds": 1.0, "state": {}, "label-scale": None, "encoder": ""}
 
 
 @pytest.fixture

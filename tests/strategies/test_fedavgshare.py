@@ -132,15 +132,6 @@ def test_what_the_server_does_not_know_to_be_received_is_not_trained_on(tmp_path
     assert strategy.held == {"a": 3, "b": 5, "c": 6}
 
 
-def test_after_a_checkpoint_of_an_older_version_all_receive_once_more(tmp_path, shards):
-    _, strategy = run(tmp_path, "fedavgshare", "rounds=1")
-    arrays, values = strategy.state()
-    del values["received_in"]
-    fresh = type(strategy)(strategy.config, strategy.settings)
-    fresh.restore(arrays, values)
-    assert (fresh.received, fresh.held, fresh.received_in) == ({}, {}, {})
-
-
 def test_it_keeps_the_contract_with_momentum_that_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     check_strategy("fedavgshare", ["strategy.optimizer_state=keep"])
