@@ -41,13 +41,7 @@ def absolute(place: str) -> Path:
 
 
 def runs_folder(place: str) -> Path:
-    """Return the folder of runs.
-
-    Raises
-    ------
-    RunError
-        If it does not exist.
-    """
+    """Return the folder of runs; a RunError if it does not exist."""
     folder = absolute(place)
     if not folder.exists():
         raise RunError(

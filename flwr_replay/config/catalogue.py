@@ -55,13 +55,7 @@ class Brought:
 
     @cached_property
     def conf(self) -> Path:
-        """The folder of its YAML files.
-
-        Raises
-        ------
-        ConfigError
-            If the package is not as it must be.
-        """
+        """The folder of its YAML files; a ConfigError if the package is not as it must be."""
         top, *inner = self.package.split(".")
         if not (is_part(self.part) and self.name.islower()):
             raise ConfigError(
@@ -117,13 +111,7 @@ def check_choice(group: str, choice: str) -> None:
 
 
 def package_of(strategy: str) -> Brought | None:
-    """Return the package of a strategy that is not ours.
-
-    Raises
-    ------
-    ConfigError
-        If several have a strategy of this name.
-    """
+    """Return the package of a strategy that is not ours; a ConfigError if several have one of this name."""
     others = brought().get(strategy, ())
     owners = [other.distribution for other in others]
     if owners and (conf_dir() / "strategy" / f"{strategy}.yaml").exists():

@@ -253,13 +253,7 @@ def _refuse_repeated(own: Sequence[str], overrides: Sequence[str]) -> None:
 
 @cache
 def model_named(name: str) -> ModelConfig:
-    """Return a model as in `conf/model/<name>.yaml`.
-
-    Raises
-    ------
-    ConfigError
-        If no model has this name.
-    """
+    """Return a model as in `conf/model/<name>.yaml`; a ConfigError if no model has this name."""
     check_choice("model", name)
     config: ModelConfig = build(ModelConfig, _hydra((f"model={name}",))["model"], "model")
     return config

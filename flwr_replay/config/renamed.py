@@ -13,13 +13,7 @@ CONVERTED = ("boneage", "brats", "isic", "retina", "tuberculosis")  # of task.fo
 
 @lru_cache(maxsize=256)  # it is said once; a server's words must not fill memory
 def today(key: str, value: str) -> str:
-    """Return a value by the name that it has today.
-
-    Raises
-    ------
-    ConfigError
-        If a command does today what the option did.
-    """
+    """Return a value by the name that it has today; a ConfigError if a command does now what the option did."""
     if key in ("task.format", "format") and value in CONVERTED:
         raise ConfigError(
             f"a clinical set is converted first; got {key}={value}: `flwr-replay data convert {value} FOLDER`, "

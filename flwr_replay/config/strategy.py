@@ -133,10 +133,4 @@ class StrategyConfig(Named):
         return {}
 
     def check_task(self, task: TaskConfig) -> None:
-        """Refuse options that do not fit the task.
-
-        Raises
-        ------
-        ConfigError
-            If an option does not fit.
-        """
+        """Refuse options that do not fit the task, by a ConfigError."""

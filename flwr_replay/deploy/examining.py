@@ -35,13 +35,7 @@ def examined(checks: Mapping[str, Callable[[], Iterator[str]]]) -> tuple[bool, s
 
 
 def certificate(file: Path, advice: str) -> x509.Certificate:
-    """Read a certificate that is valid now.
-
-    Raises
-    ------
-    RunError
-        If it is none, or its time is not now.
-    """
+    """Read a certificate; a RunError if it is none, or not valid now."""
     try:
         held = x509.load_pem_x509_certificate(read_bytes(file))
     except ValueError:
@@ -100,13 +94,7 @@ def connection(address: str, authority: Path, advice: str, wrong: str) -> str:
 
 
 def free_space(folder: Path, advice: str) -> str:
-    """Say how much is free on a folder's disk.
-
-    Raises
-    ------
-    RunError
-        If it is nearly full.
-    """
+    """Say how much is free on a folder's disk; a RunError if it is nearly full."""
     free = shutil.disk_usage(folder).free
     if free < FREE:
         raise RunError(f"the disk of {folder} is nearly full, {shown_bytes(free)} are free: {advice}")

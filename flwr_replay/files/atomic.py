@@ -270,13 +270,7 @@ def tally(path: Path, before: tuple[int, int] = (0, 0), end: int | None = None) 
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a file.
-
-    Raises
-    ------
-    RunError
-        If it cannot be read.
-    """
+    """Read a file; a RunError if it cannot be read."""
     with reading(path):
         return path.read_bytes()
 

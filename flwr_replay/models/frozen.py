@@ -117,13 +117,7 @@ class Frozen(nn.Module):
 
 
 def frozen_stages(stages: Sequence[str], train: str) -> tuple[str, ...]:
-    """Return which of a model's stages `model.train` leaves as they are.
-
-    Raises
-    ------
-    ConfigError
-        If it names no stage of the model.
-    """
+    """Return which of a model's stages `model.train` leaves as they are; a ConfigError if it names none."""
     first = {"all": stages[0], "head": stages[-1]}.get(train) or train.removeprefix("from:")
     one_of("the stage of model.train=from:STAGE", first, tuple(stages))
     return tuple(stages[: stages.index(first)])

@@ -50,13 +50,7 @@ class OneShot(AtServer):
 
     @abstractmethod
     def keep(self, member: Member, reply: Message) -> None:
-        """Store one upload as it arrives.
-
-        Raises
-        ------
-        WireError
-            If it is not what was requested.
-        """
+        """Store one upload as it arrives; a WireError if it is not what was requested."""
 
     @abstractmethod
     def learn(self, exchange: int, arrays: StateDict) -> tuple[StateDict, float]:

@@ -51,13 +51,7 @@ class Listed:
 
 
 def runs_in(root: Path) -> list[Path]:
-    """Return the run directories in a folder and in its comparisons, the oldest first.
-
-    Raises
-    ------
-    RunError
-        If there is none.
-    """
+    """Return the run directories in a folder and its comparisons, the oldest first; a RunError if none is."""
     folders = [file.parent for pattern in ("*", "*/*") for file in root.glob(f"{pattern}/config.yaml")]
     if not folders:
         raise RunError(f"{root} must be a folder with run directories; it has none")
@@ -102,13 +96,7 @@ def same_bits(folders: Sequence[Path]) -> str:
 
 
 def listed(folder: Path) -> Listed:
-    """Look at a run directory.
-
-    Raises
-    ------
-    RunError
-        If it is none, or its result is damaged.
-    """
+    """Look at a run directory; a RunError if it is none, or its result is damaged."""
     if not there(folder / CONFIG):
         raise RunError(f"a run directory has a config.yaml; {folder} has none: `flwr-replay runs list` names the runs")
     statuses = looked_below(folder).values()  # a live run replaces files and deletes old checkpoints

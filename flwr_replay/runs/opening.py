@@ -163,13 +163,7 @@ def _sweep_unborn(root: Path) -> None:
 
 
 def check_unchanged(folder: Path) -> None:
-    """Refuse to resume a run whose options or id were changed.
-
-    Raises
-    ------
-    RunError
-        If a file was changed, or if the folder holds no run.
-    """
+    """Refuse, by a RunError, a folder without a run, or with one whose options or id were changed."""
     if not there(folder / CONFIG):
         fault = "has none" if folder.exists() else "does not exist"
         raise RunError(

@@ -90,13 +90,7 @@ def file_options(config: RunConfig) -> list[str]:
 
 
 def run_overrides(folder: Path) -> list[str]:
-    """Return a run's options as overrides.
-
-    Raises
-    ------
-    RunError
-        If the folder is none of a run, or damaged.
-    """
+    """Return a run's options as overrides; a RunError if the folder is none of a run, or damaged."""
     from flwr_replay.report.run_files import CONFIG, options_of
 
     if not there(folder / CONFIG):
