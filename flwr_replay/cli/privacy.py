@@ -137,7 +137,7 @@ def show_audit(
 def show_epsilon(
     examples: Examples, batch: Batch, noise: Noise, epochs: Epochs, delta: Delta = 0.0, as_json: AsJson = False
 ) -> None:
-    """Print the epsilon of DP-SGD, by Rényi DP (RDP) and by privacy loss random variables (PRV).
+    """Print the epsilon of DP-SGD, by Rényi DP (RDP) and by privacy loss random variables (PRV), if that is less.
 
     Where b = |D| it is exact.
     """
@@ -155,7 +155,7 @@ def show_noise(
     batch: Batch,
     epochs: Epochs,
     delta: Delta = 0.0,
-    accountant: Annotated[str, typer.Option("--accountant", help="rdp | prv; prv is tighter, but slow.")] = "rdp",
+    accountant: Annotated[str, typer.Option("--accountant", help="rdp | prv, as runs with one mechanism.")] = "rdp",
     as_json: AsJson = False,
 ) -> None:
     """Print the least noise that keeps DP-SGD within an epsilon."""
@@ -235,15 +235,9 @@ def _sizes(examples: str) -> list[int]:
 def _print(cost: SampledGaussian, examples: int, batch: int, epochs: int, delta: float, as_json: bool) -> None:
     from flwr_replay.privacy.accounting import epsilon, rounded_up
 
-    bound = epsilon([cost], delta)
-    bounds: dict[str, float | None] = {"rdp": bound}
-    try:
-        bounds["prv"] = epsilon([cost], delta, "prv")
-    except ConfigError as error:  # PRV cannot compute it; RDP's bound holds
-        bounds["prv"] = None
-        say(str(error))
+    bound, tight = epsilon([cost], delta), epsilon([cost], delta, "prv")
     report: dict[str, Any] = {
-        "epsilon": bounds,
+        "epsilon": {"rdp": bound, "prv": tight},
         "delta": delta,
         "noise": cost.sigma,
         "examples": examples,
@@ -253,7 +247,7 @@ def _print(cost: SampledGaussian, examples: int, batch: int, epochs: int, delta:
         "steps": cost.steps,
     }
     by = "RDP" if cost.rate < 1 else "exact"
-    prv = "" if by == "exact" or bounds["prv"] is None else f", {rounded_up(bounds['prv'], 4)} (PRV)"
+    prv = f", {rounded_up(tight, 4)} (PRV)" if tight < bound else ""
     answer(
         report,
         f"epsilon {rounded_up(bound, 4)} ({by}){prv} at delta {rounded_up(delta, 2)}, noise {cost.sigma:g}\n"

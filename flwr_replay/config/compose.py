@@ -56,6 +56,7 @@ __all__ = [
 
 BY_STRATEGY = "by_strategy"  # a preset's options for one strategy, by strategy and full name
 DEFAULT = "default"  # a preset's file for every task without a file of its own
+AT_ONCE = {"private": "fedstats"}  # by preset: what rounds=1 chooses, if no strategy is chosen
 APART = ("strategy", "replay", "prior")  # no preset of ours touches them, nor do they touch other groups
 COMMAND_LINE = ("runs_dir", "resume")  # given as --runs-dir and --resume
 COUNTS = ("nodes", "rounds", "seed")  # Flower's run config needs a number for them; 0: as in conf/config.yaml
@@ -83,6 +84,8 @@ def _chosen(pairs: Sequence[tuple[str, str]]) -> list[str]:
             unknown.append(str(error))
     refuse_all(unknown)
     preset, task = chosen.pop("preset", "quick"), chosen.get("task", "digits")
+    if preset in AT_ONCE and dict(pairs).get("rounds") == "1":
+        chosen.setdefault("strategy", AT_ONCE[preset])
     known = [path.stem for path in conf_path("preset", preset).glob("*.yaml")]
     if not {task, DEFAULT} & set(known):
         raise ConfigError(f"preset={preset} has values for task={', '.join(sorted(known))}; got task={task}")
@@ -129,7 +132,7 @@ def compose_own(overrides: Sequence[str], own: Sequence[str] = ()) -> RunConfig:
     allow(named_parts(overrides))
     check_typed(overrides)
     config: RunConfig = _told(overrides, compose)
-    _refuse_repeated(own, overrides)
+    _refuse_typed(own, overrides, config)
     allow(config.own_parts)
     return config
 
@@ -162,17 +165,18 @@ def compose(overrides: Sequence[str]) -> RunConfig:
 def _further(overrides: Sequence[str], fault: str, read: Callable[[Sequence[str]], Any]) -> Iterator[str]:
     """Find what else is wrong: leave out one option after another that a fault is about, and read the rest.
 
-    Such an option is named in the fault's text, and without it another rule breaks, or none. A wrong choice of a group
-    ends the search: what it would have allowed is not known.
+    Such an option is named in the fault's text, and without it another rule breaks, which does not name it, or none.
+    A wrong choice of a group ends the search: what it would have allowed is not known.
     """
     left = list(overrides)
     while True:
         for option in sorted(left, key=lambda option: key_of(option) in GROUPS):
             name = re.escape(key_of(option).rpartition(".")[2].replace("_", "-"))
-            if not re.search(rf"(?<![\w-]){name}(?![\w-])", fault):
+            named = re.compile(rf"(?<![\w-]){name}(?![\w-])")
+            if not named.search(fault):
                 continue
             then = _fault(without := [other for other in left if other is not option], read)
-            if then.split("; got")[0] != fault.split("; got")[0]:
+            if not named.search(then) and then.split("; got")[0] != fault.split("; got")[0]:
                 break
         else:
             return
@@ -239,15 +243,19 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
     return config
 
 
-def _refuse_repeated(own: Sequence[str], overrides: Sequence[str]) -> None:
-    base = dict(_unset(tuple(_chosen(_pairs(overrides)))))
-    base.pop(BY_STRATEGY, None)
+def _refuse_typed(own: Sequence[str], overrides: Sequence[str], config: RunConfig) -> None:
+    """Refuse an option with two values, and a short name of a generator's or prior's where the strategy has none."""
+    traits, name = config.strategy.traits, dict(_pairs(overrides)).get("strategy")
+    without = name and not (traits.supports_replay or traits.draws_images)
+    base = {key: value for key, value in _unset(tuple(_chosen(_pairs(overrides)))).items() if key != BY_STRATEGY}
     first: dict[str, str] = {}
     for option in own:
-        key, _, value = option.partition("=")
-        key = key.replace("-", "_")
-        earlier = first.setdefault(key if key in GROUPS else _full_key(key, base), option)
-        if earlier.partition("=")[2] != value:
+        key = option.partition("=")[0].replace("-", "_")
+        full = key if key in GROUPS else _full_key(key, base)
+        if without and "." not in key and full.startswith(OF_CHOICES):
+            raise ConfigError(f"{short(option)} is {full}, and strategy={name} has none: leave it out")
+        earlier = first.setdefault(full, option)
+        if earlier.partition("=")[2] != option.partition("=")[2]:
             raise ConfigError(f"an option has one value; got {short(earlier)} and {short(option)}: remove one")
 
 

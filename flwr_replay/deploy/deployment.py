@@ -39,7 +39,7 @@ from flwr_replay.privacy.fitting import trains_encoder
 from flwr_replay.report.summary import RECONSTRUCT
 from flwr_replay.runs.environment import versions
 from flwr_replay.runs.execute import Job
-from flwr_replay.runs.options import file_options, user_files
+from flwr_replay.runs.options import encoder_options, file_options, user_files
 from flwr_replay.wire.payload import rows
 
 __all__ = ["COORDINATOR_FOLDER", "PEERS_FILE", "host_of", "in_state", "init"]
@@ -110,6 +110,7 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
         require(key not in OWN, f"deploy init sets {key.replace('_', '-')} itself: leave it out")
     task = [] if "task" in map(key_of, options) else ["task=folder"]
     study = [*task, *options, "partition=natural"]
+    study += encoder_options(study)
     config = compose_own([*study, f"nodes={len(clinics)}"], options)
     if config.own_parts:
         raise ConfigError(

@@ -30,7 +30,7 @@ from flwr_replay.files.table import csv_text
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.report.run_files import read_result
 from flwr_replay.rng import derived_rng
-from flwr_replay.runs.options import file_options
+from flwr_replay.runs.options import encoder_options, file_options
 
 __all__ = ["deal", "rehearse", "supernode"]
 
@@ -79,6 +79,7 @@ def rehearse(
     policies = {name: _policy(policy, name) for name in set(names)} if policy else {}
     runs = [f"nodes={len(set(names))}", f"runs_dir={quoted(place / 'runs')}", "run_name=rehearsal"]
     overrides = ["task=folder", *task, *options, *runs]
+    overrides += encoder_options(overrides)
     config = compose_own(overrides, options)  # a wrong option is reported before anything is written
     shared = {"record": "all"} if record else {}
     overrides += file_options(config)

@@ -190,6 +190,11 @@ def forecast_page(simulation: Simulation) -> str:
         )
     if (plan := strategy.settings.privacy) and {*plan.mechanisms} & {*ON_SUMS} and train.patients is None:
         text.append("These data name no patients, so an epsilon is of one example.")
+    if plan and plan.institutions:
+        text.append(
+            f"Features: {config.model.name}. preset=private takes lite0 for images of 32 pixels or more, if it is "
+            "installed where the run is planned, else gabor; and fedstats for rounds=1."
+        )
     if alone := strategy.recorder.notes.get("draws-one"):
         text.append(f"{alone}.")
     if advice := strategy.recorder.notes.get("upload-advice"):

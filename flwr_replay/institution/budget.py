@@ -51,7 +51,8 @@ class PrivacyBudget:
         """Return the account of a run."""
         delta = self.plan.checked_delta(self.examples)
         self.institution.policy.check_delta(delta)
-        return Account(self.state.of_run(run), delta=delta, limit=self.plan.config.limit)
+        limit, accountant = self.plan.config.limit, self.plan.accountant
+        return Account(self.state.of_run(run), delta=delta, limit=limit, accountant=accountant)
 
     def charged(self, run: str) -> tuple[str, ...]:
         """Return the mechanism of each charge so far, without reading any data."""

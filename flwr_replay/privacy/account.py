@@ -35,8 +35,9 @@ class Account:
     """The charges of one institution in one run, over all of its mechanisms, and its budget.
 
     The budget is kept by Rényi DP, or exactly where every step takes all examples. Its bound stays true where steps and
-    noise are chosen during the run, as a server does (Lécuyer 2021, arXiv 2103.01379). Without a limit, epsilon is that
-    of steps that were chosen beforehand. Local releases have accounts of their own, which compose exactly.
+    noise are chosen during the run, as a server does (Lécuyer 2021, arXiv 2103.01379). The PRV accountant's does where
+    every step is the same: fewer of them are part of what all within the limit release. Without a limit, epsilon is
+    that of steps that were chosen beforehand. Local releases have accounts of their own, which compose exactly.
     Runs on the same examples add up beyond the budget: take `Account(...).spent` of all their folders as one list.
 
     Parameters
@@ -47,10 +48,12 @@ class Account:
         At which epsilon is stated, in (0, 1).
     limit : float
         Epsilon that no step may exceed; infinite: no limit.
+    accountant : str
+        rdp | prv: of an account without charges. They name it, and those that do not are by rdp.
     """
 
-    def __init__(self, folder: Path, *, delta: float, limit: float = inf) -> None:
-        self.folder, self.delta, self.limit = folder, delta, limit
+    def __init__(self, folder: Path, *, delta: float, limit: float = inf, accountant: str = "rdp") -> None:
+        self.folder, self.delta, self.limit, self.accountant = folder, delta, limit, accountant
 
     def charge(self, mechanism: str, cost: SampledGaussian, noise: str = "secret") -> None:
         """Write down what is about to be released, and wait until it is on the disk.
@@ -71,26 +74,29 @@ class Account:
         """
         with self._held() as book:
             self._check(book, mechanism, cost)
-            book.add(mechanism, cost, noise)
+            book.add(mechanism, cost, noise, self.accountant)
 
     def check(self, mechanism: str, cost: SampledGaussian) -> None:
         """Refuse, as `charge` does, what the budget does not allow; charge nothing."""
         self._check(self._read(), mechanism, cost)
 
     def _check(self, book: _Book, mechanism: str, cost: SampledGaussian) -> None:
-        spent = book.costs
-        if self.limit < inf and (total := epsilon([*spent, cost], self.delta)) > self.limit:
+        if self.limit < inf and (total := self._total(book, cost)) > self.limit:
             raise BudgetError(
                 f"the privacy budget is epsilon {self.limit:g} at delta {self.delta:.2g}; {cost.steps} steps of "
-                f"{mechanism} would make {total:.2f}, {self._affordable(spent, cost)} of them are left: end the "
+                f"{mechanism} would make {total:.2f}, {self._affordable(book, cost)} of them are left: end the "
                 "training here, or begin a run with more noise or a larger privacy.epsilon"
             )
 
-    def _affordable(self, spent: list[SampledGaussian], cost: SampledGaussian) -> int:
+    def _total(self, book: _Book, *more: SampledGaussian) -> float:
+        accountants = book.accountants or {self.accountant}
+        return epsilon([*book.costs, *more], self.delta, "prv" if accountants == {"prv"} else "rdp")
+
+    def _affordable(self, book: _Book, cost: SampledGaussian) -> int:
         low, high = 0, cost.steps + 1  # low steps are allowed, high are too many
         while high - low > 1:
             middle = (low + high) // 2
-            within = epsilon([*spent, replace(cost, steps=middle)], self.delta) <= self.limit
+            within = self._total(book, replace(cost, steps=middle)) <= self.limit
             low, high = (middle, high) if within else (low, middle)
         return low
 
@@ -110,10 +116,10 @@ class Account:
         known = self.epsilon()
         return known if isfinite(known) else None
 
-    def epsilon(self, accountant: str = "rdp") -> float:
+    def epsilon(self) -> float:
         """Return epsilon of all that was charged; infinite where some noise came from the run's seed."""
         book = self._read()
-        return epsilon(list(book.costs), self.delta, accountant) if "seeded" not in book.noises else inf
+        return self._total(book) if "seeded" not in book.noises else inf
 
     def _read(self) -> _Book:
         """Return the charges as they stand."""
@@ -142,6 +148,7 @@ class _Book:
         self.costs: list[SampledGaussian] = []
         self.mechanisms: list[str] = []
         self.noises: set[str] = set()
+        self.accountants: set[str] = set()
         self.written: tuple[int, ...] = ()  # the file that these are from
 
     def read(self) -> None:
@@ -152,6 +159,7 @@ class _Book:
             self.costs = [_cost(charge) for charge in charges]
             self.mechanisms = [charge["mechanism"] for charge in charges]
             self.noises = {charge["noise"] for charge in charges}
+            self.accountants = {charge.get("accountant", "rdp") for charge in charges}  # older ones name none
             self.written = before
 
     @property
@@ -159,14 +167,15 @@ class _Book:
         """Say whether nobody else has written the file."""
         return stamp(self.path) == self.written
 
-    def add(self, mechanism: str, cost: SampledGaussian, noise: str) -> None:
+    def add(self, mechanism: str, cost: SampledGaussian, noise: str, accountant: str) -> None:
         """Write a charge, and wait until it is on the disk."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        charge = {"time": now, "mechanism": mechanism, **asdict(cost), "noise": noise}
+        charge = {"time": now, "mechanism": mechanism, **asdict(cost), "noise": noise, "accountant": accountant}
         add_line(self.path, {**charge, CHECKSUM: checksum(charge)}, to_disk=True)
         self.costs.append(cost)
         self.mechanisms.append(mechanism)
         self.noises.add(noise)
+        self.accountants.add(accountant)
         self.written = stamp(self.path)
         _sync(self.path.parent, self.written[0])
 

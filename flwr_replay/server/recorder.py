@@ -15,6 +15,7 @@ from flwr.app import RecordDict
 
 from flwr_replay.errors import one_line
 from flwr_replay.payloads.common import Evaluation
+from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import LedgerRow
 from flwr_replay.wire.records import StateDict
@@ -121,16 +122,17 @@ class Recorder:
         self.log(f"{network} at {name}: {'; '.join(texts)}")
 
     def spent(
-        self, exchange: int, name: str, epsilon: float | None, delta: float, mechanism: str, *, proven: bool
+        self, exchange: int, name: str, epsilon: float | None, delta: float, plan: PrivacyPlan, *, proven: bool
     ) -> None:
-        """Note the epsilon and delta that an institution states for all its releases so far.
+        """Note the epsilon and delta that an institution states for all its releases so far; of a sum also its own.
 
         Without epsilon its noise is not secret. `proven`: whether the epsilon is proven for this method.
         """
-        kind = mechanism if epsilon is not None else "not protected: noise from the run's seed"
+        kind = plan.mechanism if epsilon is not None else "not protected: noise from the run's seed"
         stated = {"epsilon": epsilon, "delta": delta, "proven": proven}
-        accountant = "rdp" if mechanism.startswith("DP-SGD") else "exact"
-        self.released[name] = {**stated, "mechanism": kind, "accountant": accountant}
+        accountant = plan.accountant if "DP-SGD" in plan.mechanism else "exact"
+        alone = {"alone": plan.alone(epsilon, delta)} if plan.institutions and epsilon else {}
+        self.released[name] = {**stated, **alone, "mechanism": kind, "accountant": accountant}
 
     def failed(self, exchange: int, name: str, reason: str) -> None:
         """Note that an institution refused, failed or did not answer; of long reasons without end, their beginnings."""

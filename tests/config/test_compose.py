@@ -216,6 +216,20 @@ def test_a_person_gives_an_option_one_value(pair, tmp_path):
         resolve(pair, str(tmp_path), "")
 
 
+@pytest.mark.parametrize(
+    ("words", "faults"),
+    [
+        ("strategy=fedstats dim=64", ["'dim=64' is generator.dim, and strategy=fedstats has none: leave it out"]),
+        ("preset=private nodes=9 dropouts=3", ["choose fewer dropouts"]),
+        ("nodes=9 dropouts=3", ["are for noise=shared"]),
+    ],
+)
+def test_what_is_wrong_is_said_once(words, faults, tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        resolve(words.split(), str(tmp_path), "")
+    assert [fault for fault, text in zip(faults, refused.value.args, strict=True) if fault in text] == faults
+
+
 def test_the_same_value_twice_and_other_options_of_the_same_name_are_taken(tmp_path):
     words = ["rounds=2", "generator=vqvae2", "strategy=cwt", "replay=vqvae2", "width=4", "generator.width=8"]
     _, config = resolve([*words, "rounds=2"], str(tmp_path), "")

@@ -8,6 +8,7 @@ from flwr_replay.config import compose as composing
 from flwr_replay.config.catalogue import choices, conf_dir
 from flwr_replay.config.compose import compose
 from flwr_replay.config.strict_yaml import read_yaml
+from flwr_replay.runs import options
 
 KALRA = ["avgpush", "fedavg", "local", "central"]
 
@@ -86,6 +87,29 @@ def test_the_sound_preset_standardises_by_public_constants(task, mean, std):
     config, default = (compose([f"task={name}", "strategy=proxyfl", "preset=sound"]) for name in (task, "digits"))
     assert (config.task.mean, config.task.std) == (mean, std)
     assert (config.strategy, config.training, config.privacy) == (default.strategy, default.training, default.privacy)
+
+
+@pytest.mark.parametrize(
+    ("words", "installed", "chosen"),
+    [
+        ("", True, ("fedsgd", "gabor", 0, 30)),
+        ("rounds=1", True, ("fedstats", "gabor", 0, 1)),
+        ("rounds=1 strategy=fedsgd", True, ("fedsgd", "gabor", 0, 1)),
+        ("task=cifar10", True, ("fedsgd", "tf_efficientnet_lite0", 96, 30)),
+        ("task=cifar10", False, ("fedsgd", "gabor", 0, 30)),
+        ("task=cifar10 model=gabor", True, ("fedsgd", "gabor", 0, 30)),
+        ("task=tuberculosis rounds=1 nodes=3", True, ("fedstats", "tf_efficientnet_lite0", 0, 1)),
+        ("task=mnist", True, ("fedsgd", "gabor", 0, 30)),
+    ],
+)
+def test_the_private_preset_chooses_an_encoder_and_a_method(words, installed, chosen, monkeypatch):
+    """What is installed decides once: the encoder is written down for institutions, whatever they have."""
+    monkeypatch.setattr(options, "find_spec", lambda name: installed or None)
+    overrides, config = options.resolve(["preset=private", *words.split()], "runs", "")
+    model = config.model
+    assert (config.strategy.name, model.name, getattr(model, "size", 0), config.rounds) == chosen
+    assert compose(overrides).model == model
+    assert (config.privacy.noise, config.masked) == ("shared", True)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,6 @@ def test_charges_outlive_the_process_and_compose_over_mechanisms(tmp_path):
     Account(tmp_path, delta=1e-5).charge("generator", visit(30))
     account = Account(tmp_path, delta=1e-5)
     assert account.epsilon() == epsilon([visit(50), SampledGaussian(0.2, 2.0, 5)], 1e-5)
-    assert account.epsilon("prv") < account.epsilon()
     assert Account(tmp_path / "another-run", delta=1e-5).epsilon() == 0
 
 
@@ -52,6 +51,20 @@ def test_it_stops_before_the_step_that_would_exceed_the_budget(tmp_path):
         account.charge("encoder", STEP)
     assert epsilon([visit(taken)], 1e-5) <= 3.0 < epsilon([visit(taken + 1)], 1e-5)
     assert account.epsilon() == epsilon([visit(taken)], 1e-5)  # what was refused is not charged
+
+
+def test_an_account_keeps_the_accountant_of_its_charges(tmp_path):
+    """Older charges name none: what was stated of them does not shrink, nor does a new version's budget grow."""
+    Account(tmp_path / "new", delta=1e-5, accountant="prv").charge("proxy", visit(300))
+    assert Account(tmp_path / "new", delta=1e-5).epsilon() == epsilon([visit(300)], 1e-5, "prv")
+    Account(tmp_path / "old", delta=1e-5).charge("proxy", visit(300))
+    charges = re.sub(r', "accountant": "rdp"|, "crc32": \d+', "", (tmp_path / "old" / CHARGES).read_text())
+    (tmp_path / "old" / CHARGES).write_text(charges)
+    resumed = Account(tmp_path / "old", delta=1e-5, limit=epsilon([visit(310)], 1e-5), accountant="prv")
+    resumed.charge("proxy", visit(10))
+    assert resumed.epsilon() == epsilon([visit(310)], 1e-5)
+    with pytest.raises(PrivacyError, match="0 of them are left"):
+        resumed.charge("proxy", STEP)
 
 
 def test_a_visit_is_charged_whole_or_not_at_all(tmp_path):

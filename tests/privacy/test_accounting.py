@@ -1,7 +1,10 @@
 """Epsilon and its inverse beside other implementations, numerical integration, and the numbers of Qu et al. 2022."""
 
+import itertools
 import logging
+from dataclasses import replace
 from functools import reduce
+from itertools import pairwise
 from math import inf, log
 
 import dp_accounting
@@ -46,7 +49,7 @@ def test_figure_7_of_qu_et_al(examples, epochs, delta, steps, rdp, prv):
     cost = SampledGaussian.of_epochs(examples=examples, batch=32, sigma=0.7, epochs=epochs)
     assert (cost.rate, cost.steps) == (32 / examples, steps)
     assert epsilon([cost], delta) == pytest.approx(rdp, abs=0.01)
-    assert epsilon([cost], delta, "prv") == pytest.approx(prv, abs=0.02)
+    assert epsilon([cost], delta, "prv") == pytest.approx(prv, rel=0.011)
 
 
 @pytest.mark.sampled(3)
@@ -79,14 +82,34 @@ def test_rdp_at_fractional_orders_is_the_integral(rate, sigma, order, caplog):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("parts", [POINTS[:1], POINTS[2:3], [POINTS[2], POINTS[3]], [(0.028, 0.7, 500), (1.0, 9.0, 1)]])
-def test_prv_is_dp_accountings_privacy_loss_distribution(parts):
+@pytest.mark.parametrize("delta", [1e-5, 1e-3])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        *([part] for part in itertools.product((0.001, 0.01, 0.1, 0.3, 0.99), (0.7, 2.0, 12.0), (1, 30, 1000))),
+        *([part] for part in POINTS[:1]),
+        [POINTS[2], POINTS[3]],
+        [(0.028, 0.7, 500), (1.0, 9.0, 1)],
+        [(0.05, 1.5, 300), (0.5, 8.0, 30), (1.0, 20.0, 5)],
+        [(0.1, 1.0, 60), (0.1, 1.0, 40)],
+    ],
+)
+def test_prv_is_never_below_dp_accountings_privacy_loss_distribution(parts, delta):
+    """Nor above it by more than the error that it adds."""
     mechanisms, other = [SampledGaussian(*part) for part in parts], PLDAccountant()
     for mechanism in mechanisms:
         other.compose(event(mechanism))
-    ours = epsilon(mechanisms, 1e-5, "prv")
-    assert ours == pytest.approx(other.get_epsilon(1e-5), rel=0.01)
-    assert ours < epsilon(mechanisms, 1e-5)
+    ours, by_rdp, least = epsilon(mechanisms, delta, "prv"), epsilon(mechanisms, delta), other.get_epsilon(delta)
+    assert least <= ours <= by_rdp
+    assert ours == by_rdp or ours <= least + 0.011 * max(0.25, by_rdp)
+
+
+@pytest.mark.parametrize("released", [SampledGaussian(0.1, 1.0, 1), SampledGaussian(0.02, 0.8, 1)])
+def test_prv_grows_with_every_step(released):
+    """An account that states less than before is refused: also where Opacus' grid changes, by powers of two."""
+    bounds = [epsilon([replace(released, steps=steps)], 1e-5, "prv") for steps in (*range(1, 70), 127, 128, 129, 130)]
+    assert all(below <= above for below, above in pairwise(bounds))
+    assert bounds[-1] < 0.97 * epsilon([replace(released, steps=130)], 1e-5)
 
 
 @pytest.mark.parametrize("steps", [[(3.5, 30)], [(15.7, 15)], [(2.0, 1), (20.0, 40)], [(0.6, 1)]])
@@ -148,7 +171,6 @@ def test_the_noise_for_an_epsilon_is_the_least(target, accountant):
         (lambda: SampledGaussian.of_epochs(examples=9, batch=32, sigma=1, epochs=1), "9 examples and a batch of 32"),
         (lambda: epsilon([], 0), "delta"),
         (lambda: epsilon([], 1e-5, "gdp"), "rdp, prv"),
-        (lambda: epsilon([SampledGaussian(0.03, 0.2, 8000)], 1e-3, "prv"), "use RDP"),
         (lambda: noise_for(0, 1e-5, [(0.1, 1)]), "target epsilon"),
         (lambda: noise_for(1e-9, 1e-5, [(1.0, 10**9)]), "more noise"),
     ],

@@ -69,7 +69,7 @@ def test_an_account_that_says_less_than_was_stated_trains_nothing(folder, left):
     assert failure["institution"] == "b"
     assert "so it is missing or an older copy and lacks later releases" in failure["reason"]
     three_rounds = ran.charges("a")[:3]
-    stated = epsilon_of([SampledGaussian(c["rate"], c["sigma"], c["steps"]) for c in three_rounds], 0.01)
+    stated = epsilon_of([SampledGaussian(c["rate"], c["sigma"], c["steps"]) for c in three_rounds], 0.01, "prv")
     assert ran.result["privacy"]["b"]["epsilon"] == stated < epsilon(ran, "a")
 
 

@@ -24,6 +24,7 @@ def reported_before(epsilon):
         ([reported(7.971), None, reported(3.0)], ", epsilon 7.98 at delta 1e-05 (dp=proxy)"),
         ([reported(93.11, proven=False), reported(1.0)], ", epsilon 93.2 at delta 1e-05 (dp=proxy), no proof"),
         ([reported(None), reported(1.0)], ", epsilon inf at delta 1e-05 (dp=proxy)"),  # noise from the run's seed
+        ([reported(2.0) | {"alone": 3.7301}], ", epsilon 2 of the sum, 3.74 alone, at delta 1e-05 (dp=proxy)"),
         ([reported_before(7.971)], ", epsilon 7.98 at delta 1e-05 (dp=proxy), no proof"),
     ],
 )
