@@ -6,7 +6,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from flwr_replay.config.compose import compose_own, overrides_in
-from flwr_replay.config.parts import users_code
+from flwr_replay.config.own_code import users_code
 from flwr_replay.engines.simulate import refuse_resources
 from flwr_replay.errors import FlwrReplayError, RunError
 from flwr_replay.processes import wake_with_parent

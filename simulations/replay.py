@@ -15,9 +15,9 @@ at the end.
 
 from collections.abc import Sequence
 
-from flwr_replay.studies.study import Part
+from flwr_replay.studies.study import Section
 
-__all__ = ["PARTS"]
+__all__ = ["SECTIONS"]
 
 BUDGET = "target_epsilon=8:batch_size=200:lr=0.1"
 PRIVATE = {
@@ -40,15 +40,15 @@ PNEUMONIA = ["task=medmnist", "partition=ks", "ks=0.6", "drop=true", "rounds=20"
 PNEUMONIA += ["generator.epochs=30", "codes=last-pass"]
 
 
-def part(name: str, about: str, methods: Sequence[str], options: Sequence[str], seeds: int) -> Part:
-    """Return a part on MNIST or PneumoniaMNIST."""
+def section(name: str, about: str, methods: Sequence[str], options: Sequence[str], seeds: int) -> Section:
+    """Return a section on MNIST or PneumoniaMNIST."""
     metric, data = ("", "mnist") if options is MNIST else ("balanced-accuracy", "pneumoniamnist.npz")
-    return Part.led(name, about, methods, [*options, f"seeds={seeds}"], metric=metric, data=data)
+    return Section.led(name, about, methods, [*options, f"seeds={seeds}"], metric=metric, data=data)
 
 
-PARTS = [
-    part("mnist", "The largest skew of four equal institutions.", [*REPLAY, *CODES], MNIST, seeds=5),
-    part("pneumonia", "Chest X-rays, two classes, some of the larger one left out.", REPLAY, PNEUMONIA, seeds=5),
-    part("mnist-private", "The same under differential privacy.", WITH_PRIVACY, MNIST, seeds=5),
-    part("pneumonia-private", "The same under differential privacy.", WITH_PRIVACY, PNEUMONIA, seeds=1),
+SECTIONS = [
+    section("mnist", "The largest skew of four equal institutions.", [*REPLAY, *CODES], MNIST, seeds=5),
+    section("pneumonia", "Chest X-rays, two classes, some of the larger one left out.", REPLAY, PNEUMONIA, seeds=5),
+    section("mnist-private", "The same under differential privacy.", WITH_PRIVACY, MNIST, seeds=5),
+    section("pneumonia-private", "The same under differential privacy.", WITH_PRIVACY, PNEUMONIA, seeds=1),
 ]

@@ -70,10 +70,10 @@ if in_memory():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_parts():
+def own_code():
     """Begin each file with no code of its own allowed: what one file allows, the next must not inherit."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FLWR_REPLAY_OWN_PARTS", "")
+        patch.setenv("FLWR_REPLAY_OWN_CODE", "")
         yield
 
 

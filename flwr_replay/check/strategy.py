@@ -32,10 +32,10 @@ from flwr.app import Error, Message
 from safetensors.numpy import load_file
 
 from flwr_replay.client_app import app
-from flwr_replay.config.catalogue import own_options, parts_of
+from flwr_replay.config.catalogue import code_of, own_options
 from flwr_replay.config.compose import compose, overrides_of
 from flwr_replay.config.halves import load_client, load_strategy
-from flwr_replay.config.parts import allow
+from flwr_replay.config.own_code import allow
 from flwr_replay.config.privacy import MECHANISMS
 from flwr_replay.config.sources import idea_of
 from flwr_replay.data.dealt import loaded
@@ -156,7 +156,7 @@ def check_strategy(name: str, overrides: Sequence[str] = ()) -> None:
         At the first clause that does not hold; the message names it.
     """
     try:
-        allow(parts_of(name))
+        allow(code_of(name))
         _check_declared(name)
         _check_mechanisms(name)
         _check_masked(name)

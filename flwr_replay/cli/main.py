@@ -31,7 +31,7 @@ from flwr_replay.cli.runs import app as runs
 from flwr_replay.cli.runs import export, predict, watch
 from flwr_replay.cli.weights import app as weights
 from flwr_replay.config.catalogue import choices
-from flwr_replay.config.parts import users_code
+from flwr_replay.config.own_code import users_code
 from flwr_replay.errors import ConfigError, FlwrReplayError, nearest, one_line
 
 __all__ = ["app", "main"]
@@ -198,19 +198,20 @@ def study(
         typer.Option("--data", help="The folder with the studies' data sets; retina, boneage, brats: of that set."),
     ] = None,
     only: Annotated[
-        str | None, typer.Option("--only", help="Parts of the study, separated by commas; default: all.")
+        str | None,
+        typer.Option("--only", metavar="SECTION,…", help="Sections of the study, separated by commas; default: all."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="One seed and two rounds of each part: does all of it run?")
+        bool, typer.Option("--quick", help="One seed and two rounds of each section: does all of it run?")
     ] = False,
     seeds: Annotated[
-        str | None, typer.Option("--seeds", help="As of compare: 3, 0-4, or 0,5,7; default: each part's own.")
+        str | None, typer.Option("--seeds", help="As of compare: 3, 0-4, or 0,5,7; default: each section's own.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check all parts on the data, count runs and hours, run nothing.")
+        bool, typer.Option("--dry-run", help="Check all sections on the data, count runs and hours, run nothing.")
     ] = False,
     listed: Annotated[
-        bool, typer.Option("--list", help="List the study's parts, also as --json, and run nothing.")
+        bool, typer.Option("--list", help="List the study's sections, also as --json, and run nothing.")
     ] = False,
     jobs: Annotated[int, typer.Option("--jobs", help="Runs at the same time.")] = 1,
     minutes: Annotated[float, typer.Option("--minutes", help="For the attacks on each run, about (leakage).")] = 0.2,
@@ -219,25 +220,25 @@ def study(
 ) -> None:
     """Run one of the studies in simulations/: a paper's table as several comparisons.
 
-    NAME is a study's, such as skew or partitions. --list names its parts. Finished runs are not repeated; attacks are
-    where --minutes is larger than before. Exit code 1: some runs failed.
+    NAME is a study's, such as skew or partitions; --list names its sections. Finished runs are not repeated;
+    attacks are where --minutes is larger than before. Exit code 1: some runs failed.
 
     retina, boneage and brats are Qu et al.'s figures and tables on your own copy of these sets: docs/clinical.md.
     """
     if name not in (known := of_studies("")):
         raise ConfigError(f"unknown study {name!r}: {nearest(name, known)}")
     say()
-    from flwr_replay.studies.study import forecast, parts_of, plan_study, run_study
+    from flwr_replay.studies.study import forecast, plan_study, run_study, sections_of
 
     if listed:
-        about = {part.name: part.about for part in parts_of(name)}
-        answer(about, "\n".join(f"{part}: {text}" for part, text in about.items()), as_json)
+        about = {section.name: section.about for section in sections_of(name)}
+        answer(about, "\n".join(f"{section}: {text}" for section, text in about.items()), as_json)
         return
-    parts = [part for part in (only or "").split(",") if part]
+    sections = [section for section in (only or "").split(",") if section]
     if dry_run:
-        print(forecast(plan_study(name, data or "", Path(runs_dir), parts, quick, seeds or "")[1]))
+        print(forecast(plan_study(name, data or "", Path(runs_dir), sections, quick, seeds or "")[1]))
         return
-    text, whole = run_study(name, data or "", jobs, Path(runs_dir), parts, quick, minutes, seeds or "")
+    text, whole = run_study(name, data or "", jobs, Path(runs_dir), sections, quick, minutes, seeds or "")
     print(text)
     if not whole:
         sys.exit(1)

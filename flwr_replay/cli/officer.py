@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from flwr_replay.cli.places import absolute, answer
-from flwr_replay.config.compose import named_parts
-from flwr_replay.config.parts import allow
+from flwr_replay.config.compose import named_code
+from flwr_replay.config.own_code import allow
 from flwr_replay.files.atomic import private_folder
 from flwr_replay.forecast.officer import findings, planned, study_options
 from flwr_replay.report.officer_page import sums, verdict, write_officer_page
@@ -15,7 +15,7 @@ __all__ = ["page"]
 def page(options: Sequence[str], study: str, policy: str, clinics: str, out: str, as_json: bool) -> int:
     """Write the page, print its verdict, and return the exit code: 1 if the policy refuses something."""
     chosen = study_options(absolute(study)) if study else []
-    allow(named_parts(options))  # typed here; what a study names came by mail
+    allow(named_code(options))  # typed here; what a study names came by mail
     simulation, names = planned([*chosen, *options], [name for name in clinics.split(",") if name])
     report = findings(simulation, names, absolute(policy) if policy else None)
     folder = private_folder(absolute(out))

@@ -18,7 +18,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from flwr_replay.config.parts import is_part
+from flwr_replay.config.own_code import is_own
 from flwr_replay.errors import ConfigError, nearest
 
 __all__ = [
@@ -26,12 +26,12 @@ __all__ = [
     "brought",
     "check_choice",
     "choices",
+    "code_of",
     "conf_dir",
     "conf_dir_of",
     "conf_path",
     "own_options",
     "package_of",
-    "parts_of",
     "settable",
 ]
 
@@ -49,7 +49,7 @@ class Brought:
     distribution: str  # as it is installed and uninstalled
 
     @property
-    def part(self) -> str:
+    def code(self) -> str:
         """What an institution allows: `mypkg.median:median`."""
         return f"{self.package}:{self.name}"
 
@@ -57,7 +57,7 @@ class Brought:
     def conf(self) -> Path:
         """The folder of its YAML files; a ConfigError if the package is not as it must be."""
         top, *inner = self.package.split(".")
-        if not (is_part(self.part) and self.name.islower()):
+        if not (is_own(self.code) and self.name.islower()):
             raise ConfigError(
                 f"the package {self.distribution} brings a strategy {self.name!r} = {self.package!r}; the name must be "
                 "a Python name in lower case, and the value a package: correct or uninstall it"
@@ -121,10 +121,10 @@ def package_of(strategy: str) -> Brought | None:
     return others[0] if others else None
 
 
-def parts_of(strategy: str) -> tuple[str, ...]:
-    """Return the part that must be allowed for another package's strategy; none for ours; errors as of `package_of`."""
+def code_of(strategy: str) -> tuple[str, ...]:
+    """Return the code that must be allowed for another package's strategy; none for ours; errors as of `package_of`."""
     package = package_of(strategy)
-    return (package.part,) if package else ()
+    return (package.code,) if package else ()
 
 
 def conf_dir_of(group: str, choice: str) -> Path:

@@ -23,17 +23,17 @@ from flwr_replay.config.catalogue import (
     GROUPS,
     check_choice,
     choices,
+    code_of,
     conf_dir,
     conf_dir_of,
     conf_path,
     own_options,
     package_of,
-    parts_of,
     settable,
 )
 from flwr_replay.config.halves import load_generator, load_strategy
 from flwr_replay.config.model import ModelConfig
-from flwr_replay.config.parts import OWN, allow, is_part
+from flwr_replay.config.own_code import OWN, allow, is_own
 from flwr_replay.config.quoting import key_of, quoted, short, value_of
 from flwr_replay.config.renamed import today
 from flwr_replay.config.run import RunConfig, check_numbers
@@ -48,7 +48,7 @@ __all__ = [
     "compose_own",
     "from_run_config",
     "model_named",
-    "named_parts",
+    "named_code",
     "overrides_in",
     "overrides_of",
     "to_yaml",
@@ -113,15 +113,15 @@ def overrides_in(run_config: Mapping[str, Any]) -> list[str]:
     return [*plain, *further]
 
 
-def named_parts(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Return the parts that must be allowed for these words: functions, and another package's strategy."""
+def named_code(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return the code that must be allowed for these words: functions, and another package's strategy."""
     pairs = [override.partition("=") for override in overrides]
-    functions = [value for key, _, value in pairs if key in OWN and is_part(value)]
-    return (*parts_of(dict(_pairs(overrides)).get("strategy", "")), *functions)
+    functions = [value for key, _, value in pairs if key in OWN and is_own(value)]
+    return (*code_of(dict(_pairs(overrides)).get("strategy", "")), *functions)
 
 
 def compose_own(overrides: Sequence[str], own: Sequence[str] = ()) -> RunConfig:
-    """Compose the user's own words, and let this process import the parts that they name.
+    """Compose the user's own words, and let this process import the code that they name.
 
     Raises
     ------
@@ -129,11 +129,11 @@ def compose_own(overrides: Sequence[str], own: Sequence[str] = ()) -> RunConfig:
         As `compose` does, for all wrong options at once, but those first that `check_typed` knows; and if one option
         stands twice, with two values, among a user's `own`.
     """
-    allow(named_parts(overrides))
+    allow(named_code(overrides))
     check_typed(overrides)
     config: RunConfig = _told(overrides, compose)
     _refuse_typed(own, overrides, config)
-    allow(config.own_parts)
+    allow(config.own_code)
     return config
 
 
@@ -303,7 +303,7 @@ def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
         key, equals, value = override.partition("=")
         if not equals or not key:
             raise ConfigError(f"an option is written key=value; got {short(override)}")
-        if key in OWN and is_part(value):
+        if key in OWN and is_own(value):
             pairs += [(key, "own"), (f"{key}.{OWN[key]}", quoted(value))]
         else:
             pairs.append((key_of(override), today(key_of(override), value)))

@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from flwr_replay.config.catalogue import choices, package_of
-from flwr_replay.config.parts import import_allowed
+from flwr_replay.config.own_code import import_allowed
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, nearest
 
@@ -58,7 +58,7 @@ def _half(package: str, name: str, suffix: str) -> tuple[type[Any], ModuleType]:
     if other := package_of(name):
         full = f"{other.package}.{OF_OTHERS[package]}"
         file = f"{full} of the package {other.distribution}"
-        module = import_allowed(other.part, full, f"strategy={name}: {file}")
+        module = import_allowed(other.code, full, f"strategy={name}: {file}")
     else:
         try:
             module = importlib.import_module(full)

@@ -1,11 +1,11 @@
-"""Old names of choices: they go on for one version, with a warning; what is a command today is named."""
+"""Old names of choices and keys: they go on for one version, with a warning; what is a command today is named."""
 
 import logging
 from functools import lru_cache
 
 from flwr_replay.errors import ConfigError
 
-__all__ = ["today"]
+__all__ = ["today", "told"]
 
 CHOICES = {("prior", "masked"): "maskgit"}  # renamed in 0.1.0, gone in 0.2.0
 CONVERTED = ("boneage", "brats", "isic", "retina", "tuberculosis")  # of task.format, until 0.1.0
@@ -21,5 +21,11 @@ def today(key: str, value: str) -> str:
         )
     if (new := CHOICES.get((key, value))) is None:
         return value
-    logging.getLogger("flwr").warning("%s=%s is called %s=%s now; the old name ends with 0.2.0", key, value, key, new)
+    told(f"{key}={value}", f"{key}={new}")
     return new
+
+
+@lru_cache(maxsize=256)
+def told(old: str, new: str) -> None:
+    """Warn that a name is an old one."""
+    logging.getLogger("flwr").warning("%s is called %s now; the old name ends with 0.2.0", old, new)

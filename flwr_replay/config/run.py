@@ -6,7 +6,7 @@ from functools import cached_property
 from math import inf
 from typing import Any
 
-from flwr_replay.config.catalogue import parts_of
+from flwr_replay.config.catalogue import code_of
 from flwr_replay.config.hiding import Hiding
 from flwr_replay.config.model import ModelConfig
 from flwr_replay.config.privacy import ON_SUMS, PrivacyConfig
@@ -205,10 +205,10 @@ class RunConfig:
         return Hiding.of(self.sealed, self.masked)
 
     @property
-    def own_parts(self) -> tuple[str, ...]:
+    def own_code(self) -> tuple[str, ...]:
         """What the run imports that is not ours: functions of its model, data and partition, a package's strategy."""
         functions = (self.model.build, self.task.load, self.partition.deal)
-        return (*filter(None, functions), *parts_of(self.strategy.name))
+        return (*filter(None, functions), *code_of(self.strategy.name))
 
     @property
     def features_once(self) -> bool:

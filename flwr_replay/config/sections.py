@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from math import inf, isfinite
 from typing import ClassVar, Self
 
-from flwr_replay.config.parts import is_part
+from flwr_replay.config.own_code import is_own
 from flwr_replay.errors import ConfigError, near_matches, nearest
 
 __all__ = [
@@ -142,9 +142,9 @@ def bare(name: str) -> str:
     return re.sub(r"(?<=\w)[\s_-]+(?=\w)", "", spelled(text).casefold())
 
 
-def check_own(group: str, name: str, part: str) -> None:
+def check_own(group: str, name: str, code: str) -> None:
     """Raise `ConfigError` unless the choice `own` of a group comes with its function."""
-    require(name != "own" or is_part(part), f"{group}=own needs its function: {group}={FUNCTION}; got {part!r}")
+    require(name != "own" or is_own(code), f"{group}=own needs its function: {group}={FUNCTION}; got {code!r}")
 
 
 CHANGES = ("flip", "rot90", "rotate", "shift", "crop")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_replay.config.parts import users_code
+from flwr_replay.config.own_code import users_code
 from flwr_replay.config.sections import CLASSES, TaskConfig, one_of
 from flwr_replay.data.bags import read_bags
 from flwr_replay.data.decoded import DecodedImages

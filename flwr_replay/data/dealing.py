@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_replay.config.parts import import_part, users_code
+from flwr_replay.config.own_code import import_own, users_code
 from flwr_replay.config.sections import PartitionConfig, require
 from flwr_replay.data.class_counts import ClassCounts
 from flwr_replay.data.skew import is_continuous
@@ -102,7 +102,7 @@ def deal_by_function(
         If the function cannot be imported, fails, or returns no such arrays: of another number, with indices that are
         no integers, out of range, or dealt twice; or no such names, counts or number of those left out.
     """
-    option, deal = f"partition={config.deal}", import_part("partition", config.deal)
+    option, deal = f"partition={config.deal}", import_own("partition", config.deal)
     with users_code(ConfigError, f"{option}, called with {len(y)} labels, nodes={nodes} and seed={seed}, failed"):
         found = deal(y.copy(), nodes, seed)
         found = found if isinstance(found, Dealt) else Dealt(found)

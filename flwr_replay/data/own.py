@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flwr_replay.config.parts import import_part, users_code
+from flwr_replay.config.own_code import import_own, users_code
 from flwr_replay.config.sections import TaskConfig
 from flwr_replay.data.classes import Classes
 from flwr_replay.data.readers import Raw
@@ -44,7 +44,7 @@ def read_own(task: TaskConfig) -> dict[str, Raw]:
     DataError
         If it fails, or a split cannot be read as images with labels.
     """
-    option, load = f"task={task.load}", import_part("task", task.load)
+    option, load = f"task={task.load}", import_own("task", task.load)
     with users_code(DataError, f"{option}, called with task.data-dir={task.data_dir!r}, failed"):
         splits = load(task.data_dir)
     return raws_of(splits, task, option)

@@ -112,9 +112,9 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
     study = [*task, *options, "partition=natural"]
     study += encoder_options(study)
     config = compose_own([*study, f"nodes={len(clinics)}"], options)
-    if config.own_parts:
+    if config.own_code:
         raise ConfigError(
-            f"`deploy init` writes no start scripts for code of your own, {config.own_parts[0]}: a clinic must install "
+            f"`deploy init` writes no start scripts for code of your own, {config.own_code[0]}: a clinic must install "
             "and allow it by hand, as the page docs/extend.md in flwr-replay's repository says"
         )
     policy, digest = _policy(config, clinics), encoder_digest(config.model, config.task)

@@ -84,7 +84,7 @@ def rehearse(
     shared = {"record": "all"} if record else {}
     overrides += file_options(config)
     shared |= {"weights": compose(overrides).model.weights} if config.model.copy else {}
-    shared |= {"own-parts": " ".join(config.own_parts)} if config.own_parts else {}
+    shared |= {"own-code": " ".join(config.own_code)} if config.own_code else {}
     if place.exists():
         raise RunError(f"a rehearsal's folder must be new; {place} exists: choose another --out, or delete it")
     for part in ("data", "state", "logs"):

@@ -25,7 +25,7 @@ from flwr_replay.ciphers.sealing import Sealing, check_sealing
 from flwr_replay.config.compose import model_named
 from flwr_replay.config.halves import load_client
 from flwr_replay.config.hiding import Hiding
-from flwr_replay.config.parts import users_code
+from flwr_replay.config.own_code import users_code
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import (
     ConfigError,

@@ -1,7 +1,6 @@
 """From a node's own configuration, or a partition in a simulation, to its institution."""
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -13,9 +12,10 @@ from typing import Any
 from flwr.app import Context
 
 from flwr_replay.ciphers.seal import KEY, Seal, make_key, read_pins, simulated
-from flwr_replay.config.compose import from_run_config, named_parts, overrides_in
-from flwr_replay.config.parts import VARIABLE, allow, check_allowed
+from flwr_replay.config.compose import from_run_config, named_code, overrides_in
+from flwr_replay.config.own_code import VARIABLE, allow, allowed, check_allowed
 from flwr_replay.config.quoting import digits
+from flwr_replay.config.renamed import told
 from flwr_replay.config.run import RECORD, RunConfig
 from flwr_replay.config.sections import BATCH, Range, TaskConfig
 from flwr_replay.data import Dataset, load
@@ -48,7 +48,7 @@ NODE_KEYS = (
     "record",
     "record-mb",
     "cache-gb",
-    "own-parts",
+    "own-code",
     "seal-key",
     "seal-peers",
     "weights",
@@ -67,9 +67,12 @@ def _institution(
     run_config: tuple[tuple[str, Any], ...], node: tuple[tuple[str, str], ...]
 ) -> tuple[Institution, RunConfig]:
     owned = dict(node)
+    if "own-parts" in owned and "own-code" not in owned:
+        told("own-parts", "own-code")
+        owned["own-code"] = owned.pop("own-parts")
     deployed = "data" in owned or "name" in owned
     if deployed:
-        _allow(named_parts(overrides_in(dict(run_config))), owned)  # composing imports the strategy
+        _allow(named_code(overrides_in(dict(run_config))), owned)  # composing imports the strategy
     config = from_run_config(dict(run_config))
     if deployed:
         end_those_left()
@@ -112,7 +115,7 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
                 f"a SuperNode must have both name and data; {key} is missing: start it with "
                 """--node-config 'name="a" data="/data/a"' (no spaces around =, strings in double quotes)"""
             )
-    _allow(config.own_parts, owned)
+    _allow(config.own_code, owned)
     task = own_task(config.task, owned["data"])
     # Flower silently drops a key with spaces around =, so the SuperNode's log shows the policy in force.
     rules = owned.get("policy") or "none: everything may leave"
@@ -142,10 +145,10 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
     )
 
 
-def _allow(parts: tuple[str, ...], owned: Mapping[str, str]) -> None:
+def _allow(names: tuple[str, ...], owned: Mapping[str, str]) -> None:
     """Refuse what the institution's own configuration does not allow; let this process import the rest."""
-    check_allowed(parts, owned.get("own-parts", ""), f"""--node-config '… own-parts="{" ".join(parts)}"'""")
-    allow(parts)
+    check_allowed(names, owned.get("own-code", ""), f"""--node-config '… own-code="{" ".join(names)}"'""")
+    allow(names)
 
 
 def _named(options: str, number: int, own: object, example: str) -> None:
@@ -273,7 +276,7 @@ def _private_model(config: RunConfig, owned: Mapping[str, str]) -> str:
 
 
 def _simulated(config: RunConfig, k: int, nodes: int, owned: Mapping[str, str]) -> Institution:
-    check_allowed(config.own_parts, os.environ.get(VARIABLE, ""), f"export {VARIABLE}='package.module:function'")
+    check_allowed(config.own_code, allowed(), f"export {VARIABLE}='package.module:function'")
     root, all_names = _root(owned, "state/simulation"), names_of(config.task, config.partition, nodes, config.seed)
     private, sizes, classes = config.strategy.private_models, config.training.batch_sizes, config.generator.classes
     return Institution(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from flwr_replay.attacks.attacker import Auxiliary
 from flwr_replay.attacks.catalogue import Attack, Gives, Need
-from flwr_replay.config.parts import import_part, users_code
+from flwr_replay.config.own_code import import_own, users_code
 from flwr_replay.config.sections import TaskConfig, one_of, require
 from flwr_replay.errors import ConfigError, DataError
 from flwr_replay.files.tensors import StateDict
@@ -67,7 +67,7 @@ def own_attack(name: str) -> Attack:
     ConfigError
         If there is none, or it says to take, need or give what is unknown.
     """
-    found = import_part("--attack", name)
+    found = import_own("--attack", name)
     own = replace(found, name=name) if isinstance(found, Attack) else Attack(name, run=found)
     for key, words, known in (("gives", [own.gives], Gives), ("takes", own.takes, Meaning), ("needs", own.needs, Need)):
         for word in words:

@@ -7,7 +7,7 @@ from typing import Any
 
 from flwr_replay.attacks.catalogue import ALONE
 from flwr_replay.attacks.intervals import share
-from flwr_replay.config.parts import is_part
+from flwr_replay.config.own_code import is_own
 from flwr_replay.lab.registry import NUMBER
 from flwr_replay.report.progress import shown_bytes
 
@@ -75,7 +75,7 @@ def sentence(result: Mapping[str, Any], least: int = 0) -> str:
         return f"{sent} Labels, by {result['attack']}: {right} are right.{even}{unsure}"
     if "picture" not in result:
         name = result["attack"]
-        shown = name if is_part(name) else f"{name[0].upper()}{name[1:]}"
+        shown = name if is_own(name) else f"{name[0].upper()}{name[1:]}"
         return f"{sent} {shown} was not tried: {why}"
     unit, each = next((unit, each) for most, unit, each in TIMES if result["seconds"] < most)
     tried = f"in {_count(max(1, round(result['seconds'] / each)), unit)}, by {result['attack']}"

@@ -13,7 +13,7 @@ from torch import nn
 from torch.func import functional_call
 
 from flwr_replay.config.model import ModelConfig
-from flwr_replay.config.parts import import_part, users_code
+from flwr_replay.config.own_code import import_own, users_code
 from flwr_replay.config.sections import TaskConfig, require
 from flwr_replay.errors import ConfigError
 from flwr_replay.memory import on_forget
@@ -44,7 +44,7 @@ def own(model: ModelConfig, task: TaskConfig) -> StagedModel:
         If it cannot be imported or called, returns something else than a sequence of named stages, gives outputs of
         another shape than (B, task.classes), or (B, 1, H, W) where labels are masks, or has nothing that trains.
     """
-    option, build = f"model={model.build}", import_part("model", model.build)
+    option, build = f"model={model.build}", import_own("model", model.build)
     called = f"channels={task.channels}, size={task.size}, classes={task.classes}"
     with users_code(ConfigError, f"{option} is called with {called}, and failed"):
         built = build(channels=task.channels, size=task.size, classes=task.classes)

@@ -28,7 +28,7 @@ __all__ = [
     "overview",
     "paired_difference",
     "ranks",
-    "ranks_of_parts",
+    "ranks_of_sections",
     "summarise",
 ]
 
@@ -164,7 +164,7 @@ def ranks(report: Mapping[str, Any]) -> MeanRanks | None:
     return MeanRanks.of(values, report["higher-is-better"])
 
 
-def ranks_of_parts(reports: Mapping[str, Mapping[str, Any]]) -> MeanRanks | None:
+def ranks_of_sections(reports: Mapping[str, Mapping[str, Any]]) -> MeanRanks | None:
     """Rank methods comparison by comparison, by their means over seeds; None where these or methods are few."""
     labels = dict.fromkeys(label for report in reports.values() for label in report["strategies"])
     means = {

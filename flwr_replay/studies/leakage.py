@@ -47,7 +47,7 @@ def attacked(asked: Sequence[Asked], minutes: float, jobs: int) -> list[list[dic
     All attacks on one run take about so many minutes. Returns by comparison a line for each attack and run: its result,
     with the method's `label` and the run's `metric`.
     """
-    todo = [(part.folder(cell), part.aux, part.field, minutes) for part in asked for cell in part.cells]
+    todo = [(section.folder(cell), section.aux, section.field, minutes) for section in asked for cell in section.cells]
     if jobs == 1 or not todo:
         seen = iter([_attack(*job) for job in todo])
     else:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
 
-from flwr_replay.config.catalogue import check_choice, choices, own_options, parts_of
+from flwr_replay.config.catalogue import check_choice, choices, code_of, own_options
 from flwr_replay.config.compose import SECTIONS, check_typed
-from flwr_replay.config.parts import allow
+from flwr_replay.config.own_code import allow
 from flwr_replay.config.quoting import digits, key_of
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, nearest
@@ -88,7 +88,7 @@ def swept(names: Sequence[str], options: Sequence[str]) -> tuple[list[str], list
     ['cwt:lr=0.1', 'cwt:lr=0.3', 'deep:lr=0.1 := fedavg:width=9:lr=0.1', 'deep:lr=0.3 := fedavg:width=9:lr=0.3']
     """
     methods, others = list(names), []
-    allow(part for name in map(_strategy, names) for part in parts_of(name))  # whoever compares it has named it
+    allow(code for name in map(_strategy, names) for code in code_of(name))  # whoever compares it has named it
     for option in options:
         key, _, value = option.partition("=")
         if "|" not in value or set(value) & set("'\"/"):

@@ -1,4 +1,4 @@
-"""What a paper prints of a study's part, beside what its runs found."""
+"""What a paper prints of a study's section, beside what its runs found."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ __all__ = ["Printed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Printed:
-    """Numbers that a paper prints of a part, in the unit of ours."""
+    """Numbers that a paper prints of a section, in the unit of ours."""
 
     source: str  # Qu et al. 2022, Table 2
     values: Mapping[str, str]  # by method, with the paper's digits: 7.60 ± 0.03
     of: str = "metric"  # or an attack: its PSNR, in dB; or "forgetting": by data and visit, "a after b"
 
     def beside(self, report: Mapping[str, Any], attacks: Sequence[Mapping[str, Any]]) -> dict[str, Row]:
-        """Return what the part's runs found, by seed, each with the paper's mean as its mark.
+        """Return what the section's runs found, by seed, each with the paper's mean as its mark.
 
-        `report` is the part's comparison, `attacks` are what `flwr_replay.studies.leakage.attacked` returns of it.
+        `report` is the section's comparison, `attacks` are what `flwr_replay.studies.leakage.attacked` returns of it.
         """
         measured: dict[str, dict[str, float]] = {}
         if self.of == "metric":

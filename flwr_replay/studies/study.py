@@ -1,8 +1,8 @@
 """A paper's table or figure as one command: `flwr-replay study partitions --data ../shared/data`.
 
 A study is a list of comparisons, found by name in `flwr_replay.simulations`. An interrupted study continues with its
-first unfinished cell. It writes to the folder of runs `study-<name>.md`, a picture for each group of parts, both as one
-page, and `study-<name>.csv` with all numbers.
+first unfinished cell. It writes to the folder of runs `study-<name>.md`, a picture for each group of sections, both as
+one page, and `study-<name>.csv` with all numbers.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from flwr_replay.errors import ConfigError, DataError, nearest
 from flwr_replay.files.atomic import make_folder, write_atomic
 from flwr_replay.files.table import csv_text
 from flwr_replay.report.charts import FORMS, Row, dots, write_figures
-from flwr_replay.report.comparison import gaps, markdown, overview, ranks_of_parts
+from flwr_replay.report.comparison import gaps, markdown, overview, ranks_of_sections
 from flwr_replay.report.forgetting import last_visits
 from flwr_replay.report.pages import write_study_page
 from flwr_replay.report.plots import lines
@@ -32,19 +32,19 @@ from flwr_replay.studies.leakage import Asked, attacked, leakage
 from flwr_replay.studies.methods import seeds_of, short_hash
 from flwr_replay.studies.printed import Printed
 
-__all__ = ["Part", "forecast", "parts_of", "plan_study", "run_study", "studies"]
+__all__ = ["Section", "forecast", "plan_study", "run_study", "sections_of", "studies"]
 
-MOST_TOLD = 60  # characters of the parts' names in a file's name
+MOST_TOLD = 60  # characters of the sections' names in a file's name
 MINUTES = 0.2  # for all attacks on one run, about
 COLUMNS = """\
-- ± is the standard deviation over a part's seeds, which are paired; [ ] is a 95 % t interval, of five seeds or more:
+- ± is the standard deviation over a section's seeds, which are paired; [ ] is a 95 % t interval, of five seeds or more:
   fewer cannot show the variation by chance
 - worst institution is a mean over seeds
 - [{stem}.csv]({stem}.csv) has all numbers, bytes, examples and seconds too"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class Section:
     """One comparison of a study."""
 
     name: str
@@ -55,14 +55,14 @@ class Part:
     metric: str = ""  # empty: the task's main one
     data: str = ""  # a folder or file under --data; ".": --data itself
     quick: Sequence[str] = ()  # options of --quick, in place of the same ones
-    group: str = ""  # parts of one group share an overview
-    attack: str = ""  # the attacker's own images, of a part whose recorded messages are attacked; empty: they are not
+    group: str = ""  # sections of one group share an overview
+    attack: str = ""  # the attacker's own images, of a section whose messages are recorded and attacked; empty: none
     field: str = ""  # the only one that is attacked; empty: all
     paper: Printed | None = None  # what the paper prints of it
 
     @classmethod
     def led(cls, name: str, about: str, methods: Sequence[str], options: Sequence[str], **further: Any) -> Self:
-        """Return a part whose first method is the one that the others are compared with."""
+        """Return a section whose first method is the one that the others are compared with."""
         first = methods[0].split(" := ")[0]
         return cls(name=name, about=about, methods=methods, options=options, against=first, **further)
 
@@ -73,54 +73,54 @@ def studies() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
 
 
-def parts_of(name: str) -> list[Part]:
-    """Return a study's parts; a name that is no study's is refused."""
+def sections_of(name: str) -> list[Section]:
+    """Return a study's sections; a name that is no study's is refused."""
     if name not in studies():
         raise ConfigError(f"unknown study {name!r}: {nearest(name, studies())}")
-    parts: list[Part] = importlib.import_module(f"flwr_replay.simulations.{name}").PARTS
-    return parts
+    sections: list[Section] = importlib.import_module(f"flwr_replay.simulations.{name}").SECTIONS
+    return sections
 
 
 def plan_study(
     name: str, data: str, runs_dir: Path, only: Sequence[str] = (), quick: bool = False, seeds: str = ""
-) -> tuple[list[Part], list[PlannedComparison]]:
-    """Check a study's parts, or some of them, with their data; nothing runs, and nothing is written.
+) -> tuple[list[Section], list[PlannedComparison]]:
+    """Check a study's sections, or some of them, with their data; nothing runs, and nothing is written.
 
-    Returns the parts that were asked for, as they will run, and a comparison for each of them.
+    Returns the sections that were asked for, as they will run, and a comparison for each of them.
 
     Parameters
     ----------
     name, data : str
-        One of `studies()`, and the folder with the parts' data sets.
+        One of `studies()`, and the folder with the sections' data sets.
     runs_dir : Path
         The folder for the comparisons' folders and `study-<name>.md`.
     only : sequence of str
-        Names of parts; empty: all. Their report has a name of its own, so that it does not replace the whole one.
+        Names of sections; empty: all. Their report has a name of its own, so that it does not replace the whole one.
     quick : bool
-        The first seed and two rounds of each part, and small networks and images where a part says so: whether all of
-        it runs. Its figures say nothing.
+        The first seed and two rounds of each section, and small networks and images where it says so: whether all of it
+        runs. Its figures say nothing.
     seeds : str
-        As `seeds=` of a comparison, for every part; empty: each part's own.
+        As `seeds=` of a comparison, for every section; empty: each section's own.
 
     Raises
     ------
     ConfigError
-        For an unknown study or part, or any other mistake that can be found before the first run.
+        For an unknown study or section, or any other mistake that can be found before the first run.
     DataError
-        If a part's data are missing.
+        If a section's data are missing.
     """
-    parts = parts_of(name)
-    known = [part.name for part in parts]
+    sections = sections_of(name)
+    known = [section.name for section in sections]
     for wanted in only:
         if wanted not in known:
-            raise ConfigError(f"unknown part {wanted!r} of study {name}: {nearest(wanted, known)}; --list names all")
-    chosen = [part for part in parts if not only or part.name in only]
+            raise ConfigError(f"unknown section {wanted!r} of study {name}: {nearest(wanted, known)}; --list names all")
+    chosen = [section for section in sections if not only or section.name in only]
     if seeds:
         seeds_of(seeds)  # refused with --quick too, which has a seed of its own
     fixed = [f"seeds={seeds}"] if seeds else []
-    chosen = [_shortened(part) if quick else part for part in (_with(part, fixed) for part in chosen)]
-    places = {part.name: _data_option(part, data) for part in chosen}
-    if any(part.attack for part in chosen):
+    chosen = [_shortened(section) if quick else section for section in (_with(section, fixed) for section in chosen)]
+    places = {section.name: _data_option(section, data) for section in chosen}
+    if any(section.attack for section in chosen):
         image_metrics()  # refused before anything runs
     return chosen, [
         planned(list(p.methods), [*p.options, *places[p.name]], p.against, runs_dir, p.metric, p.name) for p in chosen
@@ -140,7 +140,7 @@ def run_study(
     """Run a study's comparisons, or some of them; finished cells are not repeated.
 
     The parameters are those of `plan_study`, which raises for what is wrong with them. So many runs as `jobs` take
-    place at the same time; `minutes` are for all attacks on one run, about, where a part's messages are attacked.
+    place at the same time; `minutes` are for all attacks on one run, about, where a section's messages are attacked.
     Returns the report, in Markdown, and whether every run finished.
 
     Raises
@@ -153,26 +153,24 @@ def run_study(
     chosen, comparisons = plan_study(name, data, runs_dir, only, quick, seeds)
     document = importlib.import_module(f"flwr_replay.simulations.{name}").__doc__ or ""
     folder = make_folder(runs_dir.expanduser().absolute(), "--runs-dir")
-    outcomes = run_comparisons(comparisons, jobs)  # as one list, so that no job waits for the end of a part
-    reports = {part.name: report for part, (_, report) in zip(chosen, outcomes, strict=True)}
+    outcomes = run_comparisons(comparisons, jobs)  # as one list, so that no job waits for the end of a section
+    reports = {section.name: report for section, (_, report) in zip(chosen, outcomes, strict=True)}
     name = f"{name}-quick" if quick else name
     minutes = minutes / 60 if quick else minutes
-    asked = {part.name: Asked(reports[part.name], part.attack, part.field) for part in chosen if part.attack}
+    asked = {s.name: Asked(reports[s.name], s.attack, s.field) for s in chosen if s.attack}
     attacks = attacked(list(asked.values()), minutes, jobs)
     leaks = {stem: leakage(lines, reports[stem]["metric"]) for stem, lines in zip(asked, attacks, strict=True)}
     lines_of_attacks = dict(zip(asked, attacks, strict=True))
     papers = {
-        part.name: (part.paper, part.paper.beside(reports[part.name], lines_of_attacks.get(part.name, [])))
-        for part in chosen
-        if part.paper
+        s.name: (s.paper, s.paper.beside(reports[s.name], lines_of_attacks.get(s.name, []))) for s in chosen if s.paper
     }
     some = f" --only {','.join(only)}" if only else ""
     some += f" --seeds {seeds}" if seeds else ""
     some += f" --minutes {minutes:g}" if minutes != MINUTES and not quick else ""
     command = f"flwr-replay study {name.replace('-quick', ' --quick')} --data DIR{some}"
-    parts_told = "-".join(only) if len("-".join(only)) <= MOST_TOLD else short_hash(list(only))
+    sections_told = "-".join(only) if len("-".join(only)) <= MOST_TOLD else short_hash(list(only))
     seeds_told = f"seeds-{seeds.replace(',', '-')}" if seeds else ""
-    stem = "-".join(filter(None, ["study", name, parts_told, seeds_told[:MOST_TOLD]]))
+    stem = "-".join(filter(None, ["study", name, sections_told, seeds_told[:MOST_TOLD]]))
     text = _report(stem, name, document, command, chosen, reports, leaks, papers)
     write_atomic(file := folder / f"{stem}.md", text)
     write_atomic(file.with_suffix(".csv"), _numbers(reports))
@@ -180,8 +178,8 @@ def run_study(
         with spared(picture := folder / _picture(stem, group)):
             if chart := lines(members):
                 write_figures(folder, {picture.stem: chart}, ("png", *FORMS), group)
-    for part_name, (paper, rows) in papers.items():
-        with spared(picture := folder / _beside(stem, part_name)):
+    for section_name, (paper, rows) in papers.items():
+        with spared(picture := folder / _beside(stem, section_name)):
             if rows:
                 write_figures(folder, {picture.stem: dots(rows)}, ("png", *FORMS), f"dashed: {paper.source}")
     with spared(file.with_suffix(".html")):
@@ -191,13 +189,13 @@ def run_study(
 
 
 def forecast(comparisons: Sequence[PlannedComparison]) -> str:
-    """Count the runs of each part, and forecast the hours of those to come.
+    """Count the runs of each section, and forecast the hours of those to come.
 
     A run to come takes as long as the finished runs of the same method took on average. Attacks are not in it. Runs
-    that several parts have are counted once, at the first.
-    The text has a line for each part and one for all.
+    that several sections have are counted once, at the first.
+    The text has a line for each section and one for all.
     """
-    counted, parts = set(), []
+    counted, sections = set(), []
     seconds: dict[str, list[float]] = {}
     waiting: list[str] = []
     for comparison in comparisons:
@@ -208,9 +206,9 @@ def forecast(comparisons: Sequence[PlannedComparison]) -> str:
             seconds.setdefault(cell.method.label, []).append(read_result(cell.folder)["wall-seconds"])
         waiting += [cell.method.label for cell in cells if not cell.done]
         shared = len(comparison.cells) - len(cells)
-        also = f", {shared} more are of parts above" if shared else ""
-        parts.append(
-            f"{comparison.cells[0].part}: {len(cells)} run{'s' * (len(cells) != 1)}, {len(done)} finished{also}"
+        also = f", {shared} more are of sections above" if shared else ""
+        sections.append(
+            f"{comparison.cells[0].section}: {len(cells)} run{'s' * (len(cells) != 1)}, {len(done)} finished{also}"
         )
     means = [fmean(seconds[label]) for label in waiting if label in seconds]
     unknown = len(waiting) - len(means)
@@ -219,32 +217,32 @@ def forecast(comparisons: Sequence[PlannedComparison]) -> str:
         rest += f"; {len(means)} of them take about {sum(means) / 3600:.1f} hours of one job"
     if unknown:
         rest += f"; {unknown} are of methods of which no run has finished, so that nothing is known of their time"
-    return "\n".join([*parts, rest])
+    return "\n".join([*sections, rest])
 
 
-def _shortened(part: Part) -> Part:
-    """Return a part with its first seed, two rounds and its own quick options."""
-    seeds = next((option.removeprefix("seeds=") for option in part.options if option.startswith("seeds=")), "")
+def _shortened(section: Section) -> Section:
+    """Return a section with its first seed, two rounds and its own quick options."""
+    seeds = next((option.removeprefix("seeds=") for option in section.options if option.startswith("seeds=")), "")
     first = seeds_of(seeds)[0] if seeds else 0
-    methods = [re.sub(r":rounds=\d+", "", method) for method in part.methods]
-    fixed = [*part.quick, "rounds=2", "evaluate_every=1", f"seeds={first},"]
-    return _with(replace(part, methods=methods), fixed)
+    methods = [re.sub(r":rounds=\d+", "", method) for method in section.methods]
+    fixed = [*section.quick, "rounds=2", "evaluate_every=1", f"seeds={first},"]
+    return _with(replace(section, methods=methods), fixed)
 
 
-def _with(part: Part, fixed: Sequence[str]) -> Part:
-    """Return a part with these options too; of several with one name the last counts."""
-    last = {option.partition("=")[0]: option for option in (*part.options, *fixed)}
-    return replace(part, options=[*last.values()])
+def _with(section: Section, fixed: Sequence[str]) -> Section:
+    """Return a section with these options too; of several with one name the last counts."""
+    last = {option.partition("=")[0]: option for option in (*section.options, *fixed)}
+    return replace(section, options=[*last.values()])
 
 
-def _data_option(part: Part, data: str) -> list[str]:
-    if not part.data:
+def _data_option(section: Section, data: str) -> list[str]:
+    if not section.data:
         return []
-    place = Path(data).expanduser().absolute() / part.data if data else None
+    place = Path(data).expanduser().absolute() / section.data if data else None
     if place is None or not place.exists():
-        rule = f"part {part.name} needs {part.data} under --data; got {data!r}: give the folder that holds it"
+        rule = f"section {section.name} needs {section.data} under --data; got {data!r}: give the folder that holds it"
         own = f"--data must be the folder of the set, as docs/data.md shows it; got {data!r}: give one that exists"
-        raise DataError(own if part.data == "." else rule)
+        raise DataError(own if section.data == "." else rule)
     return [f"task.data-dir={place}"]
 
 
@@ -253,18 +251,19 @@ def _report(
     name: str,
     document: str,
     command: str,
-    parts: Sequence[Part],
+    sections: Sequence[Section],
     reports: dict[str, dict[str, Any]],
     leaks: dict[str, list[str]],
     papers: Mapping[str, tuple[Printed, Mapping[str, Row]]],
 ) -> str:
-    """Write the tables as Markdown: an overview of each group, then part by part.
+    """Write the tables as Markdown: an overview of each group, then section by section.
 
-    What all parts would say in the same words stands once, before the tables. A part whose means stand in an
+    What all sections would say in the same words stands once, before the tables. A section whose means stand in an
     overview has no table of its own.
     """
-    notes = {part.name: findings(reports[part.name]) for part in parts}
-    alike = [note for note in notes[parts[0].name] if len(parts) > 1 and all(note in own for own in notes.values())]
+    notes = {section.name: findings(reports[section.name]) for section in sections}
+    alike = notes[sections[0].name] if len(sections) > 1 else []
+    alike = [note for note in alike if all(note in own for own in notes.values())]
     alike += [note for note in dict.fromkeys(chain(*map(of_methods, reports.values()))) if note not in alike]
     text = [f"# Study: {name}", "", document.strip(), "", f"Written by `{command}`.", ""]
     if name.endswith("-quick"):
@@ -272,20 +271,20 @@ def _report(
     text += [COLUMNS.format(stem=stem)]
     text += ["- a difference to a paper is our mean minus its; its seeds, and so its splits, are others"] * any(papers)
     text += [*(f"- {note}" for note in alike), ""]
-    for group, members in _groups(parts, reports).items():
+    for group, members in _groups(sections, reports).items():
         text += [f"## {group}", "", *overview(members), "", f"![{group}]({_picture(stem, group)})", ""]
-        text += [f"Over {len(members)} parts {ranked.told}.", ""] if (ranked := ranks_of_parts(members)) else []
-    for part in parts:
-        report = reports[part.name]
-        text += [f"### {part.name}", "", f"{part.about} {report['title']}, {_seeds(report['seeds'])}.", ""]
-        text += [] if part.group else [*markdown(report, costs=False), ""]
-        if part.name in papers:
-            paper, rows = papers[part.name]
+        text += [f"Over {len(members)} sections {ranked.told}.", ""] if (ranked := ranks_of_sections(members)) else []
+    for section in sections:
+        report = reports[section.name]
+        text += [f"### {section.name}", "", f"{section.about} {report['title']}, {_seeds(report['seeds'])}.", ""]
+        text += [] if section.group else [*markdown(report, costs=False), ""]
+        if section.name in papers:
+            paper, rows = papers[section.name]
             text += [f"Beside {paper.source}:", "", *paper.table(rows), ""]
-            text += [f"![{part.name}; dashed: {paper.source}]({_beside(stem, part.name)})", ""] if rows else []
-        text += [f"- {note}" for note in notes[part.name] if note not in alike]
+            text += [f"![{section.name}; dashed: {paper.source}]({_beside(stem, section.name)})", ""] if rows else []
+        text += [f"- {note}" for note in notes[section.name] if note not in alike]
         text += [*_forgotten(report), "", *gaps(report), ""]
-        text += [*leaks.get(part.name, []), ""]
+        text += [*leaks.get(section.name, []), ""]
     return "\n".join(text)
 
 
@@ -297,17 +296,17 @@ def _seeds(seeds: Sequence[int]) -> str:
 
 
 def _numbers(reports: Mapping[str, dict[str, Any]]) -> str:
-    """Write the numbers of all parts as CSV, a line for each part and method."""
+    """Write the numbers of all sections as CSV, a line for each section and method."""
     heads = ("part", *lines_of(next(iter(reports.values())))[0])
     return csv_text([heads, *((name, *line) for name, report in reports.items() for line in lines_of(report)[1:])])
 
 
-def _groups(parts: Sequence[Part], reports: dict[str, dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the reports by group and part."""
+def _groups(sections: Sequence[Section], reports: dict[str, dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the reports by group and section."""
     groups: dict[str, dict[str, dict[str, Any]]] = {}
-    for part in parts:
-        if part.group:
-            groups.setdefault(part.group, {})[part.name] = reports[part.name]
+    for section in sections:
+        if section.group:
+            groups.setdefault(section.group, {})[section.name] = reports[section.name]
     return groups
 
 
@@ -315,8 +314,8 @@ def _picture(stem: str, group: str) -> str:
     return f"{stem}-{group.split(',')[0].lower().replace(' ', '-')}.png"
 
 
-def _beside(stem: str, part: str) -> str:
-    return f"{stem}-{part}-paper.png"
+def _beside(stem: str, section: str) -> str:
+    return f"{stem}-{section}-paper.png"
 
 
 def _forgotten(report: dict[str, Any]) -> list[str]:

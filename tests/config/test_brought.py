@@ -16,7 +16,7 @@ from flwr_replay.check import check_strategy
 from flwr_replay.config import catalogue, halves
 from flwr_replay.config import compose as composing
 from flwr_replay.config.compose import compose, compose_own
-from flwr_replay.config.parts import VARIABLE, allow
+from flwr_replay.config.own_code import VARIABLE, allow
 from flwr_replay.config.sources import fields_of
 from flwr_replay.errors import ConfigError, RefusedError
 from flwr_replay.files.atomic import read_json
@@ -29,7 +29,7 @@ from flwr_replay.wire.payload import REQUESTS
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extend.md").read_text()
 WRITTEN = dict(re.findall(r"^flwr-replay new (\w+) (\w+)$", PAGE, re.M))  # kinds and names
-MINE, PART = WRITTEN["strategy"], f"{WRITTEN['strategy']}:{WRITTEN['strategy']}"
+MINE, CODE = WRITTEN["strategy"], f"{WRITTEN['strategy']}:{WRITTEN['strategy']}"
 SMALL = ["task=medmnist", "task.size=8", "classes=3", "device=cpu"]
 OUTSIDE = runpy.run_path(str(ROOT / "docs" / "examples" / "methods" / "outside.py"))
 WALKED = [f"my{method}" for method in OUTSIDE["METHODS"]]
@@ -100,9 +100,9 @@ def package(folder, name, code="", conf="", point=""):
 
 def test_what_is_written_passes_its_own_tests(path, written):
     kinds = ("strategy", "app", "study", "partition", "attack")
-    project, app, study, *parts = (written / WRITTEN[kind] for kind in kinds)
-    path(written, project / "src", app, study, *parts, ROOT)
-    words = ["-q", "-p", "no:cacheprovider", *map(str, (project, app, study, *parts))]
+    project, app, study, *further = (written / WRITTEN[kind] for kind in kinds)
+    path(written, project / "src", app, study, *further, ROOT)
+    words = ["-q", "-p", "no:cacheprovider", *map(str, (project, app, study, *further))]
 
     def tested():
         os.chdir(study)
@@ -212,30 +212,30 @@ def institution(folder, **node):
 
 @pytest.mark.parametrize("allowed", ["", MINE, f"{MINE}:other", f"{MINE}.client:{MINE}"])
 def test_an_institution_imports_no_strategy_that_it_has_not_allowed(mine, tmp_path, allowed, monkeypatch):
-    monkeypatch.setenv(VARIABLE, PART)  # a deployed node does not heed it
-    with pytest.raises(RefusedError, match=f'{PART}, which has not been allowed here.*own-parts="{PART}"'):
-        institution(tmp_path, **{"own-parts": allowed})
+    monkeypatch.setenv(VARIABLE, CODE)  # a deployed node does not heed it
+    with pytest.raises(RefusedError, match=f'{CODE}, which has not been allowed here.*own-code="{CODE}"'):
+        institution(tmp_path, **{"own-code": allowed})
     assert MINE not in sys.modules
 
 
 def test_an_institution_takes_the_strategy_that_it_allows(mine, tmp_path):
-    _, config = institution(tmp_path, **{"own-parts": PART})
-    assert config.own_parts == (PART,)
+    _, config = institution(tmp_path, **{"own-code": CODE})
+    assert config.own_code == (CODE,)
     assert halves.load_client(MINE).__module__ == f"{MINE}.client"
 
 
 def test_whoever_does_not_allow_it_is_left_out_and_the_run_goes_on(mine, tmp_path):
-    allow(catalogue.parts_of(MINE))
+    allow(catalogue.code_of(MINE))
     write_shards(tmp_path, dict.fromkeys("abc", 20))
-    nodes = [{**node, "own-parts": PART if node["name"] != "b" else ""} for node in node_configs(tmp_path, tmp_path)]
+    nodes = [{**node, "own-code": CODE if node["name"] != "b" else ""} for node in node_configs(tmp_path, tmp_path)]
     ran = run(tmp_path, [f"strategy={MINE}", "nodes=3", "rounds=1", "model=mlp", "model.width=4", *SMALL], nodes)
     (failure,) = ran.result["failures"]
-    assert f"{PART}, which has not been allowed here" in failure["reason"]
+    assert f"{CODE}, which has not been allowed here" in failure["reason"]
     assert {line["institution"] for line in ran.ledger if line["stage"] == "train-fedmine"} == {"a", "c"}
 
 
 def test_a_process_that_was_given_others_words_imports_none(mine):
-    with pytest.raises(RefusedError, match=f"export {VARIABLE}='{PART}'"):
+    with pytest.raises(RefusedError, match=f"export {VARIABLE}='{CODE}'"):
         compose([f"strategy={MINE}"])
     assert MINE not in sys.modules
 

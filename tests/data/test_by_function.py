@@ -11,7 +11,7 @@ import pytest
 
 from flwr_replay.check import check_partition
 from flwr_replay.config.compose import compose
-from flwr_replay.config.parts import VARIABLE
+from flwr_replay.config.own_code import VARIABLE
 from flwr_replay.data import ClassCounts, Dealt
 from flwr_replay.data.class_counts import warnings
 from flwr_replay.data.dealt import dealt
@@ -115,7 +115,7 @@ def test_it_is_imported_where_it_is_allowed_and_needs_its_name(monkeypatch: pyte
     with pytest.raises(ConfigError, match="partition=own needs its function"):
         compose(["partition=own"])
     config = compose(["partition=handed:deal", "task=digits"])
-    assert config.own_parts == ("handed:deal",)
+    assert config.own_code == ("handed:deal",)
     monkeypatch.setenv(VARIABLE, "")
     with pytest.raises(RefusedError, match="handed:deal, which has not been allowed here"):
         dealt(config.task, config.partition, 2, 0)

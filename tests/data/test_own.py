@@ -16,7 +16,7 @@ from flwr.app import Message
 
 from flwr_replay.client_app import app_with
 from flwr_replay.config.compose import compose
-from flwr_replay.config.parts import VARIABLE
+from flwr_replay.config.own_code import VARIABLE
 from flwr_replay.data import Examples, examples_of, load
 from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.errors import DataError

@@ -162,7 +162,9 @@ def grid_of(machines, monkeypatch, pinned=False):
     alive = list(dict.fromkeys(machines))
     monkeypatch.setattr(cluster, "living", lambda: alive)
     names = [f"institution-{k + 1}" for k in range(len(machines))]
-    grid = ClusterGrid({}, names, machines, Share(1, 1), parts=(), wait=7, pinned=pinned, engine="", advice="resume it")
+    grid = ClusterGrid(
+        {}, names, machines, Share(1, 1), own_code=(), wait=7, pinned=pinned, engine="", advice="resume it"
+    )
     return grid, alive
 
 

@@ -95,7 +95,7 @@ def test_a_machine_dies_and_the_others_go_on_to_the_bits_of_one_process(cluster,
     (work / "visited.py").write_text(VISITED)
     (work / "words.py").write_text(f"SEEN = {str(seen)!r}\n")  # which only the working directory has
     monkeypatch.chdir(work)
-    monkeypatch.setenv("FLWR_REPLAY_OWN_PARTS", "")
+    monkeypatch.setenv("FLWR_REPLAY_OWN_CODE", "")
     monkeypatch.syspath_prepend(str(work))
     cluster.start_second()
     options = [*FEDAVG, "model=visited:build"]

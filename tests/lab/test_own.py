@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from flwr_replay.attacks.catalogue import Attack
 from flwr_replay.check import check_attack
-from flwr_replay.config.parts import VARIABLE
+from flwr_replay.config.own_code import VARIABLE
 from flwr_replay.errors import ConfigError
 
 FITTED = ["strategy=fedavg", "model=mlp", "partition.size=60", "local-epochs=20", "rounds=2"]

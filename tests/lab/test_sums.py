@@ -87,7 +87,7 @@ def test_who_is_alone_in_a_class_is_found_unless_there_is_noise(tmp_path, monkey
     noise = [*SHARED, "target_epsilon=1", "delta=1e-5"] if who == 0 else ["rounds=1"]
     if who:
         monkeypatch.setattr("flwr_replay.lab.sums.AMONG", 100)  # chance would find one more where there is noise
-    monkeypatch.setenv("FLWR_REPLAY_OWN_PARTS", f"{__name__}:deal")
+    monkeypatch.setenv("FLWR_REPLAY_OWN_CODE", f"{__name__}:deal")
     dealt = ["strategy=fedstats", f"partition={__name__}:deal"]
     ran = results(tmp_path, *dealt, *options, *noise)["alone in a class"]
     assert round(ran["alone"]["value"] * ran["number"]) == who

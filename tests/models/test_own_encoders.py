@@ -11,7 +11,7 @@ from PIL import Image
 from torch import nn
 
 from flwr_replay.config.model import ModelConfig
-from flwr_replay.config.parts import VARIABLE
+from flwr_replay.config.own_code import VARIABLE
 from flwr_replay.config.sections import TaskConfig
 from flwr_replay.engines.simulate import run_inline
 from flwr_replay.finished.export import export

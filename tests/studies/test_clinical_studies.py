@@ -22,9 +22,11 @@ def smaller(monkeypatch):
     for size in ("RADIUS", "SIGMA"):
         monkeypatch.setattr(photographs, size, getattr(photographs, size) / 5)
     for study in (retina, boneage, brats):
-        smaller = [[option.replace("task.size=32", "task.size=16") for option in part.quick] for part in study.PARTS]
-        parts = [replace(part, quick=quick) for part, quick in zip(study.PARTS, smaller, strict=True)]
-        monkeypatch.setattr(study, "PARTS", parts)
+        smaller = [
+            [option.replace("task.size=32", "task.size=16") for option in section.quick] for section in study.SECTIONS
+        ]
+        sections = [replace(section, quick=quick) for section, quick in zip(study.SECTIONS, smaller, strict=True)]
+        monkeypatch.setattr(study, "SECTIONS", sections)
 
 
 @pytest.fixture
@@ -47,8 +49,8 @@ def results(folder):
 
 @pytest.mark.sampled(1, of="whole studies")
 def test_tables_1_and_3_on_retina(study, tmp_path):
-    data, parts = str(clinical.retina(tmp_path / "retina", 108)), "table-1,table-3-weights"
-    code, captured = study("retina", "--data", data, "--quick", "--only", parts)
+    data, sections = str(clinical.retina(tmp_path / "retina", 108)), "table-1,table-3-weights"
+    code, captured = study("retina", "--data", data, "--quick", "--only", sections)
     assert code == 0, captured.err
     runs = results(tmp_path / "runs")
     assert sorted(runs) == ["cwt-seed0", "fedavg-seed0"]
@@ -69,7 +71,7 @@ def test_tables_1_and_3_on_retina(study, tmp_path):
     shares = runs["cwt-seed0"]["skew"]
     assert shares["ks"] == pytest.approx(0.53, abs=0.05)
     assert "gradient matching" in captured.out
-    code, captured = study("retina", "--data", data, "--quick", "--only", parts, "--dry-run")
+    code, captured = study("retina", "--data", data, "--quick", "--only", sections, "--dry-run")
     assert code == 0
     assert "table-1: 1 run, 1 finished" in captured.out
     assert "all: 2 runs, 0 to run" in captured.out
@@ -127,20 +129,20 @@ def test_figure_6_on_brats_has_both_dice_coefficients_of_the_same_runs(study, tm
 
 
 def test_every_method_with_a_state_is_there_with_it_fresh_and_kept():
-    for part in [*retina.PARTS[:3], *boneage.PARTS[:3], *brats.PARTS]:
-        methods = dict(map(named, part.methods))
+    for section in [*retina.SECTIONS[:3], *boneage.SECTIONS[:3], *brats.SECTIONS]:
+        methods = dict(map(named, section.methods))
         kept = {label for label in methods if label.endswith(", kept")}
         assert {label.removesuffix(", kept") for label in kept} == {*methods} - {"central", "fedreplay"} - kept
         for label in kept:
             assert methods[label] == methods[label.removesuffix(", kept")] + ":optimizer-state=keep"
 
 
-def test_what_a_paper_prints_is_of_methods_that_the_part_has():
-    parts = [part for module in (retina, boneage, brats) for part in module.PARTS if part.paper]
-    assert len(parts) == 10
-    for part in parts:
-        if part.paper.of != "forgetting":
-            assert {*part.paper.values} <= {*dict(map(named, part.methods))}
+def test_what_a_paper_prints_is_of_methods_that_the_section_has():
+    sections = [section for module in (retina, boneage, brats) for section in module.SECTIONS if section.paper]
+    assert len(sections) == 10
+    for section in sections:
+        if section.paper.of != "forgetting":
+            assert {*section.paper.values} <= {*dict(map(named, section.methods))}
 
 
 @pytest.mark.parametrize("name", ["retina", "boneage", "brats"])

@@ -23,7 +23,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flwr_replay.client_app import app
-from flwr_replay.config.parts import allow
+from flwr_replay.config.own_code import allow
 from flwr_replay.engines.cluster.machines import Machine, Share, first_line, living, settle, states
 from flwr_replay.engines.inline import InlineGrid, partitions
 from flwr_replay.engines.superlink import answers
@@ -51,7 +51,7 @@ class ClusterGrid(WorkerGrid):
         The machine of each.
     wanted : Share
         What an actor gets.
-    parts : Sequence[str]
+    own_code : Sequence[str]
         Code of the user's own that the actors may import.
     wait : float
         Seconds that an actor may take to start.
@@ -70,7 +70,7 @@ class ClusterGrid(WorkerGrid):
         places: Sequence[Machine],
         wanted: Share,
         *,
-        parts: Sequence[str],
+        own_code: Sequence[str],
         wait: float,
         pinned: bool,
         engine: str,
@@ -81,7 +81,7 @@ class ClusterGrid(WorkerGrid):
         self.wanted, self.wait, self.pinned, self.engine, self.advice = wanted, wait, pinned, engine, advice
         self.addresses = {machine.address for machine in places}
         self.headless, self.over = False, threading.Event()
-        served = (run_config, len(names), str(home()), tuple(parts))
+        served = (run_config, len(names), str(home()), tuple(own_code))
         crews: dict[str, list[_Actor]] = {}
         for node_id, machine in zip(self.contexts, places, strict=True):
             crew = crews.setdefault(machine.id, [])
@@ -232,9 +232,9 @@ class _Actor(Worker):
 class _Served:
     """What a machine's actor runs."""
 
-    def __init__(self, run_config: Mapping[str, Any], nodes: int, folder: str, parts: Sequence[str]) -> None:
+    def __init__(self, run_config: Mapping[str, Any], nodes: int, folder: str, own_code: Sequence[str]) -> None:
         settle(folder)
-        allow(parts)
+        allow(own_code)
         self.nodes = InlineGrid(app, run_config, partitions(nodes))
 
     def gpus(self) -> str:

@@ -64,7 +64,7 @@ def run_on_cluster(
     folder, overrides = named(config, overrides)
     simulation = replace(simulation, job=replace(simulation.job, config=replace(config, run_name=folder.name)))
     with tempfile.TemporaryDirectory(prefix="flwr-replay-") as scratch:
-        with connected(address, ship(Path(scratch), own=bool(config.own_parts))):
+        with connected(address, ship(Path(scratch), own=bool(config.own_code))):
             wanted = share(config, living())
             machines = {machine.id: machine for machine in living() if wanted.fits(machine)}
             run_id = read_run_id(folder) if config.resume else ""
@@ -79,7 +79,7 @@ def run_on_cluster(
                 names,
                 [machines[key] for key in places],
                 wanted,
-                parts=config.own_parts,
+                own_code=config.own_code,
                 wait=config.wait,
                 pinned=pinned,
                 engine=engine,

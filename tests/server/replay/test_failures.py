@@ -12,7 +12,7 @@ from replay_runs import FEW, JOB, SIZES, run
 from safetensors.numpy import load_file
 
 from flwr_replay.config.compose import compose
-from flwr_replay.config.parts import VARIABLE
+from flwr_replay.config.own_code import VARIABLE
 from flwr_replay.errors import RunError
 from flwr_replay.institution.replay import GenerativeStages
 from flwr_replay.payloads.replay import TrainedPrior
@@ -221,7 +221,7 @@ def test_a_decoder_that_is_lost_is_missed(tmp_path):
 def test_codes_that_the_server_does_not_know_to_be_kept_are_not_replayed(tmp_path, monkeypatch):
     """As after a kill, when the disk is full at the second attempt; or when only the answer was lost."""
     write_shards(tmp_path, SIZES)
-    monkeypatch.delenv(VARIABLE, raising=False)  # with own parts this file would be a user's
+    monkeypatch.delenv(VARIABLE, raising=False)  # with own code this file would be a user's
     honest, full = GenerativeStages.keep_prior, [RunError("the disk is full")]
 
     def keep_prior(self, request):

@@ -11,7 +11,7 @@ from flwr_replay.attacks.attacker import Auxiliary
 from flwr_replay.attacks.gradients import LocalSteps, change_of
 from flwr_replay.attacks.latents import latents_of
 from flwr_replay.config.compose import compose
-from flwr_replay.config.parts import allow
+from flwr_replay.config.own_code import allow
 from flwr_replay.config.sections import require
 from flwr_replay.data import Dataset, Examples, partition
 from flwr_replay.data.partitions import DEALERS
@@ -45,7 +45,7 @@ def check_partition(choice: str, overrides: Sequence[str] = ()) -> None:
         If an example is dealt twice, what is dealt is no array of indices, or the names are not each institution's.
     """
     config = compose([f"partition={choice}", *overrides])
-    allow(config.own_parts)  # whoever checks it has named it
+    allow(config.own_code)  # whoever checks it has named it
     examples = Examples(np.zeros((600, 1, 1, 1), np.uint8), np.repeat(np.arange(10), 60))
     data = Dataset("labels", examples, examples)
     for nodes in (2, 5):

@@ -11,7 +11,8 @@ from safetensors.numpy import load_file
 from users_code import ALL, BROKEN, DATA, NETS
 
 from flwr_replay.config.compose import compose, overrides_of, to_yaml
-from flwr_replay.config.parts import VARIABLE
+from flwr_replay.config.own_code import VARIABLE, VARIABLE_BEFORE
+from flwr_replay.config.renamed import told
 from flwr_replay.data.datasets import load
 from flwr_replay.engines.inline import partitions
 from flwr_replay.engines.simulate import run_inline
@@ -49,7 +50,7 @@ def composed(*options):
 
 def test_the_options_of_a_run_hold_the_names(own, tmp_path):
     config = composed("model=ownnets:build", "task=owndata:arrays", "task.size=8", "classes=3")
-    assert config.own_parts == ("ownnets:build", "owndata:arrays")
+    assert config.own_code == ("ownnets:build", "owndata:arrays")
     (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     assert compose(overrides_of(tmp_path / "config.yaml")) == config
     assert not own.exists()  # composing imports nothing
@@ -223,7 +224,7 @@ def test_what_a_users_code_raises_at_an_institution_does_not_leave(own, tmp_path
     write_shards(tmp_path, {"a": 20})
     (owned,) = node_configs(tmp_path, tmp_path / "state", "a")
     with pytest.raises(RunError, match="a: FlwrReplayError; the institution's own log says more"):
-        run(tmp_path, [*JOB, *SHARDS, "classes=3", "model=ownnets:late"], [{**owned, "own-parts": "ownnets:late"}])
+        run(tmp_path, [*JOB, *SHARDS, "classes=3", "model=ownnets:late"], [{**owned, "own-code": "ownnets:late"}])
     told = [line.getMessage() for line in caplog.records if "patient-7" in line.getMessage()]
     assert all("KeyError: '/data/patient-7' (ownnets.py, line " in line for line in told)
     assert told
@@ -234,18 +235,18 @@ def test_no_dp_on_data_that_nobody_has_checked(own):
         PrivacyPlan.of(composed("task=owndata:arrays", "dp=classifier", "target-epsilon=8"))
 
 
-def institution(tmp_path, part, **node):
+def institution(tmp_path, choice, **node):
     write_shards(tmp_path, {"a": 9})
     (owned,) = node_configs(tmp_path, tmp_path / "state", "a")
-    run = {"overrides": shlex.join([*JOB, *SHARDS, "classes=3", part])}
+    run = {"overrides": shlex.join([*JOB, *SHARDS, "classes=3", choice])}
     return _institution(tuple(run.items()), tuple(sorted({**owned, **node}.items())))
 
 
 @pytest.mark.parametrize("allowed", ["", "ownnets:other", "ownnets", "build", "ownnets:builds"])
 def test_an_institution_imports_nothing_that_it_has_not_allowed(own, tmp_path, allowed, monkeypatch):
     monkeypatch.setenv(VARIABLE, "ownnets:build")  # a deployed node does not heed it
-    with pytest.raises(RefusedError, match=r"ownnets:build, which has not been allowed here.*own-parts"):
-        institution(tmp_path, "model=ownnets:build", **{"own-parts": allowed})
+    with pytest.raises(RefusedError, match=r"ownnets:build, which has not been allowed here.*own-code"):
+        institution(tmp_path, "model=ownnets:build", **{"own-code": allowed})
     assert not own.exists()
 
 
@@ -259,22 +260,31 @@ def test_nothing_is_imported_that_was_not_allowed_in_this_process(own, monkeypat
     assert not own.exists()
 
 
-def test_a_later_choice_wins_over_a_part(own):
+def test_a_later_choice_wins_over_own_code(own):
     assert composed("model=ownnets:build", "model=mlp").model.name == "mlp"
     assert composed("task=owndata:arrays", "task=digits").task.name == "digits"
 
 
-def test_an_institution_takes_what_it_allows_by_name(own, tmp_path):
-    _, config = institution(tmp_path, "model=ownnets:build", **{"own-parts": "ownnets:bare ownnets:build"})
+@pytest.mark.parametrize("key", ["own-code", "own-parts"])
+def test_an_institution_takes_what_it_allows_by_name(own, tmp_path, caplog, key):
+    told.cache_clear()
+    _, config = institution(tmp_path, "model=ownnets:build", **{key: "ownnets:bare ownnets:build"})
     assert build(config.model, config.task, 0).stages == ("body", "head")
+    assert ("own-parts is called own-code now; the old name ends" in caplog.text) == (key == "own-parts")
 
 
-def test_a_simulated_node_imports_what_its_own_process_allows(own, monkeypatch):
-    run = (("overrides", shlex.join([*JOB, "model=ownnets:build", "nodes=2"])),)
+def test_an_old_key_beside_the_new_one_is_refused(own, tmp_path):
+    with pytest.raises(ConfigError, match="unknown key 'own-parts'"):
+        institution(tmp_path, "model=ownnets:build", **{"own-code": "ownnets:build", "own-parts": "ownnets:bare"})
+
+
+@pytest.mark.parametrize("variable", [VARIABLE, VARIABLE_BEFORE])
+def test_a_simulated_node_imports_what_its_own_process_allows(own, monkeypatch, variable):
+    run = (("overrides", shlex.join([*JOB, "model=ownnets:build", "nodes=2", f"seed={len(variable)}"])),)
     node = (("num-partitions", "2"), ("partition-id", "0"))
     monkeypatch.delenv(VARIABLE)
     with pytest.raises(RefusedError, match=VARIABLE):
         _institution(run, node)
     assert not own.exists()
-    monkeypatch.setenv(VARIABLE, "ownnets:build")
+    monkeypatch.setenv(variable, "ownnets:build")
     assert _institution(run, node)[0].name == "institution-1"
