@@ -112,6 +112,10 @@ def evidence(
         )
     sentences = [sentence(result, least) for result in results]
     found = sacroml_found(absolute(sacroml), least, absolute(model) if model else None) if sacroml else None
+    if found and model:
+        from flwr_replay.finished.export import recognised
+
+        found["said"] += f" {recognised(absolute(model), folder)}"
     if own:
         page, data = write_own_evidence(folder, rules, sentences, found)
     else:

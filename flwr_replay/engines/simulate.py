@@ -34,7 +34,7 @@ from flwr_replay.report.progress import Display, shown_bytes
 from flwr_replay.report.run_files import read_result, read_run_id, write_result
 from flwr_replay.report.run_page import PAGE, write_run_page
 from flwr_replay.report.templates import spared
-from flwr_replay.report.texts import ALIKE
+from flwr_replay.report.texts import ALIKE, OWN_MIX
 from flwr_replay.runs.execute import Job, run_job
 from flwr_replay.runs.opening import default_name, resumable, resuming
 from flwr_replay.state.store import DATA, RUNS
@@ -230,8 +230,9 @@ def with_skew(
     result["final"] = {**result["final"], "institutions": _placed(result["final"]["institutions"], part.names)}
     dealing = simulation.job.config.partition
     private = load_strategy(result["strategy"])[0].traits().private_key
-    if private and dealing.test == "iid" and dealing.name != "natural" and ALIKE not in result["metrics-note"]:
-        result["metrics-note"] += f" {ALIKE}"
+    mix = ALIKE if dealing.test == "iid" and dealing.name != "natural" else OWN_MIX
+    if private and mix not in result["metrics-note"]:
+        result["metrics-note"] += f" {mix}"
     write_result(folder, result)
     with spared(folder / PAGE):
         write_run_page(folder)

@@ -4,6 +4,8 @@ import io
 import json
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,10 @@ import torch
 import yaml
 
 from flwr_replay.data.datasets import PREPARES
-from flwr_replay.errors import ConfigError, RunError
-from flwr_replay.files.atomic import write_atomic
+from flwr_replay.errors import ConfigError, FlwrReplayError, RunError
+from flwr_replay.files.atomic import read_bytes, write_atomic
 from flwr_replay.files.disk import there
-from flwr_replay.finished.trained import TrainedModel
+from flwr_replay.finished.trained import TrainedModel, load_model
 from flwr_replay.learning.tasks import make_task
 from flwr_replay.models.layers import Prepared
 from flwr_replay.report.comparison import markdown_table
@@ -25,7 +27,7 @@ from flwr_replay.report.summary import confusion_of, judged_by, tested_of
 from flwr_replay.runs.checkpoints import BestModel
 from flwr_replay.terminal import installing
 
-__all__ = ["FORMATS", "card", "export"]
+__all__ = ["FORMATS", "card", "export", "recognised"]
 
 PRIVATE = (
     "- This model stayed at its institution. Where the run's epsilon covers proxies or generators, it does not cover "
@@ -69,21 +71,33 @@ def export(model: TrainedModel, form: str, out: Path, text: str) -> tuple[Path, 
     RunError
         If a file cannot be written.
     """
-    if form not in FORMATS:
-        raise ConfigError(f"--format must be one of {', '.join(FORMATS)}; got {form!r}")
     if out.is_dir():
         raise ConfigError(f"--out names a file; {out} is a folder: name a file in it")
-    task, file = model.task, out if out.suffix == FORMATS[form] else out.with_name(out.name + FORMATS[form])
+    whole = _exported(model, form)
+    file = out if out.suffix == FORMATS[form] else out.with_name(out.name + FORMATS[form])
+    write_atomic(file, whole)
+    write_atomic(file.with_suffix(".md"), text)
+    return file, file.with_suffix(".md")
+
+
+def _exported(model: TrainedModel, form: str) -> bytes:
+    """Return the content of the file that `export` writes; the same versions make the same of a model."""
+    if form not in FORMATS:
+        raise ConfigError(f"--format must be one of {', '.join(FORMATS)}; got {form!r}")
+    task = model.task
     example = (torch.zeros(2, task.channels, task.size, task.size),)
     free, whole = ({0: torch.export.Dim("batch")},), io.BytesIO()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.export.export(model, example, dynamic_shapes=free)
+            parts = (part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule))
+            for node in chain.from_iterable(part.graph.nodes for part in parts):
+                node.meta.pop("stack_trace", None)  # it has this machine's folders
             if form == "torch":
                 torch.export.save(program, whole)
             else:
-                exported = torch.onnx.export(
+                onnx = torch.onnx.export(
                     program,
                     (),
                     dynamo=True,
@@ -92,14 +106,23 @@ def export(model: TrainedModel, form: str, out: Path, text: str) -> tuple[Path, 
                     input_names=["input"],
                     output_names=["output"],
                 )
-                assert exported is not None  # with dynamo it returns a program
-                exported.model.metadata_props["classes"] = json.dumps(model.classes)
-                whole.write(exported.model_proto.SerializeToString())
+                assert onnx is not None  # with dynamo it returns a program
+                onnx.model.metadata_props["classes"] = json.dumps(model.classes)
+                whole.write(onnx.model_proto.SerializeToString())
     except ImportError as error:
         raise ConfigError(f"--format onnx needs {error.name}: {installing('onnx')}") from None
-    write_atomic(file, whole.getvalue())
-    write_atomic(file.with_suffix(".md"), text)
-    return file, file.with_suffix(".md")
+    return whole.getvalue()
+
+
+def recognised(file: Path, place: Path) -> str:
+    """Say whether a file is what `export` makes here of a run's model, its best round's, or a state's."""
+    form = next((form for form, suffix in FORMATS.items() if suffix == file.suffix), "")
+    whole = read_bytes(file)
+    for institution, best in (("", False), ("", True), ("global", False)):
+        with suppress(FlwrReplayError):  # there is no such model, or the file is of no form
+            if _exported(load_model(place, institution, best=best), form) == whole:
+                return f"{file.name} is this run's model, exported again here with the same bits."
+    return f"Whether {file.name} is this run's model was not found: exported again here, none has its bits."
 
 
 def card(folder: Path, model: TrainedModel, institution: str, best: bool = False) -> str:

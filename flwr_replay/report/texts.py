@@ -16,11 +16,26 @@ from flwr_replay.report.ranks import FEWEST
 from flwr_replay.report.summary import untrained_lines
 from flwr_replay.terminal import fitted
 
-__all__ = ["ALIKE", "as_latex", "findings", "lines_of", "notes", "of_methods", "rows_of", "table", "verdicts"]
+__all__ = [
+    "ALIKE",
+    "OWN_MIX",
+    "as_latex",
+    "findings",
+    "lines_of",
+    "notes",
+    "of_methods",
+    "rows_of",
+    "table",
+    "verdicts",
+]
 
 ALIKE = (
     "Test examples are dealt as a sample of all (partition.test=iid): personal models look alike there, or worse than "
     "a global one, whatever they gain on their institution's own mix of labels; partition.test=mirror tests that."
+)
+OWN_MIX = (
+    "Test examples are dealt as each institution's own mix of labels has them (partition.test=mirror, or natural): "
+    "personal models are tested where they would be used."
 )
 JUDGED_BY = ("Rounds are judged by ", "Test examples are dealt ")
 JUDGED = f" (?={'|'.join(JUDGED_BY)})"  # where a method's own note ends, and what holds for all begins

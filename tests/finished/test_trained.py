@@ -4,6 +4,7 @@ import csv
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -251,6 +252,7 @@ def test_an_exported_model_has_the_same_outputs(form, ran, tmp_path, capsys):
     for number in (1, 5):
         x = torch.rand(number, 1, 8, 8)
         torch.testing.assert_close(outputs(file, form, x, model.classes), model(x), rtol=0, atol=1e-5)
+    assert str(Path(predict.__file__).parent).encode() not in Path(file).read_bytes()
     text = (tmp_path / "mine.md").read_text()
     assert beside == str(tmp_path / "mine.md")
     assert ran[0]["privacy-claim"] in text

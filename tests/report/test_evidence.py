@@ -118,7 +118,9 @@ def test_sacromls_report_is_shown_by_its_figures(ran, monkeypatch, capsys, place
     folder = ran.root / place if place else ran.folder
     model = folder / "model.pt2"
     model.write_bytes(b"weights")
-    digest = sha256(b"weights").hexdigest()
+    if not place:
+        assert command(monkeypatch, "export", str(folder), "--out", str(model)) == 0
+    digest = sha256(model.read_bytes()).hexdigest()
     whole = deepcopy(SACROML)
     whole["<b>"] = {"metadata": ATTACKED["metadata"] | {"attack_name": "QMIA Attack"}, "status": "failed <b>"}
     for attack in whole.values():
@@ -132,6 +134,8 @@ def test_sacromls_report_is_shown_by_its_figures(ran, monkeypatch, capsys, place
     assert [row["figure"] for row in told["sacroml"]["figures"]][-1] == "no figure that is told here"
     assert told["sha256"]["model.pt2, which leaves"] == digest
     assert f"is {digest} and is that of model.pt2" in html
+    assert ("model.pt2 is this run&#39;s model, exported again" in html) == (place == "")
+    assert ("exported again here, none has its bits" in html) == (place != "")
     assert f">{mean}<" in html
     assert "<b>" not in html
     assert NOT_RUN["sacroml"] not in html

@@ -1,6 +1,7 @@
 """Institutions on pages: their order, and personal models beside the global one."""
 
 import re
+from html import unescape
 
 import pytest
 from folders import draw, manifest
@@ -10,7 +11,7 @@ from flwr_replay.report.comparison import cells_of
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import read_result
 from flwr_replay.report.summary import summary
-from flwr_replay.report.texts import notes, of_methods
+from flwr_replay.report.texts import ALIKE, OWN_MIX, notes, of_methods
 from flwr_replay.studies.compare import compare_strategies
 
 
@@ -26,12 +27,12 @@ def test_personal_and_global_accuracy_stand_side_by_side(test, tmp_path, monkeyp
     assert both[1] == both[0] + 1
     assert own["ditto"] == [f"{finals['ditto'][name]:.4f}" for name in ("accuracy", "global-accuracy")]
     assert (own["local"][1], own["fedavg"][1]) == ("–", "–")
-    notes_shown = [note for note in notes(report) if "personal models look alike" in note]
-    assert len(notes_shown) == (test == "iid")  # of two methods; fedavg's model is everybody's
-    assert not [note for note in of_methods(report) if "look alike" in note]
+    mixes = [note for note in notes(report) if note.startswith("Test examples are dealt ")]
+    assert mixes == [ALIKE if test == "iid" else OWN_MIX]  # once for two methods; fedavg's model is everybody's
+    assert not {ALIKE, OWN_MIX} & {*of_methods(report)}
     [of_ditto] = [cell["folder"] for cell in report["cells"] if cell["label"] == "ditto"]
     page = (tmp_path / report["folder"] / of_ditto / "report.html").read_text()
-    assert ("personal models look alike" in page) == (test == "iid")
+    assert [mix in unescape(page) for mix in (ALIKE, OWN_MIX)] == [test == "iid", test == "mirror"]
     assert f"on the same examples global-accuracy is {finals['ditto']['global-accuracy']:.3f}" in page
     heads = re.findall(r"<th[^>]*>([\w-]+)</th>", page)
     assert heads[(at := heads.index("accuracy")) : at + 2] == ["accuracy", "global-accuracy"]
