@@ -48,6 +48,7 @@ thead th { font-weight: 600; vertical-align: bottom; } .number { text-align: rig
 figure { margin: 1rem 0; } figure svg { width: 100%; max-width: 44rem; display: block; }
 figure img { max-width: 100%; image-rendering: pixelated; } figure .drawn { image-rendering: auto; width: 100%; max-width: 36rem; } svg text { font: 12px system-ui, sans-serif; fill: var(--ink); }
 tbody th { min-width: 8.5rem; max-width: 16rem; overflow-wrap: anywhere; }
+@media screen { .methods th, .methods td { padding-right: .75rem; } .methods tbody th { min-width: 6rem; } .methods td:not([class]) { min-width: 9.4rem; } }
 .headline { font-size: 1.3rem; max-width: 56rem; border-left: 4px solid var(--c1); padding-left: .8rem; }
 .pairs { display: flex; flex-wrap: wrap; gap: .5rem; } .pairs img { width: clamp(5.8rem, 7.2vw, 6rem); } .large img { width: clamp(10rem, 15vw, 11.8rem); } .large img:nth-child(n + 7) { display: none; }
 .confusion td, .confusion th { text-align: right; padding: .2rem .5rem; } .confusion tbody th { min-width: 6rem; }
@@ -139,7 +140,7 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 {% block content %}
 <p>{{ question }}</p>
 {% for line in verdicts %}<p><strong>{{ line }}</strong></p>{% endfor %}
-{{ draw.table(table) }}
+<div class="methods">{{ draw.table(table) }}</div>
 <div class="beside"><div>{% for chart, caption in charts.values() %}{{ draw.chart(chart, caption) }}{% endfor %}
 {% if judged %}<p>{{ judged }}</p>{% endif %}</div>
 <div><h2>How to read this</h2>
