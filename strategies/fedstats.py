@@ -236,7 +236,9 @@ class FedStats(Parallel):
         self.held = (*self.held, *names)
         vars(self).pop("gaussians", None)
         if few := np.flatnonzero(self.moments.numbers_C < self.moments.n_C).tolist():
-            self.recorder.log(f"classes {', '.join(map(str, few))}: too few examples beside the noise; nobody may have any")
+            self.recorder.log(
+                f"classes {', '.join(map(str, few))}: too few examples beside the noise; nobody may have any"
+            )
         if not self.sent:  # another strategy trains what lies above the encoder
             return {}
         made = self.taught() if self.drawn else dict(zip(self.head[:2], self.classifier(), strict=True))

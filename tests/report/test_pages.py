@@ -93,7 +93,7 @@ def test_a_run_ends_with_a_page_that_says_what_happened(ran):
         q, steps, sigma = 32 / examples, examples // 32 * 2, noise["sigma"]
         assert (noise["sampling-rate"], noise["steps"], noise["clip"]) == (q, steps, 1.0)
         # what is stated must make the epsilon that is stated
-        assert epsilon([SampledGaussian(q, sigma, steps)], account["delta"]) == pytest.approx(account["epsilon"])
+        assert epsilon([SampledGaussian(q, sigma, steps)], account["delta"], "prv") == pytest.approx(account["epsilon"])
         shown = f"sigma {sigma:.3g}, clip C 1, sampling rate {q:.3g} (32 of {examples}), up to {steps} steps"
         assert f"classifier: {shown}" in page.text
         assert f"DP-SGD, Poisson sampling; classifier: {shown}" in summary(result, folder)
