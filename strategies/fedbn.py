@@ -21,8 +21,6 @@ own ν_k.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flwr.app import ArrayRecord
-
 from flwr_replay.payloads.common import Trained
 from flwr_replay.payloads.fedbn import TrainedShared, TrainShared, of_norms
 from flwr_replay.server.members import Member
@@ -72,10 +70,10 @@ class FedBN(FedAvg):
         """Average what is shared."""
         return {**self.sent, **super().combine(answers)}
 
-    def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
-        """Return θ, or θ_k, with the batch norm of the beginning, which institutions replace."""
+    def tested_on(self, split: str, member: Member, arrays: Weights) -> Weights | None:
+        """Return θ, or θ_k with the batch norm of the beginning, which institutions replace."""
         tested = super().tested_on(split, member, arrays)
-        return None if tested is None else array_record({**of_norms(self.sent), **opened(tested)})
+        return tested if tested is None or tested is arrays else array_record({**of_norms(self.sent), **opened(tested)})
 
     def models_at_end(self, arrays: StateDict) -> Mapping[str, StateDict]:
         """Return none: nobody's batch norm is here."""

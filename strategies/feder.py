@@ -151,7 +151,6 @@ class FedER(Relay):
         self.fresh: StateDict = {}  # the weights with which every model begins
         self.models: dict[str, StateDict] = {}  # by the institution where a model began: its weights
         self.trained_at: dict[str, StateDict] = {}  # by institution: the model that it has trained last
-        self.shown: StateDict | None = None  # the model that all are to test
 
     def new_hops(self, durations: Sequence[float] = ()) -> Hops:
         """Return the order of the options, at its beginning."""
@@ -286,30 +285,26 @@ class FedER(Relay):
             return EvaluateOwn(exchange=exchange, run=self.settings.run)
         return Evaluate(exchange=exchange, run=self.settings.run, arrays=arrays)
 
-    def addressed(self, member: Member, request: Request) -> Request:
-        """Put into an evaluation the model that this institution has trained last, or the one that all are to test."""
-        request = super().addressed(member, request)
-        model = self.shown or self.trained_at.get(member.name, self.fresh)
-        return replace(request, arrays=model) if isinstance(request, Evaluate) and model else request
+    def tested_on(self, split: str, member: Member, arrays: Weights) -> Weights | None:
+        """Return the model that this institution has trained last."""
+        return self.trained_at.get(member.name, self.fresh) or arrays
 
     def evaluate_if_due(self, run: RunState, exchange: int, arrays: ArrayRecord) -> None:
         """Evaluate; with `agreement`, after the last round have every institution test every model."""
         super().evaluate_if_due(run, exchange, arrays)
         if self.config.agreement and exchange == run.num_rounds:
-            self.recorder.notes["agreement"] = self.agreement(run, exchange, arrays)
+            self.recorder.notes["agreement"] = self.agreement(run, exchange)
 
-    def agreement(self, run: RunState, exchange: int, arrays: ArrayRecord) -> dict[str, Any]:
+    def agreement(self, run: RunState, exchange: int) -> dict[str, Any]:
         """Return every model's balanced accuracy by institution, and its standard deviation over the models."""
         scores: dict[str, dict[str, float]] = {}
         for model, weights in sorted(self.models_at_end({}).items()):
-            self.shown = weights
-            request = self.evaluation_on("test", exchange, arrays)
+            request = self.evaluation_on("test", exchange, weights)
             messages = (self.message(member, request, run.evaluate_config) for member in self.members)
             replies = self.exchanger(run.grid, exchange, messages, needed=False)
             _, own = self.evaluations.pooled(exchange, replies) or ({}, {})
             for name, metrics in own.items():
                 scores.setdefault(name, {})[model] = metrics[SCORE]
-        self.shown = None
         spread = {name: float(np.std(list(by_model.values()))) for name, by_model in scores.items()}
         return {"metric": SCORE, "by-institution": scores, "standard-deviation": spread}
 

@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from flwr.app import ArrayRecord
-
 from flwr_replay.errors import refuse_each
 from flwr_replay.movements.mutual import MutualConfig, check_pair, first_state
 from flwr_replay.movements.parallel import Parallel, weighted_mean
@@ -99,7 +97,7 @@ class FML(Parallel):
         listening = self.config.listening
         return EvaluateWithProxy(exchange=exchange, arrays=arrays, run=self.settings.run, **listening)
 
-    def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
+    def tested_on(self, split: str, member: Member, arrays: Weights) -> Weights | None:
         """Return the averaged proxy, or the one that the institution has trained, without its optimizer's state."""
         tested = super().tested_on(split, member, arrays)
-        return None if tested is None else array_record(parted(opened(tested))[0])
+        return tested if tested is None or tested is arrays else array_record(parted(opened(tested))[0])

@@ -214,7 +214,7 @@ class Movement(Strategy):
         """Return the request to evaluate on a split, or before mixing on one."""
         return replace(self.evaluation(exchange, arrays), split=SPLIT_OF.get(split, split))  # type: ignore[call-arg]
 
-    def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
+    def tested_on(self, split: str, member: Member, arrays: Weights) -> Weights | None:
         """Return the weights that an institution is to test on a split; None: it has nothing to test there."""
         return arrays
 

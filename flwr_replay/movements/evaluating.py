@@ -109,10 +109,11 @@ class Evaluations:
 
     def requests(self, exchange: int, arrays: Weights) -> list[tuple[Member, Request]]:
         """Return the request of an evaluation for each of all that can test."""
-        request, testers = self.judging(exchange, arrays), self.testers()
+        testers, split = self.testers(), self.split
         if len(testers) < len(self.members):
             self.recorder.log(f"{len(testers)} of {len(self.members)} institutions have trained a model to test so far")
-        return [(member, request) for member in testers]
+        tested = [(member, self.method.tested_on(split, member, arrays)) for member in testers]
+        return [(member, self.judging(exchange, weights)) for member, weights in tested if weights is not None]
 
     def if_due(self, run: RunState, exchange: int, arrays: ArrayRecord) -> None:
         """Have every institution evaluate, every `evaluate_every` rounds and after the last."""

@@ -125,7 +125,7 @@ class Gossip(Relay):
         request = super().evaluation_on(split, exchange, arrays)
         return replace(request, mixed=False) if split in SPLIT_OF else request  # type: ignore[call-arg]
 
-    def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
+    def tested_on(self, split: str, member: Member, arrays: Weights) -> Weights | None:
         """Return None before mixing where the institution has not trained in this exchange."""
         return None if split in SPLIT_OF and member.name not in self.releasing else arrays
 

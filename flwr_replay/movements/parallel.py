@@ -156,7 +156,7 @@ class Parallel(AtOnce):
         """Bytes of the points in an answer."""
         return len(self.cohort) * (self.spare + 1) * SECRET if self.spare else 0
 
-    def tested_on(self, split: str, member: Member, arrays: ArrayRecord) -> ArrayRecord | None:
+    def tested_on(self, split: str, member: Member, arrays: Weights) -> Weights | None:
         """Return the global weights, or those that the institution has trained in this exchange."""
         return self.returned.get(member.name) if split in SPLIT_OF else arrays
 
