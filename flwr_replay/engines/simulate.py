@@ -30,11 +30,11 @@ from flwr_replay.files.atomic import home, read_text, write_atomic
 from flwr_replay.institution.pictures import gather
 from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.plan import PrivacyPlan
+from flwr_replay.report.metrics import ALIKE, OWN_MIX
 from flwr_replay.report.progress import Display, shown_bytes
 from flwr_replay.report.run_files import read_result, read_run_id, write_result
 from flwr_replay.report.run_page import PAGE, write_run_page
 from flwr_replay.report.templates import spared
-from flwr_replay.report.texts import ALIKE, OWN_MIX
 from flwr_replay.runs.execute import Job, run_job
 from flwr_replay.runs.opening import default_name, resumable, resuming
 from flwr_replay.state.store import DATA, RUNS

@@ -18,7 +18,9 @@ from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.report.run_files import FORMS, METRICS, check_grown, rows_of
 
 __all__ = [
+    "ALIKE",
     "BESIDE",
+    "OWN_MIX",
     "SHARED",
     "VALIDATION",
     "Stated",
@@ -43,6 +45,14 @@ __all__ = [
 
 VALIDATION = "validation-"
 SHARED = ("global-", "proxy-")  # begin metrics of the model that institutions share, beside those of their own
+ALIKE = (
+    "Test examples are dealt as a sample of all (partition.test=iid): personal models look alike there, or worse than "
+    "a global one, whatever they gain on their institution's own mix of labels; partition.test=mirror tests that."
+)
+OWN_MIX = (
+    "Test examples are dealt as each institution's own mix of labels has them (partition.test=mirror, or natural): "
+    "personal models are tested where they would be used."
+)
 BESIDE = ("balanced-accuracy", "auc")
 MOST_NAMED = 8  # institutions
 UNEQUAL = 2.0  # how many times as frequent as the rarest label the most frequent one is at least

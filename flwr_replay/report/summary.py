@@ -10,6 +10,8 @@ from flwr_replay.files.disk import there
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.noise import shown_noise
 from flwr_replay.report.metrics import (
+    ALIKE,
+    OWN_MIX,
     beside,
     epsilon_suffix,
     guessing_lines,
@@ -17,6 +19,7 @@ from flwr_replay.report.metrics import (
     label_counts,
     missing_suffix,
     pooled_counts,
+    shared,
     spread,
 )
 from flwr_replay.report.progress import shown_bytes
@@ -59,14 +62,17 @@ def summary(result: Mapping[str, Any], folder: Path) -> str:
     best = f"best {result['best'][judging]:.4f} in round {at}"
     if judging != leading:
         best = f"test; validation {final['global'][judging]:.4f}, {best}"
-    own = []
+    own, both = [], shared(leading, final["global"])
+    common = f", {both} {final['global'][both]:.4f}{unit}" if both else ""
     for name, metrics in tested.items():
-        more = "".join(f", {figure} {value:.4f}" for figure, value in beside(metrics, confusion).items())
+        figures = {figure: metrics[figure] for figure in [both] if figure in metrics} | beside(metrics, confusion)
+        more = "".join(f", {figure} {value:.4f}" for figure, value in figures.items())
         own.append(f"  {name}: {metrics[leading]:.4f}{more}")
     lines = [
-        f"{result['strategy']} on {result['task']}: {leading} {final['global'][leading]:.4f}{unit} ({best})"
+        f"{result['strategy']} on {result['task']}: {leading} {final['global'][leading]:.4f}{unit}{common} ({best})"
         f"{epsilon_suffix(result)}{missing_suffix(result)}",
         *_fewer(own),
+        *(mix for mix in (ALIKE, OWN_MIX) if mix in result.get("metrics-note", "")),
         *untrained_lines(result),
         *guessing_lines(final["global"], confusion),
         *filter(None, [spread(result)]),

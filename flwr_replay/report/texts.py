@@ -17,8 +17,6 @@ from flwr_replay.report.summary import untrained_lines
 from flwr_replay.terminal import fitted
 
 __all__ = [
-    "ALIKE",
-    "OWN_MIX",
     "as_latex",
     "findings",
     "lines_of",
@@ -29,14 +27,6 @@ __all__ = [
     "verdicts",
 ]
 
-ALIKE = (
-    "Test examples are dealt as a sample of all (partition.test=iid): personal models look alike there, or worse than "
-    "a global one, whatever they gain on their institution's own mix of labels; partition.test=mirror tests that."
-)
-OWN_MIX = (
-    "Test examples are dealt as each institution's own mix of labels has them (partition.test=mirror, or natural): "
-    "personal models are tested where they would be used."
-)
 JUDGED_BY = ("Rounds are judged by ", "Test examples are dealt ")
 JUDGED = f" (?={'|'.join(JUDGED_BY)})"  # where a method's own note ends, and what holds for all begins
 SHOWN = ("mean", "sd", "worst-institution", "bytes-up", "bytes-down", "examples-seen", "seconds")

@@ -291,7 +291,7 @@ def test_a_proxy_is_charged_for_the_rounds_in_which_it_was_drawn(hospitals):
         stated = completed.result["privacy"].get(name)
         if times[name]:
             cost = SampledGaussian.of_epochs(examples=n, batch=8, sigma=0.7, epochs=times[name])
-            assert stated["epsilon"] == pytest.approx(epsilon([cost], 1 / n))
+            assert stated["epsilon"] == pytest.approx(epsilon([cost], 1 / n, "prv"))
             assert len(completed.charges(name)) == times[name]
         else:
             assert stated is None
@@ -312,7 +312,7 @@ def test_an_institution_is_charged_for_the_rounds_in_which_it_trained(hospitals,
             continue
         assert len(completed.charges(name)) == times[name]
         cost = SampledGaussian.of_epochs(examples=n, batch=8, sigma=0.7, epochs=times[name])
-        assert stated["epsilon"] == pytest.approx(epsilon([cost], 1 / n))
+        assert stated["epsilon"] == pytest.approx(epsilon([cost], 1 / n, "prv"))
 
 
 def test_a_resumed_run_ends_without_an_institution_that_stated_its_epsilon_before_any_checkpoint(hospitals):

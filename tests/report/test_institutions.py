@@ -8,10 +8,11 @@ from folders import draw, manifest
 
 from flwr_replay.engines.simulate import run_inline
 from flwr_replay.report.comparison import cells_of
+from flwr_replay.report.metrics import ALIKE, OWN_MIX
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import read_result
 from flwr_replay.report.summary import summary
-from flwr_replay.report.texts import ALIKE, OWN_MIX, notes, of_methods
+from flwr_replay.report.texts import notes, of_methods
 from flwr_replay.studies.compare import compare_strategies
 
 
@@ -31,7 +32,11 @@ def test_personal_and_global_accuracy_stand_side_by_side(test, tmp_path, monkeyp
     assert mixes == [ALIKE if test == "iid" else OWN_MIX]  # once for two methods; fedavg's model is everybody's
     assert not {ALIKE, OWN_MIX} & {*of_methods(report)}
     [of_ditto] = [cell["folder"] for cell in report["cells"] if cell["label"] == "ditto"]
-    page = (tmp_path / report["folder"] / of_ditto / "report.html").read_text()
+    folder = (tmp_path / report["folder"] / of_ditto).resolve()
+    text, page = summary(read_result(folder), folder), (folder / "report.html").read_text()
+    both = "accuracy {accuracy:.4f}, global-accuracy {global-accuracy:.4f} (test; "
+    assert both.format_map(finals["ditto"]) in text
+    assert (ALIKE if test == "iid" else OWN_MIX) in text
     assert [mix in unescape(page) for mix in (ALIKE, OWN_MIX)] == [test == "iid", test == "mirror"]
     assert f"on the same examples global-accuracy is {finals['ditto']['global-accuracy']:.3f}" in page
     heads = re.findall(r"<th[^>]*>([\w-]+)</th>", page)

@@ -50,7 +50,9 @@ def once(folder):
 
 
 def total(charges, n):
-    return epsilon([SampledGaussian(charge["rate"], charge["sigma"], charge["steps"]) for charge in charges], 1 / n)
+    costs = [SampledGaussian(charge["rate"], charge["sigma"], charge["steps"]) for charge in charges]
+    [accountant] = {charge["accountant"] for charge in charges}
+    return epsilon(costs, 1 / n, accountant)
 
 
 @pytest.mark.sampled(1)
