@@ -8,7 +8,7 @@ pinned. Of this secret and of one exchange both make the same mask; one adds it,
     m_k  = Σ_{j > k} ChaCha20(s_jk) - Σ_{j < k} ChaCha20(s_jk)   (mod 2^64), j and k by name
     u_k  = the same of other secrets, in 32 bits each and without the modulus, times 2^-32: `flwr_replay/wire/masked.py`
 
-This is the only place where it happens, so no method knows of it. Four rules protect a single institution:
+This is the only place where it happens, so no method knows of it. Six rules protect a single institution:
 
 - Masks depend on the request, its statistics too, on what training it goes on from, and on all requests of the run that
   came before, answered or not, since an optimizer's state may come from these. So a request is noted before training
@@ -18,6 +18,8 @@ This is the only place where it happens, so no method knows of it. Four rules pr
 - The institutions are those in the file of pinned keys, at least three, the same in the whole run. With shared noise
   some may be missing (privacy.dropouts): masks are then between those whom the request names, and who fails later is
   made up for: `flwr_replay/ciphers/recovery.py`.
+- Each one's training examples are the same in the whole run: of two sums, before and after a patient came, the
+  difference is this patient's.
 - With replay=statistics an exchange has two sums, each with a request, an answer and masks of its own: of features,
   perhaps with shared noise, and of weights. The latter's masks depend on what replayed features are drawn from.
 - Weights that are too large leave as random numbers. From then on the institution's masks cancel no more, so a run
@@ -47,6 +49,7 @@ from flwr_replay.files.tensors import digest
 from flwr_replay.payloads.common import ExpectsReplay, RollCall, Unmask, Unmasked
 from flwr_replay.payloads.fedstats import DRAWS
 from flwr_replay.privacy.plan import GRADIENT
+from flwr_replay.state.store import proof_of
 from flwr_replay.wire.fields import RECORD_OF
 from flwr_replay.wire.masked import MASKED, check_room, exact, fixed_point
 from flwr_replay.wire.payload import Payload, Request
@@ -56,7 +59,7 @@ from flwr_replay.wire.sealed import joined_body
 __all__ = ["FEWEST", "Masking"]
 
 FEWEST = 3  # of two, each knows the other's weights: the mean without its own
-PINS, KEPT = "pins.sha256", "masked"  # in a run's folder: a file, and the answers' files
+PINS, TRAINED, KEPT = "pins.sha256", "trained.sha256", "masked"  # in a run's folder: files, and the answers' files
 ASKED, HISTORY = "request", "history"  # beside a masked answer: digests of its request, and of all up to this one
 COHORT, POINTS, TOLD = "cohort", "points", "told"  # where some may fail: who was asked, points, and the survivors
 NOTES = (ASKED, HISTORY, COHORT, POINTS)  # what does not leave as arrays
@@ -110,6 +113,13 @@ class Masking(Cover):
         exchange = int(instructions.get("server-round", 0))
         self.shares = self.config.privacy.noise == "shared" and fields[0].dp in self.config.privacy.mechanisms
         self._bind()
+        if not self.shares:  # else an account is about one data set
+            examples = f"{self.run}\nmasked\n{self.institution.data.train.digest}"
+            line = (
+                "a masked run keeps each institution's training examples; here they are others than when it began, and "
+                "two sums would show whose: restore them, or begin a new run"
+            )
+            self._keep(TRAINED, proof_of(self.institution.state, examples, self.durable), line)
         scalars = {**metrics_in(message.content), **instructions}  # a mean and a scale of labels are statistics
         # with shared noise an answer depends on its own request alone, and who was away has trained less
         own_words = (*OWN, "continues") if self.shares else OWN
@@ -200,11 +210,13 @@ class Masking(Cover):
     def _bind(self) -> None:
         """Refuse other options, or other pinned keys, than those with which the run began."""
         self.store.bind(self.run, self.bound)
-        pins = self.seal.digest
-        if write_once(self.store.of_run(self.run) / PINS, pins, self.durable) != pins:
-            raise RefusedError(
-                "a masked run keeps its pinned keys: who left or came could be computed from two sums; begin a new run"
-            )
+        line = "a masked run keeps its pinned keys: who left or came could be computed from two sums; begin a new run"
+        self._keep(PINS, self.seal.digest, line)
+
+    def _keep(self, file: str, digest: str, line: str) -> None:
+        """Write a digest down in a file of the run; refuse another one later."""
+        if write_once(self.store.of_run(self.run) / file, digest, self.durable) != digest:
+            raise RefusedError(line)
 
     def _notes(self) -> StateDict:
         return {ASKED: np.frombuffer(self.asked, np.uint8), HISTORY: np.frombuffer(self.history, np.uint8)}

@@ -110,7 +110,7 @@ def deal_by_function(
         dropped, counts = int(found.dropped), found.classes and found.classes.counts_KC.shape[0]
     require(len(parts) == nodes, f"{option} must return {nodes} arrays, one for each institution; got {len(parts)}")
     for part in parts:
-        if part.size and (part.ndim != 1 or not np.issubdtype(part.dtype, np.integer)):
+        if part.ndim != 1 or (part.size and not np.issubdtype(part.dtype, np.integer)):
             raise ConfigError(
                 f"{option} must return arrays of indices, integers in one dimension; got {part.dtype} of shape "
                 f"{part.shape}: of a mask, return np.flatnonzero(mask)"

@@ -112,8 +112,8 @@ def asked(own: Attack, seen: Seen, *question: Tensor, seed: int, task: TaskConfi
     form = task.channels, task.size, task.size
     what = f"{number} images of form {form}" if images else f"{number} numbers"
     require(
-        shape == ((number, *form) if images else (number,)),
-        f"--attack {own.name} must return {what}; got shape {shape}",
+        shape == ((number, *form) if images else (number,)) and not found.is_complex(),
+        f"--attack {own.name} must return {what}; got shape {shape} of {found.dtype}",
     )
     if own.gives == "membership":
         return found.double()

@@ -34,15 +34,13 @@ def sentence(plan: PrivacyPlan, stages: Mapping[str, type[Payload]]) -> str:
         neighbours += "If masks are broken, that of each institution's own messages does, which is the largest."
     named = [*plan.mechanisms, *(["label counts"] if plan.counted else [])]
     covered = " and ".join([", ".join(named[:-1]), named[-1]] if named[1:] else named)
-    if plan.end_to_end and sums:
-        return f"{ALL}: {sums}. {PUBLIC}. Not covered: metrics on validation and test examples. {neighbours}"
     if plan.end_to_end:
         own = "; those of an institution's own model, which never leaves and is trained without noise, also depend "
         own += "on its training examples"
-        classes = "" if plan.counted else ", the classes that an institution says it has"
+        classes = "" if sums or plan.counted else ", the classes that an institution says it has"
         return (
-            f"{ALL}: {covered}, together, for each institution by itself. {PUBLIC}{classes}. Not covered: metrics on "
-            f"validation and test examples{own if plan.tests_own else ''}. {neighbours}"
+            f"{ALL}: {sums or f'{covered}, together, for each institution by itself'}. {PUBLIC}{classes}. Not covered: "
+            f"metrics on validation and test examples{own if plan.tests_own else ''}. {neighbours}"
         )
     samples, weights, numbers = [], [], False
     for stage, answer in stages.items():

@@ -80,6 +80,7 @@ def test_names_drops_and_classes_of_the_function_reach_the_run(module: Any, tmp_
         (lambda y, nodes, seed: np.array_split(np.arange(len(y)), nodes + 1), "must return 2 arrays"),
         (lambda y, nodes, seed: [y == 0, y > 0], "of a mask, return np.flatnonzero"),
         (lambda y, nodes, seed: [[0.5], [1]], "integers in one dimension; got float64"),
+        (lambda y, nodes, seed: [[[]], [1]], r"integers in one dimension; got float64 of shape \(1, 0\)"),
         (lambda y, nodes, seed: [[[0]], [1]], r"of shape \(1, 1\)"),
         (lambda y, nodes, seed: [["a"], [1]], "got <U1"),
         (lambda y, nodes, seed: [[0, 1], [1, 2]], r"index \[1\] came twice"),

@@ -1,11 +1,15 @@
 """A masked run with replay=statistics has two sums, of features and of weights: neither helps to read the other."""
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from harness import SHARDS, write_shards
 from hostile_server import HostileServer, refusal, weights
 from sealed_runs import pinned
 
+from flwr_replay.memory import forget
 from flwr_replay.payloads.common import Train
 from flwr_replay.payloads.fedstats import KeepDraws, Summarise, pairs_of
 from flwr_replay.wire.masked import MASKED
@@ -96,3 +100,18 @@ def test_a_split_cohort_gives_nothing_to_read_and_is_charged_once(servers, odd):
         assert refusal(servers[2].send(Summarise(run="other", **RIGHT | other)))
     assert not charged(servers[2], "other")
     assert sum(charged(servers[2], odd.get("run", "r"))) == ("noise=shared" in servers[2].options)
+
+
+@pytest.mark.parametrize("asked_again", ["sums", "weights"])
+def test_two_sums_do_not_show_who_has_come_between(servers, tmp_path, asked_again):
+    """Where a hospital goes on with one patient more, the difference would be this patient's features."""
+    summed(servers)
+    give(servers, 1, 1, 1, 1)
+    trained(servers, 1)
+    with np.load(tmp_path / "c.npz") as stored:
+        arrays = {name: np.concatenate([array, array[-1:]]) for name, array in stored.items()}
+    np.savez(tmp_path / "c.npz", **arrays)
+    forget()
+    later = Summarise(run="r", exchange=2, **RIGHT | {"total": 121})
+    request = later if asked_again == "sums" else replace(asking(servers, 2), total=121)
+    assert re.search("examples.* others than when .* began", refusal(servers[2].send(request)))

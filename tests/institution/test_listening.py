@@ -16,6 +16,8 @@ from flwr_replay.learning.training import batches, torch_rng
 from flwr_replay.models.zoo import backbone
 from flwr_replay.payloads.fedreplay import EvaluatePooled
 from flwr_replay.payloads.mutual import EvaluatePair, EvaluateWithProxy
+from flwr_replay.privacy.claims import sentence
+from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.rng import derived_seed
 from flwr_replay.wire.weights import load_arrays
 
@@ -69,6 +71,19 @@ def test_beside_fedreplay_an_own_model_learns_once_and_nothing_of_it_leaves(tmp_
     up = [line for line in ran.ledger if line["direction"] == "up" and line["stage"] == "evaluate-pooled"]
     assert len({line["institution"] for line in up}) == len(data)
     assert {line["kind"] for line in up} == {"statistic"}
+
+
+def test_no_epsilon_is_said_to_cover_tests_of_an_own_model(tmp_path):
+    hospitals(tmp_path, "a")
+    noisy = [*JOB, *OWN_MODEL[2:], "strategy=fedreplay", "latents=drawn", "model.train=head", "dp=statistics"]
+    noisy += ["target-epsilon=2", "delta=0.001"]
+    for listen in ("none", "pool"):
+        claim = sentence(PrivacyPlan.of(compose([*noisy, f"listen={listen}"])), {})
+        assert claim.startswith("All that leaves")
+        assert ("own model, which never leaves and is trained without noise" in claim) == (listen == "pool")
+    server = HostileServer(tmp_path, *noisy, policy="max-epsilon: 8\nmax-delta: 0.01\n")
+    asked = {"run": "r", "exchange": 1, "holdout": 0.25, "listen": "pool", "own_epochs": 2}
+    assert "no differential privacy" in refusal(server.send(EvaluatePooled(arrays=server.weights, **asked)))
 
 
 @pytest.mark.parametrize("options", [["strategy=proxyfl", *POOL, "topology=complete"], OWN_MODEL])

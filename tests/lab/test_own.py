@@ -163,6 +163,7 @@ def test_the_contract(module) -> None:
     [
         (lambda seen, images, labels, seed: labels[:3], r"must return 40 numbers; got shape \(3,\)"),
         (lambda seen, images, labels, seed: images, "must return 40 numbers; got shape"),
+        (lambda seen, images, labels, seed: labels * 1j, r"must return 40 numbers; got .* of torch.complex"),
         (lambda seen, images, labels, seed: None, "failed"),
         (lambda seen: 0, "takes 1 positional argument"),
         (Attack(gives="images", run=lambda seen, places, seed: places), r"40 images of form \(1, 8, 8\); got shape"),
