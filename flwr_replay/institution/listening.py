@@ -44,15 +44,15 @@ class ListeningClient(InstitutionClient):
     def held_rows(self, request: Listening) -> Tensor:
         """Return the rows that are held out, the same in every exchange; none without a pool or beside a split.
 
-        Refused if the policy lets no exact metrics leave: a server that sends proxies of its own can read single
-        held-out examples from the answers of a pool, even from counts.
+        Refused under masks, and if the policy lets no exact metrics leave: a server that sends models of its own can
+        read single held-out examples from the answers of a pool, even from counts.
         """
         if request.listen != "pool" or self.institution.validation is not None:
             return torch.empty(0, dtype=torch.int64)
-        if self.institution.policy.allowed_metrics != "exact":
+        if self.institution.policy.allowed_metrics != "exact" or not self.institution.reports_losses:
             raise RefusedError(
-                "policy lets no exact metrics leave, and without a validation split the tests of listen=pool depend on "
-                "single training examples: choose listen=loss or none, or ask for a validation split"
+                "without a validation split the tests of listen=pool depend on single training examples; the run is "
+                "masked, or a policy lets no exact metrics leave: choose listen=loss or none, or ask for such a split"
             )
         n = len(self.training_data())
         most = min(n - 1, max(1, round(request.holdout * n)))

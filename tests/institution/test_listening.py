@@ -7,6 +7,7 @@ from harness import same
 from hostile_server import HostileServer, refusal
 from peers import JOB, N, hospitals, run
 from safetensors.numpy import load_file
+from sealed_runs import pinned
 from torch.nn import functional
 
 from flwr_replay.config.compose import compose
@@ -73,17 +74,31 @@ def test_beside_fedreplay_an_own_model_learns_once_and_nothing_of_it_leaves(tmp_
     assert {line["kind"] for line in up} == {"statistic"}
 
 
+DRAWN = [*JOB, *OWN_MODEL[2:], "strategy=fedreplay", "latents=drawn", "model.train=head"]
+ASKED = {"run": "r", "exchange": 1, "holdout": 0.25, "listen": "pool", "own_epochs": 2}
+
+
+@pytest.mark.parametrize("validates", [False, True])
+def test_under_masks_no_test_depends_on_single_training_examples(tmp_path, validates):
+    """By weights that always answer one class, a server would learn which of these most of those held out have."""
+    hospitals(tmp_path, "abc")
+    arrays = dict(np.load(tmp_path / "a.npz"))
+    arrays |= {"val_images": arrays["test_images"], "val_labels": arrays["test_labels"]} if validates else {}
+    np.savez(tmp_path / "a.npz", **arrays)
+    server = HostileServer(tmp_path, *DRAWN, "masked=true", **pinned(tmp_path, "abc")["a"])
+    told = refusal(server.send(EvaluatePooled(arrays=server.weights, **ASKED)))
+    assert ("depend on single training examples; the run is masked" in told) != validates
+
+
 def test_no_epsilon_is_said_to_cover_tests_of_an_own_model(tmp_path):
     hospitals(tmp_path, "a")
-    noisy = [*JOB, *OWN_MODEL[2:], "strategy=fedreplay", "latents=drawn", "model.train=head", "dp=statistics"]
-    noisy += ["target-epsilon=2", "delta=0.001"]
+    noisy = [*DRAWN, "dp=statistics", "target-epsilon=2", "delta=0.001"]
     for listen in ("none", "pool"):
         claim = sentence(PrivacyPlan.of(compose([*noisy, f"listen={listen}"])), {})
         assert claim.startswith("All that leaves")
         assert ("own model, which never leaves and is trained without noise" in claim) == (listen == "pool")
     server = HostileServer(tmp_path, *noisy, policy="max-epsilon: 8\nmax-delta: 0.01\n")
-    asked = {"run": "r", "exchange": 1, "holdout": 0.25, "listen": "pool", "own_epochs": 2}
-    assert "no differential privacy" in refusal(server.send(EvaluatePooled(arrays=server.weights, **asked)))
+    assert "no differential privacy" in refusal(server.send(EvaluatePooled(arrays=server.weights, **ASKED)))
 
 
 @pytest.mark.parametrize("options", [["strategy=proxyfl", *POOL, "topology=complete"], OWN_MODEL])
