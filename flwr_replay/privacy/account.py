@@ -89,7 +89,7 @@ class Account:
             )
 
     def _total(self, book: _Book, *more: SampledGaussian) -> float:
-        accountants = book.accountants or {self.accountant}
+        accountants = book.accountants | {self.accountant} if more else book.accountants
         return epsilon([*book.costs, *more], self.delta, "prv" if accountants == {"prv"} else "rdp")
 
     def _affordable(self, book: _Book, cost: SampledGaussian) -> int:

@@ -91,7 +91,8 @@ def test_every_step_is_charged_and_every_answer_states_the_account(once, name):
     for institution, n in SIZES.items():
         assert charged(ran, institution) == {p.mechanism: p.cost(n, plan.config.sigma).steps for p in plan.passes}
         costs = [SampledGaussian(c["rate"], c["sigma"], c["steps"]) for c in ran.charges(institution)]
-        assert ran.result["privacy"][institution]["epsilon"] == epsilon(costs, 1 / n) == plan.planned(n)[0]
+        stated = ran.result["privacy"][institution]["epsilon"]
+        assert stated == epsilon(costs, 1 / n, plan.accountant) == plan.planned(n)[0]
 
 
 @pytest.mark.sampled(1)
@@ -225,7 +226,7 @@ def test_an_older_copy_of_the_state_is_noticed_before_an_image_leaves(tmp_path):
 @pytest.mark.parametrize("spent", [1, 6])
 def test_a_training_ends_where_the_budget_ends(tmp_path, spent):
     cost = stages_of(tmp_path).budget.plan.cost("generator", 40, 1)
-    limit = epsilon([replace(cost, steps=6)], 1 / 40)
+    limit = epsilon([replace(cost, steps=6)], 1 / 40, "prv")
     stages = stages_of(tmp_path, f"privacy.epsilon={limit}")
     stages.budget.begin_steps("generator", range(spent), TrainPiece(run="r"))  # as by a crash
     if spent == 6:
@@ -251,7 +252,7 @@ def test_what_a_crash_has_repeated_is_charged_twice(tmp_path, monkeypatch):
         trained(stages)
     stated = trained(stages).epsilon
     assert [cost.steps for cost in stages.budget.account("r").spent] == [4, 2, 2, 0]
-    assert stated == epsilon(stages.budget.account("r").spent, 1 / 40)
+    assert stated == epsilon(stages.budget.account("r").spent, 1 / 40, "prv")
 
 
 def test_under_dp_an_institution_without_its_declared_classes_says_nothing_of_that(tmp_path):

@@ -58,6 +58,9 @@ def test_an_account_keeps_the_accountant_of_its_charges(tmp_path):
     Account(tmp_path / "new", delta=1e-5, accountant="prv").charge("proxy", visit(300))
     assert Account(tmp_path / "new", delta=1e-5).epsilon() == epsilon([visit(300)], 1e-5, "prv")
     Account(tmp_path / "old", delta=1e-5).charge("proxy", visit(300))
+    mixed = Account(tmp_path / "new", delta=1e-5, limit=epsilon([visit(301)], 1e-5, "prv"))  # it would count by RDP
+    with pytest.raises(PrivacyError, match="0 of them are left"):
+        mixed.charge("proxy", STEP)
     charges = re.sub(r', "accountant": "rdp"|, "crc32": \d+', "", (tmp_path / "old" / CHARGES).read_text())
     (tmp_path / "old" / CHARGES).write_text(charges)
     resumed = Account(tmp_path / "old", delta=1e-5, limit=epsilon([visit(310)], 1e-5), accountant="prv")

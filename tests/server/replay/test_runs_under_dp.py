@@ -120,26 +120,26 @@ def test_the_seed_gives_seeded_noise_away_and_says_nothing_of_secret_noise(tmp_p
 
 
 def test_a_budget_stops_an_institution_before_it_is_exceeded(folder):
-    limit, of = 1.4, ["sigma=2", "delta=0.01", "epsilon=1.4", "rounds=3"]
+    limit, of = 1.1, ["sigma=2", "delta=0.01", "epsilon=1.1", "rounds=3"]
     ran = run(folder, *CLASSIFIER, *of)
     charges = {name: ran.charges(name) for name in SIZES}
     assert {name: len(own) for name, own in charges.items()} == {"a": 3, "b": 3, "c": 2}
     for name, own in charges.items():
         costs = [SampledGaussian(charge["rate"], charge["sigma"], charge["steps"]) for charge in own]
-        assert ran.result["privacy"][name]["epsilon"] == epsilon(costs, 0.01) <= limit
-        assert (epsilon([*costs, costs[0]], 0.01) > limit) == (name == "c") or len(own) == 3
+        assert ran.result["privacy"][name]["epsilon"] == epsilon(costs, 0.01, "prv") <= limit
+        assert (epsilon([*costs, costs[0]], 0.01, "prv") > limit) == (name == "c") or len(own) == 3
     [failure] = ran.result["failures"]
     assert (failure["institution"], failure["round"]) == ("c", 9)
-    assert failure["reason"].startswith("the privacy budget is epsilon 1.4 at delta 0.01; 1 steps of classifier would")
+    assert failure["reason"].startswith("the privacy budget is epsilon 1.1 at delta 0.01; 1 steps of classifier would")
 
 
 def test_a_budget_that_the_generator_would_exceed_leaves_an_institution_out_of_replay(folder):
-    ran = run(folder, *GENERATOR, "sigma=2", "delta=0.01", "epsilon=0.8", "replay.missing=say")
+    ran = run(folder, *GENERATOR, "sigma=2", "delta=0.01", "epsilon=0.6", "replay.missing=say")
     assert [bool(ran.result["privacy"][name]) for name in SIZES] == [True, True, False]
     assert not (ran.state("c") / "privacy.jsonl").exists()
     assert len(ran.codes(1)) == SIZES["a"] + SIZES["b"]
     assert {failure["institution"] for failure in ran.result["failures"]} == {"c"}
-    assert "steps of generator would make 0.82" in ran.result["failures"][0]["reason"]
+    assert "steps of generator would make 0.63" in ran.result["failures"][0]["reason"]
 
 
 def protections(entries, *, but=("instruction", "notice")):
