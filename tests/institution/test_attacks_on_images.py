@@ -83,7 +83,7 @@ def test_the_noise_for_a_target_covers_all_steps_of_an_image_generator():
     options = ["target-epsilon=2" if option.startswith("sigma=") else option for option in END_TO_END]
     plan = PrivacyPlan.of(compose(options))
     costs = [each.cost(40, plan.cost(each.mechanism, 40, 1).sigma) for each in plan.passes]  # `planned` is cut off at 2
-    assert 1.9 < epsilon([*costs, *plan.fixed()], plan.config.delta_for(40)) <= 2
+    assert 1.9 < epsilon([*costs, *plan.fixed()], plan.config.delta_for(40), plan.accountant) <= 2
 
 
 def test_a_buffer_that_is_never_refreshed_is_the_same_in_every_exchange(folder):
