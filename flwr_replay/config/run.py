@@ -144,6 +144,11 @@ class RunConfig:
             f"masked=true needs at least three institutions; got nodes={self.nodes}: of two, each could compute the "
             "other's weights from the mean: add one, or set masked=false, and noise=secret where noise=shared",
         )
+        require(
+            getattr(self.strategy, "listen", "none") == "none" or self.split == "validation",
+            "listen=pool weighs models by examples that are held out, under masks by none of training; got "
+            f"split={self.split}: set split=validation, or listen=none",
+        )
         unset = {
             "sealed": (self.sealed, False),
             "replay": (self.replay.name, self.replay.name if self.replay.name == "statistics" else "none"),

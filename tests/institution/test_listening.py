@@ -78,16 +78,16 @@ DRAWN = [*JOB, *OWN_MODEL[2:], "strategy=fedreplay", "latents=drawn", "model.tra
 ASKED = {"run": "r", "exchange": 1, "holdout": 0.25, "listen": "pool", "own_epochs": 2}
 
 
-@pytest.mark.parametrize("validates", [False, True])
-def test_under_masks_no_test_depends_on_single_training_examples(tmp_path, validates):
+@pytest.mark.parametrize("held_out", [0, 4])
+def test_under_masks_no_test_depends_on_single_training_examples(tmp_path, monkeypatch, held_out):
     """By weights that always answer one class, a server would learn which of these most of those held out have."""
     hospitals(tmp_path, "abc")
-    arrays = dict(np.load(tmp_path / "a.npz"))
-    arrays |= {"val_images": arrays["test_images"], "val_labels": arrays["test_labels"]} if validates else {}
-    np.savez(tmp_path / "a.npz", **arrays)
-    server = HostileServer(tmp_path, *DRAWN, "masked=true", **pinned(tmp_path, "abc")["a"])
+    monkeypatch.setattr("flwr_replay.data.datasets._held_out", lambda train: np.arange(len(train)) < held_out)
+    server = HostileServer(tmp_path, *DRAWN, "masked=true", "split=validation", **pinned(tmp_path, "abc")["a"])
     told = refusal(server.send(EvaluatePooled(arrays=server.weights, **ASKED)))
-    assert ("depend on single training examples; the run is masked" in told) != validates
+    assert ("depend on single training examples; the run is masked" in told) == (not held_out)
+    with pytest.raises(ConfigError, match="under masks by none of training; got split=test"):
+        compose([*DRAWN, "masked=true"])
 
 
 def test_no_epsilon_is_said_to_cover_tests_of_an_own_model(tmp_path):
