@@ -5,6 +5,7 @@ Source: McMahan et al. 2017, section 2: g_k = ∇L_k(θ), the average gradient o
 
 import copy
 import math
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,8 +29,10 @@ from flwr_replay.privacy.dpsgd import (
     single_gradients,
     trained_parameters,
 )
+from flwr_replay.privacy.exact import ExactHead
 from flwr_replay.privacy.places import NOBODY, at_places, drawn_places, places_for
 from flwr_replay.privacy.plan import GRADIENT
+from flwr_replay.privacy.secret import Stream
 from flwr_replay.privacy.shares import beside
 from flwr_replay.wire.records import StateDict, array_record, opened
 from flwr_replay.wire.weights import load_arrays
@@ -91,20 +94,18 @@ class FedSGDClient(InstitutionClient):
         """Charge for the clipped gradients' sums; return them with noise.
 
         Sums are in float64: rounding must not tell of an example. Nor must places in groups, which are drawn
-        (`flwr_replay.privacy.places`). The examples of a patient who has several are in groups of their own.
+        (`flwr_replay.privacy.places`). The examples of a patient who has several pass by themselves.
         """
         data, model, clip = self.training_data(), in_doubles(model), budget.plan.config.clip_of(GRADIENT)
         load_arrays(model, request.arrays)
         refuse_mixing(model)
         refuse_chance(model)
         stream, step = budget.stream(GRADIENT, request), budget.step(GRADIENT, opened(request.arrays))
-        size = min(at_once(data.x, places_for(data.x), model), single_gradients(model))
         budget.charge(GRADIENT, budget.plan.cost(GRADIENT, len(data), 1), request)
         alone_N, several = by_patient(self.institution.data.train.patients, len(data))
-        places = drawn_places(len(alone_N), size, stream)
-        sums = self.clipped(model, data, places.where(places == NOBODY, alone_N[places]).flatten(), size, clip)
+        sums = self.clipped(model, data, alone_N, clip, stream)
         for rows_B in several:
-            own = self.clipped(model, data, rows_B, size, math.inf)
+            own = self.clipped(model, data, rows_B, math.inf)
             norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(of) for of in own])) * ROUNDING
             if norm.isfinite():
                 sums = [before + of * (clip / norm).clamp(max=1) for before, of in zip(sums, own, strict=True)]
@@ -112,19 +113,43 @@ class FedSGDClient(InstitutionClient):
         scaled = (of.cpu() / clip for of in sums)
         return budget.noisy(GRADIENT, dict(zip(names, scaled, strict=True)), step, stream)
 
-    def clipped(self, model: nn.Module, data: Shard, rows_N: Tensor, size: int, clip: float) -> list[Tensor]:
-        """Sum the clipped gradients of the examples in these rows, in groups of this size; -1: nobody's, zeros."""
+    def clipped(
+        self, model: nn.Module, data: Shard, rows_N: Tensor, clip: float, stream: Stream | None = None
+    ) -> list[Tensor]:
+        """Sum the clipped gradients of the examples in these rows; with a stream, at places that are drawn."""
 
         def losses(x_B: Tensor, y_B: Tensor, real_B: Tensor) -> Tensor:
             return self.task.losses(model(x_B), y_B) * real_B
 
         sums = [torch.zeros_like(parameter) for parameter in trained_parameters(model)]
-        for rows_B in torch.split(rows_N, max(1, at_once(data.x, ROWS, model) // size) * size):
+        head, many = ExactHead.of(model, data.x), at_once(data.x, ROWS, model)
+        if not head:
+            size = min(at_once(data.x, places_for(data.x), model), single_gradients(model))
+            rows_N, many = placed(rows_N, size, stream), max(1, many // size) * size
+        for rows_B in torch.split(rows_N, many):
             x_B, y_B = (at_places(of, rows_B) for of in (data.x, data.y))
-            batch = as_input(x_B).double(), y_B, (rows_B != NOBODY).double().to(x_B.device)
-            summed, _ = clipped_sums(model, losses, batch, clip, size)
+            if head:
+                summed = head.clipped(x_B.flatten(1), partial(self.losses_at_places, y_B, stream), clip)
+            else:
+                batch = as_input(x_B).double(), y_B, (rows_B != NOBODY).double().to(x_B.device)
+                summed, _ = clipped_sums(model, losses, batch, clip, size)
             sums = [before + of for before, of in zip(sums, summed, strict=True)]
         return sums
+
+    def losses_at_places(self, y_B: Tensor, stream: Stream | None, logits_BC: Tensor) -> Tensor:
+        """Sum the losses of logits; only these need places where the logits are exact."""
+        size = places_for(logits_BC)
+        rows_B = placed(torch.arange(len(y_B)), size, stream)
+        parts = zip(*(torch.split(at_places(of, rows_B), size) for of in (logits_BC, y_B)), strict=True)
+        return torch.stack([self.task.losses(*part).sum() for part in parts]).sum()
+
+
+def placed(rows_N: Tensor, size: int, stream: Stream | None) -> Tensor:
+    """Return rows at places drawn for them, in groups of this size, -1: nobody's; without a stream in order."""
+    if not stream:
+        return rows_N
+    places = drawn_places(len(rows_N), size, stream)
+    return places.where(places == NOBODY, rows_N[places]).flatten()
 
 
 def by_patient(patients_N: NDArray[np.str_] | None, examples: int) -> tuple[Tensor, list[Tensor]]:

@@ -14,7 +14,7 @@ __all__ += ["as_input", "centred", "classifier", "norm_layer", "out_of_place", "
 
 Module = TypeVar("Module", bound=nn.Module)
 
-NORM = 10.0  # of an example's features, where they are centred
+NORM, SMALLEST = 10.0, 1e-6  # of an example's features, where they are centred; what is smaller stays so
 
 
 class Standardize(nn.Module):
@@ -76,7 +76,7 @@ class Prepared(nn.Module):
 def centred(features_BF: Tensor) -> Tensor:
     """Bring each example's features to mean 0 and norm 10; examples of one norm lose the least to clipping."""
     features_BF = features_BF - features_BF.mean(1, keepdim=True)
-    return NORM * functional.normalize(features_BF, dim=1, eps=1e-6)
+    return NORM * functional.normalize(features_BF, dim=1, eps=SMALLEST)
 
 
 class Centred(nn.Module):

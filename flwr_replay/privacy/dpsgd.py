@@ -35,6 +35,7 @@ __all__ = [
     "poisson_batches",
     "refuse_chance",
     "refuse_mixing",
+    "scales",
     "single_gradients",
     "trained_parameters",
 ]
@@ -145,7 +146,7 @@ def clipped_sums(
         by_id = {id(parameter): summed for parameter, summed in zip(parameters, sums, strict=True)}
         for part in zip(*(torch.split(tensor, at_once) for tensor in batch), strict=True):
             if len(part[0]):
-                total += ghost.add(by_id, losses, part, partial(_scales, clip, len(part[0]), sums[0].dtype))
+                total += ghost.add(by_id, losses, part, partial(scales, clip, len(part[0]), sums[0].dtype))
         return sums, total
     with _single_gradients(module) as forget, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Full backward hook is firing")  # no gradient at the images is wanted
@@ -204,7 +205,7 @@ def trained_parameters(module: nn.Module) -> list[Any]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def _scales(clip: float, examples: int, dtype: torch.dtype, norms_B: Tensor) -> tuple[Tensor, Tensor]:
+def scales(clip: float, examples: int, dtype: torch.dtype, norms_B: Tensor) -> tuple[Tensor, Tensor]:
     """Return the factor of each example's gradient, and whether the gradient is finite.
 
     Norms are in float64. A factor that is subnormal in `dtype` would be inexact, and becomes 0.
@@ -222,7 +223,7 @@ def add_clipped(sums: list[Tensor], gradients: list[Tensor | None], clip: float,
     """Add the clipped gradients of some examples, each (B, ...); None where the loss does not depend on a parameter."""
     kept = [(summed, gradient) for summed, gradient in zip(sums, gradients, strict=True) if gradient is not None]
     parts = [norms_of(gradient) for _, gradient in kept]
-    scale_B, finite_B = _scales(clip, examples, sums[0].dtype, torch.linalg.vector_norm(torch.stack(parts), dim=0))
+    scale_B, finite_B = scales(clip, examples, sums[0].dtype, torch.linalg.vector_norm(torch.stack(parts), dim=0))
     for summed, gradient in kept:
         summed += torch.tensordot(scale_B[finite_B], gradient if finite_B.all() else gradient[finite_B], dims=1)
 

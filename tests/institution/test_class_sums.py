@@ -111,10 +111,11 @@ def test_under_dp_all_images_of_a_patient_are_clipped_together(hospital, dp):
 
 
 @pytest.mark.parametrize("clip", [0.3, 100.0])
-def test_under_dp_the_gradient_of_a_patient_is_clipped_as_a_whole(hospital, clip):
+@pytest.mark.parametrize("model", [["model=mlp", f"model.width={WIDTH}"], ["model=gabor", "model.train=head"]])
+def test_under_dp_the_gradient_of_a_patient_is_clipped_as_a_whole(hospital, model, clip):
     """Beside a loop over patients; noise of 0.01 C hides less than an example."""
-    own = ["strategy=fedsgd", "dp=gradient", "delta=0.001", f"privacy.sigma={SIGMA}", f"privacy.clip={clip}"]
-    server = HostileServer(hospital, "task=folder", "task.channels=1", *PLAIN[1:-1], *own)
+    own = ["strategy=fedsgd", "dp=gradient", "delta=0.001", f"privacy.sigma={SIGMA}", f"privacy.clip={clip}", *model]
+    server = HostileServer(hospital, "task=folder", "task.channels=1", *SHARDS[1:], "classes=3", "device=cpu", *own)
     reply, config = server.send(Differentiate(arrays=server.weights, run="patients", exchange=1)), server.config
     assert not refusal(reply)
     train = load(replace(config.task, data_dir=str(hospital / "a.npz"))).train

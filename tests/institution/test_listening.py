@@ -210,3 +210,6 @@ def test_a_server_cannot_choose_another_way_to_listen(tmp_path, options, request
         alone = HostileServer(tmp_path, *JOB, *OWN_MODEL, "listen=none")
         assert "listen is 'none'" in refusal(alone.send(EvaluatePooled(**asked, listen="pool", own_epochs=2)))
         assert "pooled with listen=pool" in refusal(alone.send(EvaluatePooled(**asked, listen="none", own_epochs=2)))
+        strict = HostileServer(tmp_path, *JOB, *OWN_MODEL, policy="max-epsilon: 8\nmetrics: exact\n")
+        asked |= {"run": "strict", "listen": "pool", "own_epochs": 2}
+        assert "policy asks for epsilon <= 8; PersonalEvaluation." in refusal(strict.send(EvaluatePooled(**asked)))

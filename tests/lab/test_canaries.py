@@ -161,7 +161,7 @@ def to_more(*args, clip, sigma, **rest):
     return noisy_step(*args, clip=1.1 * clip, sigma=sigma / 1.1, **rest)
 
 
-SCALES, GHOST = dpsgd._scales, dpsgd.Ghost.add
+SCALES, GHOST = dpsgd.scales, dpsgd.Ghost.add
 CLIPPINGS = {
     "to more": (dpsgd, "_scales", looser),
     "to more, with the same noise": (budget, "noisy_step", to_more),
