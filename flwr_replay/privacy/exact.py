@@ -95,6 +95,6 @@ class ExactHead(NamedTuple):
 
 
 def unit_of(largest: Tensor, bits: int) -> Tensor:
-    """Return the power of two, float64, of which finite float32 numbers up to these are at most 2^bits."""
-    exponent = torch.frexp(largest).exponent.long() - bits
+    """Return the power of two, float64, of which finite numbers up to these are at most 2^bits."""
+    exponent = (torch.frexp(largest).exponent.long() - bits).clamp(-1022, 1023)
     return (exponent + 1023 << 52).view(torch.float64)  # its bits: no function that rounds makes it
