@@ -87,7 +87,7 @@ def evidence(
     Attacks are quoted if `privacy attack` has run; under a policy's min-count without small numbers.
     """
     folder = finished_place(place)
-    from flwr_replay.deploy.own_evidence import write_own_evidence
+    from flwr_replay.deploy.own_evidence import policy_beside, write_own_evidence
     from flwr_replay.files.atomic import read_json
     from flwr_replay.institution.policy import read_policy
     from flwr_replay.lab.sacroml import sacroml_found
@@ -99,8 +99,8 @@ def evidence(
 
     made, attacked = absolute(audit) if audit else folder / "audit.json", folder / "attacks" / "attacks.json"
     own, rules = (folder / LEDGER).exists() and not (folder / CONFIG).exists(), absolute(policy) if policy else None
-    if own and not rules and (beside := folder.parents[1] / "policy.yaml").exists():
-        rules = beside
+    if own and not rules:
+        rules = policy_beside(folder)
     least, results = read_policy(rules).min_count, read_json(attacked)["attacks"] if attacked.exists() else []
     names = read_result(folder).get("floored") if (folder / RESULT).exists() else []
     names = [folder.name] if own and (folder / COUNTS).exists() else names
@@ -135,12 +135,14 @@ def state(
     yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List what an institution keeps in its state directory STATE, with bytes; --remove what a run has left.
+    """List what an institution keeps in its state directory STATE, with the ε of all runs; --remove what a run left.
 
     Its models, latents and pictures go, a private model too. The ledger, the account of epsilon and the run's options
     stay. The institution answers no further message of that run. `--remove decoded` removes decoded images and
     features; those that simulations keep lie in $FLWR_REPLAY_HOME.
     """
+    from flwr_replay.deploy.own_evidence import policy_beside
+    from flwr_replay.institution.policy import read_policy
     from flwr_replay.report.progress import shown_bytes, shown_time
     from flwr_replay.state.kept import DECODED, bytes_of, kept, ledger_bytes, remove
 
@@ -161,8 +163,10 @@ def state(
     lines.append(f"decoded images and features, made again when they are missing: {shown_bytes(decoded)}")
     number, size, recorded = ledger_bytes(folder)
     lines.append(f"ledger: {shown_bytes(size)}, parts: {number}; recorded messages: {shown_bytes(recorded)}")
+    spent = read_policy(policy_beside(folder)).all_runs(folder).sentence()
     ledger = {"bytes": size, "parts": number, "recorded": recorded}
-    answer({"runs": runs_kept, "decoded": decoded, "ledger": ledger}, "\n".join(lines), as_json)
+    told = {"runs": runs_kept, "decoded": decoded, "ledger": ledger, "all-runs": spent}
+    answer(told, "\n".join([*lines, *[spent] * bool(runs_kept)]), as_json)
 
 
 @app.command()

@@ -260,6 +260,8 @@ def _agreed(config: RunConfig) -> str:
                 "delta=1e-5, or what is far below one over the examples of the largest"
             )
         agreed["max-epsilon" if config.end_to_end else "max-local-epsilon"] = privacy.limit
+        if config.end_to_end:
+            agreed["max-total-epsilon"] = 2 * privacy.limit  # a run that breaks off may be begun anew
         agreed["max-delta"] = privacy.delta
     if privacy.noise == "shared":
         agreed["min-colluders"] = config.colluders

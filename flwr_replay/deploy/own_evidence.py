@@ -22,12 +22,18 @@ from flwr_replay.state.kept import kept
 from flwr_replay.state.store import OPTIONS, REMOVED, RUNS
 from flwr_replay.wire.ledger import LEDGER, ledger_lines
 
-__all__ = ["write_own_evidence"]
+__all__ = ["policy_beside", "write_own_evidence"]
 
 CLAIM = (
     "The ledger has beside each field the (ε, δ) that the account here stated when it left, and none where nothing was "
-    "differentially private. The ε of several runs add up."
+    "differentially private. The ε of several runs add up: "
 )
+
+
+def policy_beside(state: Path) -> Path | None:
+    """Return the policy file of a clinic's folder, from its state directory in it; None if there is none."""
+    beside = state.parent.parent / "policy.yaml"
+    return beside if beside.exists() else None
 
 
 def write_own_evidence(
@@ -76,6 +82,7 @@ def write_own_evidence(
         "left": [dict(zip(("run", "stage", "field", "kind"), key, strict=True)) | row for key, row in left.items()],
         "runs": runs,
         "small-cells": floor,
+        "all-runs": policy.all_runs(state).sentence(),
         "policy": read_text(policy_file) if policy_file else "",
         "attacks": list(attacks),
         "sacroml": sacroml,
@@ -101,7 +108,7 @@ def write_own_evidence(
         runs=table("The runs", ["run", "method", "task", "tests", "charges", "models removed"], of_runs),
         kinds=kinds_in(key[3] for key in left),
         seen=[*seen_by({**row, "kind": key[3], "direction": "up"} for key, row in left.items())],
-        claim=CLAIM,
+        claim=f"{CLAIM}{told['all-runs']}.",
         floor=floor,
         policy=told["policy"] or "There is no policy here: everything may leave.",
         attacks=told["attacks"] or ["No attack was run on this record: `flwr-replay privacy attack STATE --run RUN`."],

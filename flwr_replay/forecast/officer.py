@@ -34,6 +34,7 @@ from flwr_replay.runs.environment import versions
 from flwr_replay.runs.execute import Job, claim, network_of
 from flwr_replay.runs.options import INLINE_NODES
 from flwr_replay.state.counts import FILE
+from flwr_replay.state.store import RUNS
 from flwr_replay.wire.fields import Field
 from flwr_replay.wire.payload import REQUESTS, LedgerRow, Payload, rows
 from flwr_replay.wire.records import metrics_in
@@ -129,8 +130,9 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
     delta = config.privacy.delta_for(min(map(len, train.values())))  # the largest; 0 in the options is 1/|D|
     agreed = replace(config, privacy=replace(config.privacy, delta=delta))
     stages = [*strategy.all_stages(), *(sent.request.stage_name for sent in own)]
-    beside = policy_file.parent.glob("state/*") if policy_file else ()
-    rules = refusals(policy, agreed, stages, [*beside, *(home() / "state" / name for name in names)])
+    beside = sorted(policy_file.parent.glob("state/*")) if policy_file else ()
+    states = [*beside, *(home() / "state" / name for name in names)]
+    rules = refusals(policy, agreed, stages, states)
     if policy.min_count:
         rules += [_verdict("min-count", partial(check_examples, policy, own)) for own in train.values()]
     takes_part = not any(rule["verdict"] == REFUSED for rule in rules)
@@ -182,6 +184,9 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
         "pinned": [stage for stage, _ in policy.weights if stage in strategy.all_stages()],
         "min-count": policy.min_count,
         "tests": policy.max_evaluations,
+        "all-runs": [
+            f"{state.name}: {policy.all_runs(state).sentence()}." for state in states if (state / RUNS).is_dir()
+        ],
         "claim": claim(strategy),
         "planned": planned_privacy(strategy, config.rounds, names),
         "private": plan is not None and plan.config.secret,
@@ -206,7 +211,11 @@ def refusals(
         verdicts.append(_verdict("weights", partial(check_pinned, policy, config, stages)))
     answers = [REQUESTS[stage].answer for stage in stages]
     used = [state for state in states if policy.min_count and (state / FILE).exists()]
-    return [*verdicts, *(_verdict("room", partial(check_room, policy, state, config, answers)) for state in used)]
+    verdicts += [_verdict("room", partial(check_room, policy, state, config, answers)) for state in used]
+    for state in (state for state in states if policy.max_total_epsilon is not None and (state / RUNS).is_dir()):
+        check = partial(policy.all_runs(state).check, config.privacy.limit, config.privacy.delta)
+        verdicts.append(_verdict("max-total-epsilon", check))
+    return verdicts
 
 
 def _verdict(rule: str, check: Callable[[], None]) -> dict[str, str]:

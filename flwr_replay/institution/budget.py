@@ -15,19 +15,19 @@ from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.models.layers import as_input
 from flwr_replay.payloads.common import ChargedRequest
 from flwr_replay.privacy.account import Account
-from flwr_replay.privacy.accounting import LocalRelease, SampledGaussian, epsilon
+from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.privacy.dpsgd import clipped_sums, noisy_step, poisson_batches
 from flwr_replay.privacy.plan import COUNTS, PrivacyPlan
 from flwr_replay.privacy.secret import Stream, noise_stream
 from flwr_replay.privacy.shares import shared
 from flwr_replay.privacy.sums import noisy
+from flwr_replay.state.spent import AllRuns
 from flwr_replay.state.store import StateStore
 from flwr_replay.wire.records import StateDict
 
 __all__ = ["DPTraining", "PrivacyBudget"]
 
 EXACT = 2**53  # whole numbers below it are exact in float64
-ROUNDING = 1e-6  # by which epsilon may differ between versions of a library
 
 
 class PrivacyBudget:
@@ -57,6 +57,19 @@ class PrivacyBudget:
     def charged(self, run: str) -> tuple[str, ...]:
         """Return the mechanism of each charge so far, without reading any data."""
         return Account(self.state.of_run(run), delta=1.0).mechanisms
+
+    @property
+    def all_runs(self) -> AllRuns:
+        """What all runs have spent, and may."""
+        return self.institution.policy.all_runs(self.institution.state)
+
+    def take_room(self, run: str, begins: bool) -> None:
+        """Keep the budget for a run from its roll call on, if all runs may have that much; later it goes on."""
+        if not begins:
+            self.all_runs.goes_on(run)
+        elif self.institution.policy.max_total_epsilon is not None:
+            account = self.account(run)
+            self.all_runs.reserve(run, account.limit, account.delta)
 
     def begin(self, mechanism: str, epochs: int, request: ChargedRequest) -> DPTraining | None:
         """Charge for some epochs of a mechanism and return its DP-SGD; None if the run does not train it under DP.
@@ -109,20 +122,8 @@ class PrivacyBudget:
     def charge(self, mechanism: str, cost: SampledGaussian, request: ChargedRequest) -> None:
         """Charge the account, unless it states less than the institution stated before, or the data have changed."""
         self.state.check_data(request.run, dp=True, pooled=self.plan.pooled)
-        account, stated = self.account(request.run), request.stated
-        if (known := account.epsilon()) < (1 - ROUNDING) * stated:
-            raise PrivacyError(
-                f"a privacy account never states less than before; this institution has stated epsilon {stated:.4g}, "
-                f"its account of run {request.run!r} states {known:.4g}, so it is missing or an older copy and lacks "
-                "later releases: restore the newest copy, or begin a new run"
-            )
-        account.charge(mechanism, cost, self.plan.config.noise)
-
-    def check_all_runs(self, cost: LocalRelease, delta: float) -> None:
-        """Refuse what would make the local releases of all runs together more than the policy allows."""
-        others = [spent for folder in self.state.runs() for spent in Account(folder, delta=delta).spent]
-        local = [spent for spent in others if isinstance(spent, LocalRelease)]
-        self.institution.policy.check_local(epsilon([*local, cost], delta))
+        account, noise = self.account(request.run), self.plan.config.noise
+        self.all_runs.charge(account, mechanism, cost, noise, request.stated)
 
     def step(self, mechanism: str, answer: StateDict) -> float:
         """Return what a whole number of an answer of this form is worth; 0: its noise is not shared.

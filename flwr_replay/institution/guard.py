@@ -137,6 +137,8 @@ def _answered(
             if not tests:
                 floor.check_counts(institution, run, answer, reply.content)
             floor.take_room(institution, config, run, request, config_in(message.content))
+        if budget:
+            budget.take_room(run, request is RollCall)
         names = {row.field for row in leaving}
         if budget and (sent := {field: mechanism for field, mechanism in dp_fields.items() if field in names}):
             _check_account(budget, run, sent, charged_before, metrics_in(reply.content))

@@ -75,7 +75,7 @@ class NoisyUpload:
                     )
             else:
                 self._check_accounts()
-                self.budget.check_all_runs(cost, account.delta)
+                self.budget.institution.policy.check_local(self.budget.all_runs.local(cost, account.delta))
                 store = self._made(latents, total, cost.sigma)
             self.budget.charge(LATENTS, cost, self.request)
             write_once(self.folder / MARK, self.name)

@@ -19,7 +19,9 @@ The policy is a YAML file in the institution's hands:
                                               # with at most this epsilon in a run. The run then needs dp=end-to-end, or
                                               # dp=statistics or gradient of a classification, and a budget within
                                               # it; with noise=shared it is that of the sum. Metrics of tests are
-                                              # not covered: see `metrics`. Several runs add up, without a limit
+                                              # not covered: see `metrics`. Several runs add up
+    max-total-epsilon: 16                     # of all runs in this state directory; without max-epsilon also of one.
+                                              # Their deltas: as often max-delta as max-epsilon goes into this
     max-delta: 1.0e-5                         # the largest delta; choose it far below one over the number of examples.
                                               # Default: 1e-5 where an epsilon has a limit, which says nothing without
     max-local-epsilon: 20                     # rows of single patients leave with dp=latents only, and all runs in this
@@ -66,6 +68,7 @@ from flwr_replay.config.sections import BATCH, CHANNELS, CLASSES, PASSES, THREAD
 from flwr_replay.config.strict_yaml import read_yaml
 from flwr_replay.errors import ConfigError, RefusedError, nearest
 from flwr_replay.payloads.common import Evaluation
+from flwr_replay.state.spent import AllRuns
 from flwr_replay.wire.fields import Field, Kind
 from flwr_replay.wire.payload import Payload
 
@@ -116,6 +119,7 @@ class Policy:
     weights: tuple[tuple[str, tuple[str, ...]], ...] = ()  # stage, digests or `random`
     max_upload_mb: float | None = None
     max_epsilon: float | None = None
+    max_total_epsilon: float | None = None
     max_delta: float | None = None
     max_local_epsilon: float | None = None
     metrics: str | None = None
@@ -254,6 +258,13 @@ class Policy:
                 "choose a smaller model (FedReplay: strategy.chunk-mb), or ask the institution to change its policy"
             )
 
+    def all_runs(self, state: Path) -> AllRuns:
+        """Return the sum of all runs in a state directory, with the most that it may come to."""
+        if self.max_total_epsilon is None:
+            return AllRuns(state)
+        times = self.max_total_epsilon / (self.max_epsilon or self.max_total_epsilon or 1)
+        return AllRuns(state, self.max_total_epsilon, times * (math.inf if self.max_delta is None else self.max_delta))
+
     @property
     def allowed_metrics(self) -> str:
         """Which results of a test may leave: none, counted or exact."""
@@ -281,6 +292,8 @@ def read_policy(path: Path | None) -> Policy:
             raise ConfigError(f"unknown key {what}: {nearest(key, known)}")
         read: Callable[[object, str], Any] = READ.get(key, _number)
         values[known[key]] = read(value, what)
+    if "max_total_epsilon" in values:  # without it, what has no epsilon would pass by
+        values.setdefault("max_epsilon", values["max_total_epsilon"])
     if values.keys() & {"max_epsilon", "max_local_epsilon"}:
         values.setdefault("max_delta", DELTA)
     if values.get("min_count"):

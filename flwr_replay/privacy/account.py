@@ -38,7 +38,7 @@ class Account:
     noise are chosen during the run, as a server does (Lécuyer 2021, arXiv 2103.01379). The PRV accountant's does where
     every step is the same: fewer of them are part of what all within the limit release. Without a limit, epsilon is
     that of steps that were chosen beforehand. Local releases have accounts of their own, which compose exactly.
-    Runs on the same examples add up beyond the budget: take `Account(...).spent` of all their folders as one list.
+    Runs on the same examples add up beyond the budget: `flwr_replay.state.spent` has their sum.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ class Account:
         """
         with self._held() as book:
             self._check(book, mechanism, cost)
-            book.add(mechanism, cost, noise, self.accountant)
+            book.add(mechanism, cost, noise, self.accountant, self.delta)
 
     def check(self, mechanism: str, cost: SampledGaussian) -> None:
         """Refuse, as `charge` does, what the budget does not allow; charge nothing."""
@@ -116,10 +116,15 @@ class Account:
         known = self.epsilon()
         return known if isfinite(known) else None
 
-    def epsilon(self) -> float:
-        """Return epsilon of all that was charged; infinite where some noise came from the run's seed."""
+    @property
+    def charged_delta(self) -> float | None:
+        """Delta of the newest charge; None of an older version's, and without charges."""
+        return self._read().delta
+
+    def epsilon(self, *more: SampledGaussian) -> float:
+        """Return epsilon of all that was charged, and of more; infinite where some noise came from the run's seed."""
         book = self._read()
-        return self._total(book) if "seeded" not in book.noises else inf
+        return self._total(book, *more) if "seeded" not in book.noises else inf
 
     def _read(self) -> _Book:
         """Return the charges as they stand."""
@@ -149,6 +154,7 @@ class _Book:
         self.mechanisms: list[str] = []
         self.noises: set[str] = set()
         self.accountants: set[str] = set()
+        self.delta: float | None = None
         self.written: tuple[int, ...] = ()  # the file that these are from
 
     def read(self) -> None:
@@ -160,6 +166,7 @@ class _Book:
             self.mechanisms = [charge["mechanism"] for charge in charges]
             self.noises = {charge["noise"] for charge in charges}
             self.accountants = {charge.get("accountant", "rdp") for charge in charges}  # older ones name none
+            self.delta = charges[-1].get("delta") if charges else None
             self.written = before
 
     @property
@@ -167,15 +174,17 @@ class _Book:
         """Say whether nobody else has written the file."""
         return stamp(self.path) == self.written
 
-    def add(self, mechanism: str, cost: SampledGaussian, noise: str, accountant: str) -> None:
+    def add(self, mechanism: str, cost: SampledGaussian, noise: str, accountant: str, delta: float) -> None:
         """Write a charge, and wait until it is on the disk."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         charge = {"time": now, "mechanism": mechanism, **asdict(cost), "noise": noise, "accountant": accountant}
+        charge["delta"] = delta
         add_line(self.path, {**charge, CHECKSUM: checksum(charge)}, to_disk=True)
         self.costs.append(cost)
         self.mechanisms.append(mechanism)
         self.noises.add(noise)
         self.accountants.add(accountant)
+        self.delta = delta
         self.written = stamp(self.path)
         _sync(self.path.parent, self.written[0])
 

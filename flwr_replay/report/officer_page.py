@@ -25,6 +25,7 @@ RULES = {
     "weights": "the frozen encoder is one that the policy accepts (weights)",
     "min-count": "no number of few examples, nor one from which it follows (min-count)",
     "max-delta": "δ is small enough (max-delta)",
+    "max-total-epsilon": "other runs have left enough of ε and δ, by the state here (max-total-epsilon)",
     "min-colluders": "shared noise holds against enough institutions that help the server (min-colluders)",
     "max-evaluations": "the number of tests (max-evaluations)",
     "room": "other runs have left room for its tests and sums, by the state here (max-evaluations)",
@@ -194,6 +195,7 @@ def _first(forecast: Mapping[str, Any]) -> dict[str, Any]:
         ["what leaves", leaves or "nothing"],
         ["to whom", f"{readers}; run by: ____________________"],
         ["ε of this run", " ".join(_protected(lines)) or "none: nothing that leaves is differentially private"],
+        ["ε before it", " ".join(forecast["all-runs"]) or "not known: the state of earlier runs is not here"],
         [
             "small cells",
             f"none below {forecast['min-count']} leaves (min-count)" if forecast["min-count"] else "no floor",

@@ -21,6 +21,7 @@ from flwr_replay.files.atomic import new_folder, private_folder, read_bytes, swe
 from flwr_replay.files.disk import entries, files_below, looked, looked_below, writing
 from flwr_replay.files.disk import remove as unlink
 from flwr_replay.files.lines import parts
+from flwr_replay.state.spent import FOLDER as SPENT
 from flwr_replay.state.store import REMOVED, RUNS
 from flwr_replay.wire.ledger import LEDGER
 from flwr_replay.wire.recording import FOLDER
@@ -114,6 +115,7 @@ def retire(state: Path, receipt: Path) -> None:
         raise RunError(f"a receipt is a new folder outside {state}; got {receipt}: give another")
     spare = {file for of_run in runs for file in of_run.spare}
     below = [file for file in files_below(state / RUNS, at_work=True) if file not in spare]
+    below += entries(state / SPENT, "*.json")
     with new_folder(receipt) as new:
         sums = {}
         ledger = (part for part in parts(state / LEDGER) if part.exists())

@@ -77,6 +77,10 @@ def test_a_proposed_policy_holds_the_server_to_the_noise_on_which_a_study_has_ag
     assert len(ports) == 2  # both clinics can work on one machine
     policy = read_policy(written / "policy.yaml")
     assert (policy.max_local_epsilon, policy.max_delta) == (55, 1e-5)
+    sums = ["strategy=fedstats", *STUDY[1:-1], "dp=statistics", "privacy.target-epsilon=8", "delta=1e-5"]
+    assert command(monkeypatch, "deploy", "init", *words[:-1], str(tmp_path / "sums"), *sums) == 0
+    whole = read_policy(tmp_path / "sums" / "north" / "policy.yaml")
+    assert (whole.max_epsilon, whole.max_total_epsilon, whole.max_delta) == (8, 16, 1e-5)
     assert policy.weights == (("extract", ("random",)),)
     assert "(dp=latents) with an ε at most 55, in one run" in (written / "README.md").read_text()
     runpy.run_path(str(HOSPITALS / "make_data.py"))["write_clinics"](tmp_path / "data")

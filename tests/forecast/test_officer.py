@@ -270,7 +270,7 @@ def test_the_first_page_is_a_summary_to_sign(hospitals, tmp_path):
     page = write_officer_page(tmp_path, verdicts)[0].read_text()
     first = page[page.index('<section class="sign">') : page.index("</section>")]
     rows = dict(re.findall(r'<th scope="row">(.*?)</th><td>(.*?)</td>', first))
-    assert list(rows)[:9] == [
+    assert list(rows)[:10] == [
         *(
             "purpose",
             "data subjects",
@@ -278,6 +278,7 @@ def test_the_first_page_is_a_summary_to_sign(hospitals, tmp_path):
             "what leaves",
             "to whom",
             "ε of this run",
+            "ε before it",
             "small cells",
             "retention",
             "contact",
@@ -290,3 +291,4 @@ def test_the_first_page_is_a_summary_to_sign(hospitals, tmp_path):
     assert rows["what leaves"].startswith(f"{left} B of notice")
     assert rows["small cells"] == "none below 12 leaves (min-count)"
     assert rows["ε of this run"].startswith("none")
+    assert rows["ε before it"].startswith("a: all runs together, 0 of them")
