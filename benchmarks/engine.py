@@ -87,8 +87,8 @@ class Pairing(Display):
 
 def shards(config: RunConfig) -> list[tuple[Shard, Shard]]:
     """Return each institution's training and test examples, as its ClientApp holds them."""
-    part, device = dealt(config.task, config.partition, config.nodes, config.seed), torch.device("cpu")
-    owned = [part.examples(loaded(config.task), k) for k in range(config.nodes)]
+    dealing, device = dealt(config.task, config.partition, config.nodes, config.seed), torch.device("cpu")
+    owned = [dealing.examples(loaded(config.task), k) for k in range(config.nodes)]
     return [(Shard.of(own.train, device), Shard.of(own.test, device)) for own in owned]
 
 

@@ -81,20 +81,20 @@ def flower(overrides: list[str]) -> list[float]:
 
     @client.train()
     def train(message: Message, context: Context) -> Message:
-        (parts, model), k = owned(config), int(context.node_config["partition-id"])
+        (of_all, model), k = owned(config), int(context.node_config["partition-id"])
         arrays = {name: array.numpy() for name, array in message.content["arrays"].items()}
         exchange = message.content["config"]["server-round"]
-        trained, loss = visit(model, parts[k][0], arrays, config, 1, f"institution-{k + 1}", exchange)
+        trained, loss = visit(model, of_all[k][0], arrays, config, 1, f"institution-{k + 1}", exchange)
         record = ArrayRecord({name: Array(array) for name, array in trained.items()})
-        metrics = MetricRecord({"num-examples": len(parts[k][0]), "train-loss": loss})
+        metrics = MetricRecord({"num-examples": len(of_all[k][0]), "train-loss": loss})
         return Message(RecordDict({"arrays": record, "metrics": metrics}), reply_to=message)
 
     @client.evaluate()
     def test(message: Message, context: Context) -> Message:
-        (parts, model), k = owned(config), int(context.node_config["partition-id"])
+        (of_all, model), k = owned(config), int(context.node_config["partition-id"])
         arrays = {name: array.numpy() for name, array in message.content["arrays"].items()}
-        tested = evaluate(model, parts[k][1], arrays, config)
-        metrics = MetricRecord({"num-examples": len(parts[k][1]), "loss": tested.loss})
+        tested = evaluate(model, of_all[k][1], arrays, config)
+        metrics = MetricRecord({"num-examples": len(of_all[k][1]), "loss": tested.loss})
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
     @server.main()
@@ -145,10 +145,10 @@ def ours(overrides: list[str], engine: str, folder: Path, environment: dict[str,
 
 def exported(overrides: list[str], file: Path) -> None:
     """Write the images that the institutions have, and all test images, for fluke."""
-    parts = shards(compose(overrides))
+    owned_by = shards(compose(overrides))
     sides = {"": 0, "test_": 1}
     arrays = {
-        f"{s}{a}": np.concatenate([getattr(p[i], a).numpy() for p in parts]) for s, i in sides.items() for a in "xy"
+        f"{s}{a}": np.concatenate([getattr(p[i], a).numpy() for p in owned_by]) for s, i in sides.items() for a in "xy"
     }
     np.savez(file, **arrays)
 

@@ -112,8 +112,8 @@ def flat(examples: Examples) -> Shard:
 def rounds(config: RunConfig, overrides: list[str], encoder: Frozen) -> None:
     """Print what rounds take beside the plain loop's."""
     features = featured(loaded(config.task), config.task, encoder, CPU, DecodedImages(home() / FOLDER, 1e10))
-    part = dealt(config.task, config.partition, config.nodes, config.seed)
-    owned = [part.examples(features, k) for k in range(config.nodes)]
+    dealing = dealt(config.task, config.partition, config.nodes, config.seed)
+    owned = [dealing.examples(features, k) for k in range(config.nodes)]
     shards = [(flat(own.train), flat(own.test)) for own in owned]
     head = slice(-1, None)
     pairing = Pairing(sequential(config, shards, head))

@@ -32,12 +32,12 @@ def hashes(place: Place) -> str:
     own = (path for state in place.states().values() for path in state.glob("runs/*/*.safetensors"))
     files = [*sorted(run.glob("models/*")), *sorted(run.glob("best/*"))]
     files += sorted(path for path in own if not path.name.startswith("masked"))  # masks are drawn anew
-    parts = {
+    texts = {
         "models": "".join(digest(read_tensors(path)) for path in files),
         "metrics": (run / METRICS).read_text(),
         "ledger": json.dumps([*ledger_lines(run)], sort_keys=True),
     }
-    return "  ".join(f"{name} {sha256(text.encode()).hexdigest()[:16]}" for name, text in parts.items())
+    return "  ".join(f"{name} {sha256(text.encode()).hexdigest()[:16]}" for name, text in texts.items())
 
 
 def main() -> int:

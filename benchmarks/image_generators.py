@@ -63,8 +63,8 @@ def balanced_accuracy(config, x, y, test, seed, steps=400):
             optimizer.step()
             made += 1
     with torch.no_grad():
-        parts = (as_input(part).to(device) for part in torch.split(test[0], 500))
-        predicted = torch.cat([model.eval()(part).argmax(1).cpu() for part in parts])
+        chunks = (as_input(images).to(device) for images in torch.split(test[0], 500))
+        predicted = torch.cat([model.eval()(images).argmax(1).cpu() for images in chunks])
     return float(np.mean([float((predicted[test[1] == k] == k).float().mean()) for k in test[1].unique()]))
 
 
@@ -90,14 +90,14 @@ def figures(config, stages, plans, first, seed, args):
     real, begun, spent = None, None, 0.0
     for loss, plan in plans.items():
         generator = plan.fresh(seed, cpu)
-        part = getattr(plan.generator, "steps", generator.steps(len(data)))
+        steps = getattr(plan.generator, "steps", generator.steps(len(data)))
         began = time.perf_counter()
         if begun is None:
-            generator.train(data.x, data.y, range(part))
+            generator.train(data.x, data.y, range(steps))
             begun, spent = generator.state(), time.perf_counter() - began
         generator.load_state(begun)
         began = time.perf_counter()
-        told = generator.train(data.x, data.y, range(part, generator.steps(len(data))))
+        told = generator.train(data.x, data.y, range(steps, generator.steps(len(data))))
         seconds = spent + time.perf_counter() - began
         stages.generator = generator
         drawn = stages.drawn("", len(data), "benchmark")

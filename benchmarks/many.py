@@ -60,7 +60,7 @@ METHODS = {
     "fedsgd": "masked=true noise=shared dp=gradient target_epsilon=8 delta=1e-5",
 }
 PLAIN = ("fedavg", "cwt")
-PARTS = {
+TIMED = {
     "roll call, once": ((Roll, "call"),),
     "ledgers, a round": ((Institution, "record_release"), (RunDirectory, "travelled"), (RunDirectory, "flush")),
     "state, a round": tuple((StateStore, name) for name in ("bind", "note_data", "count_test", "save", "load", "take")),
@@ -70,7 +70,7 @@ PARTS = {
 MB = 1e6
 
 
-class Part:
+class Timer:
     """Adds up the processor's seconds within some methods."""
 
     def __init__(self, *methods: tuple[type, str]) -> None:
@@ -129,15 +129,15 @@ def measured(overrides: list[str]) -> dict[str, Any]:
     """Run once in this process; return what it cost."""
     config = compose(overrides)
     simulation, clock = Simulation.of(config), Clock()
-    parts = {name: Part(*methods) for name, methods in PARTS.items()}
+    timers = {name: Timer(*methods) for name, methods in TIMED.items()}
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # from here on VmHWM is the most of the run, not of reading the data
     _, folder = simulate(simulation, overrides, clock)
     clock.exchange(0, {}, 0, 0.0)  # the end
     figures: dict[str, Any] = {"memory": memory("VmHWM"), "memory-before": before}
     figures["parts"] = {
-        name: 1000 * part.seconds / config.nodes / (1 if "once" in name else config.rounds)
-        for name, part in parts.items()
+        name: 1000 * timer.seconds / config.nodes / (1 if "once" in name else config.rounds)
+        for name, timer in timers.items()
     }
     for name, stamps in {"": clock.wall, "cpu-": clock.cpu}.items():
         ends = stamps[: -1 : (len(stamps) - 2) // config.rounds]  # of rounds, after the beginning
@@ -173,9 +173,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def by_part(rows: Sequence[dict[str, Any]]) -> str:
+def by_function(rows: Sequence[dict[str, Any]]) -> str:
     """Return what parts take for an institution, ms of the processor, as a table in Markdown."""
-    lines = [["method", "institutions", *PARTS], ["---"] * (len(PARTS) + 2)]
+    lines = [["method", "institutions", *TIMED], ["---"] * (len(TIMED) + 2)]
     lines += [[row["method"], f"{row['nodes']:,}", *(f"{ms:.2g}" for ms in row["parts"].values())] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -237,7 +237,7 @@ def main() -> None:
                 child = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
             rows.append({"method": method, "nodes": nodes, **json.loads(child.stdout.splitlines()[-1])})
             print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
-    print(table(rows), by_part(rows), sep="\n\n")
+    print(table(rows), by_function(rows), sep="\n\n")
     versions = {name: version(name) for name in ("flwr", "torch")}
     if given.json:
         text = json.dumps(

@@ -115,7 +115,7 @@ def quality(args):
                 )
                 again = made.closest(as_input(x[rows]), y[rows], None)
                 real, reconstructed = (
-                    balanced_accuracy(config, part, y[rows], test, seed) for part in (x[rows], again)
+                    balanced_accuracy(config, images, y[rows], test, seed) for images in (x[rows], again)
                 )
             made.generator.load_state_dict(trained)
             begun = clock(device)

@@ -28,7 +28,7 @@ from flwr_replay.report.progress import Display
 from flwr_replay.wire.records import array_record
 from flwr_replay.wire.sealed import SEALED_NAME
 
-PARTS = 20  # arrays of the parcel's model
+ARRAYS = 20  # arrays of the parcel's model
 SHARED = ["masked=true", "noise=shared", "dp=gradient", "privacy.sigma=2", "delta=0.001"]
 JOB = ["task=digits", "model=mlp", "device=cpu", "batch_size=8", "evaluate_every=100"]
 
@@ -48,9 +48,9 @@ def parcel(megabytes: float, institutions: int, times: int, root: Path) -> None:
     """Print seconds to seal and to open one parcel, and the bytes that it has more than the model."""
     names = [f"institution-{k}" for k in range(1, institutions + 1)]
     seals = [simulated(root, names, name) for name in names[:2]]
-    size = int(megabytes * 1e6 / 4 / PARTS)
+    size = int(megabytes * 1e6 / 4 / ARRAYS)
     rng = np.random.default_rng(0)
-    model = array_record({f"layer-{i}": rng.normal(size=size).astype(np.float32) for i in range(PARTS)})
+    model = array_record({f"layer-{i}": rng.normal(size=size).astype(np.float32) for i in range(ARRAYS)})
     taken: dict[str, list[float]] = {"seal": [], "open": []}
     for _ in range(times):
         began = time.process_time()

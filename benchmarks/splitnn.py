@@ -76,8 +76,10 @@ class Pairing(Display):
 
 def plain_visits(config: RunConfig) -> Iterator[None]:
     """Run the visits of a run with plain PyTorch; each step of the iterator is one visit."""
-    part, task = dealt(config.task, config.partition, config.nodes, config.seed), make_task(config.task)
-    shards = [Shard.of(part.examples(loaded(config.task), k).train, torch.device("cpu")) for k in range(config.nodes)]
+    dealing, task = dealt(config.task, config.partition, config.nodes, config.seed), make_task(config.task)
+    shards = [
+        Shard.of(dealing.examples(loaded(config.task), k).train, torch.device("cpu")) for k in range(config.nodes)
+    ]
     model = backbone(config.model, config.task)(derived_seed(config.seed, "model"))
     encoder, server = split(model, config.strategy.cut)
     for number in range(1, config.rounds * config.nodes + 1):

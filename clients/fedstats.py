@@ -142,16 +142,16 @@ class FedStatsClient(InstitutionClient):
             about_B = features_BF, labels_B, of_B, head.out_features, clip, bool(request.products)
             for total, of_group in zip((sums, products_FF), class_sums(*about_B), strict=True):
                 total += of_group
-        parts = {f"{name}.weight": sums[:, 1 : 1 + width], f"{name}.bias": sums[:, 0]}
+        arrays = {f"{name}.weight": sums[:, 1 : 1 + width], f"{name}.bias": sums[:, 0]}
         if request.sums:
-            parts = {SUMS: sums.flatten()}
+            arrays = {SUMS: sums.flatten()}
         if request.products:
-            parts[PRODUCTS] = packed(products_FF)
+            arrays[PRODUCTS] = packed(products_FF)
         if task:
-            parts[PRODUCTS][-1] = sums[0, -1]
+            arrays[PRODUCTS][-1] = sums[0, -1]
         if budget and stream:
-            return budget.noisy(STATISTICS, parts, step, stream)
-        return {name: (part / len(train)).float().numpy() for name, part in parts.items()}
+            return budget.noisy(STATISTICS, arrays, step, stream)
+        return {name: (array / len(train)).float().numpy() for name, array in arrays.items()}
 
 
 class DrawsClient(FedStatsClient):

@@ -71,17 +71,17 @@ def typed(option: Option) -> str:
 
 def section(name: str, shown: Described) -> str:
     """Describe a group: its default, its choices, its options, those of a single choice under its name."""
-    parts = [f"Default: `{name}={shown.chosen}`."] if shown.chosen else []
+    paragraphs = [f"Default: `{name}={shown.chosen}`."] if shown.chosen else []
     if shown.choices:
-        parts.append("\n".join(f"- `{name}={choice}`: {escaped(text)}" for choice, text in shown.choices.items()))
-        parts.append("Options:")
+        paragraphs.append("\n".join(f"- `{name}={choice}`: {escaped(text)}" for choice, text in shown.choices.items()))
+        paragraphs.append("Options:")
     alone = Counter(option.only for option in shown.options)
     own = {choice: alone[f"{choice} only"] for choice in shown.choices or {} if alone[f"{choice} only"] > SEVERAL}
-    parts.append(listed([option for option in shown.options if option.only.removesuffix(" only") not in own]))
+    paragraphs.append(listed([option for option in shown.options if option.only.removesuffix(" only") not in own]))
     for choice in own:
         rows = [replace(option, only="") for option in shown.options if option.only == f"{choice} only"]
-        parts += [f"With `{name}={choice}` only:", listed(rows)]
-    return "\n\n".join(parts)
+        paragraphs += [f"With `{name}={choice}` only:", listed(rows)]
+    return "\n\n".join(paragraphs)
 
 
 def preset(name: str) -> str:
@@ -112,31 +112,31 @@ def methods(sections: Mapping[str, Described]) -> list[str]:
     for option in (option for method in by_name.values() for option in method.options):
         if len(names := having[words(option)]) > 1:
             shared.setdefault((*names,), {})[words(option)] = option
-    parts = [f"With {', '.join(names)}:\n\n{listed([*options.values()])}" for names, options in shared.items()]
+    paragraphs = [f"With {', '.join(names)}:\n\n{listed([*options.values()])}" for names, options in shared.items()]
     own = {name: [o for o in method.options if len(having[words(o)]) == 1] for name, method in by_name.items()}
-    parts.append(
+    paragraphs.append(
         "Without options of their own: " + ", ".join(f"`strategy={name}`" for name in own if not own[name]) + "."
     )
     for name, options in own.items():
-        parts += [f"### `strategy={name}`", listed(options)] if options else []
-    return parts
+        paragraphs += [f"### `strategy={name}`", listed(options)] if options else []
+    return paragraphs
 
 
 @patch.object(catalogue, "brought", dict)  # the page is of this package, whatever else is installed
 def page() -> str:
     """Return the whole page."""
     sections = described()
-    parts = [HEAD]
+    paragraphs = [HEAD]
     for name, shown in sections.items():
         if not name.startswith("strategy"):
-            parts += [f"## {shown.title}", section(name, shown)]
-    parts += [
+            paragraphs += [f"## {shown.title}", section(name, shown)]
+    paragraphs += [
         "## Methods",
         f"Default: `strategy={sections['strategy'].chosen}`. [What each does.](../README.md#methods)",
         *methods(sections),
     ]
-    parts += ["## Presets", PRESETS, *map(preset, choices("preset"))]
-    return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+    paragraphs += ["## Presets", PRESETS, *map(preset, choices("preset"))]
+    return "\n\n".join(paragraph.strip("\n") for paragraph in paragraphs if paragraph) + "\n"
 
 
 if __name__ == "__main__":

@@ -11,15 +11,15 @@ import numpy as np
 __all__ = ["derived_rng", "derived_seed"]
 
 
-def derived_seed(*parts: object) -> int:
-    """Hash parts, such as (seed, round, institution, purpose), to a seed.
+def derived_seed(*keys: object) -> int:
+    """Hash keys, such as (seed, round, institution, purpose), to a seed.
 
-    Number and types of the parts matter: `("a", "b")`, `("ab",)`, `(1,)` and `("1",)` give four different seeds. The
-    same parts give the same seed in every process and on every machine.
+    Number and types of the keys matter: `("a", "b")`, `("ab",)`, `(1,)` and `("1",)` give four different seeds. The
+    same keys give the same seed in every process and on every machine.
 
     Parameters
     ----------
-    *parts : int or str
+    *keys : int or str
         The run's seed, and the purpose. Other types are refused, since their text may differ between versions.
 
     Returns
@@ -30,7 +30,7 @@ def derived_seed(*parts: object) -> int:
     Raises
     ------
     TypeError
-        For a part that is neither an integer nor a string.
+        For a key that is neither an integer nor a string.
 
     Examples
     --------
@@ -40,10 +40,10 @@ def derived_seed(*parts: object) -> int:
     False
     """
     plain: list[int | str] = []
-    for part in parts:
-        if not isinstance(part, (str, int, np.integer)):
-            raise TypeError(f"a seed is derived from integers and strings; got {part!r}")
-        plain.append(part if isinstance(part, str) else int(part))
+    for key in keys:
+        if not isinstance(key, (str, int, np.integer)):
+            raise TypeError(f"a seed is derived from integers and strings; got {key!r}")
+        plain.append(key if isinstance(key, str) else int(key))
     digest = hashlib.sha256(json.dumps(plain).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 

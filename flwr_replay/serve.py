@@ -123,7 +123,7 @@ def _numpy_client(client: NumPyClient | Client) -> NumPyClient:
 def _fit(client: NumPyClient, message: Message) -> Message:
     arrays: Weights | None
     if isinstance(client, InstitutionClient):
-        arrays, metrics, _ = client.answer(*_received(message)).parts()
+        arrays, metrics, _ = client.answer(*_received(message)).contents()
         num_examples = metrics.pop("num-examples")
     else:
         named, config = _received(message)

@@ -7,10 +7,10 @@ The partition is the paper's: 8 institutions with 1,000 of MNIST's 60,000 images
 random, the rest uniform over the other classes; tests on all 10,000.
 
 `main` and `mlp` have the paper's settings (`preset=paper`), the ablations 50 rounds of them. Their epsilon is not
-proven, since proxies learn from private models. Parts `sound-...` have a proven epsilon (`preset=sound`). Their
+proven, since proxies learn from private models. Sections `sound-...` have a proven epsilon (`preset=sound`). Their
 settings were chosen on seeds 0 to 2, by training images that no institution has; they are reported on seeds 10 to 14.
 `no teacher` has the same passes and listens to no proxy. `Regular without noise` is what an institution can do alone.
-Accuracy is that of the private models. Parts named `-proxies` show the proxies of the same runs.
+Accuracy is that of the private models. Sections named `-proxies` show the proxies of the same runs.
 """
 
 from collections.abc import Sequence

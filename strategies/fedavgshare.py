@@ -162,8 +162,8 @@ class FedAvgShare(FedAvg):
     def receive(self, exchange: int, names: list[str]) -> Receive:
         """Send the union of these institutions' shares."""
         folder = self.recorder.folder("shared")
-        parts = [read_own(folder / f"{name}.safetensors", self.settings.run) for name in names]
-        images, labels = (np.concatenate([part[key] for part in parts]) for key in ("images", "labels"))
+        shares = [read_own(folder / f"{name}.safetensors", self.settings.run) for name in names]
+        images, labels = (np.concatenate([share[key] for share in shares]) for key in ("images", "labels"))
         return Receive(exchange=exchange, run=self.settings.run, images=images, labels=labels)
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:

@@ -323,10 +323,10 @@ class FedER(Relay):
 
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
         """Restore what `state` returned."""
-        parts = unnested(arrays)
-        self.fresh = parts["fresh"]
-        self.models = {name: parts[f"model-{i}"] for i, name in enumerate(values["models"])}
-        self.trained_at = {name: parts[number] for name, number in values["trained-at"].items()}
+        groups = unnested(arrays)
+        self.fresh = groups["fresh"]
+        self.models = {name: groups[f"model-{i}"] for i, name in enumerate(values["models"])}
+        self.trained_at = {name: groups[number] for name, number in values["trained-at"].items()}
         self.hops.restore(values["hops"])
         self.buffers.restore(values["buffers"])
 

@@ -374,19 +374,19 @@ class FedReplay(OneShot, Listens):
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
         """Return the encoder, θ_C and its optimizer, and sums; the latents are on the disk already."""
-        parts = {"encoder": self.encoder or {}, "primary": to_arrays(self.primary)}
-        parts["optimizer"] = optimizer_arrays(self.optimizer)
-        parts["sums"], values = self.statistics.state() if self.statistics else ({}, {})
-        return nested(parts, mark="/"), values
+        groups = {"encoder": self.encoder or {}, "primary": to_arrays(self.primary)}
+        groups["optimizer"] = optimizer_arrays(self.optimizer)
+        groups["sums"], values = self.statistics.state() if self.statistics else ({}, {})
+        return nested(groups, mark="/"), values
 
     def restore(self, arrays: StateDict, values: dict[str, Any]) -> None:
         """Restore the encoder, θ_C and its optimizer, and open the latents on the disk."""
-        parts = unnested(arrays, mark="/")
-        self.encoder = {name: parts["encoder"][name] for name in self.encoder_shapes}  # the model's order
-        load_arrays(self.primary, parts["primary"])
-        load_optimizer_arrays(self.optimizer, parts["optimizer"])
+        groups = unnested(arrays, mark="/")
+        self.encoder = {name: groups["encoder"][name] for name in self.encoder_shapes}  # the model's order
+        load_arrays(self.primary, groups["primary"])
+        load_optimizer_arrays(self.optimizer, groups["optimizer"])
         if self.statistics:
-            return self.statistics.restore(parts["sums"], values)
+            return self.statistics.restore(groups["sums"], values)
         self.store = LatentStore(self.recorder.folder("latents"), self.settings.run)
 
 

@@ -89,8 +89,8 @@ class SynCentral(AtServer):
             raise RunError(f"no institution has sent a buffer; {self.recorder.failures_line()}")
         folder = self.recorder.folder(FOLDER)
         files = [folder / f"{number:06d}.safetensors" for number in sorted(self.buffers.numbers.values())]
-        parts = [read_own(file, self.settings.run) for file in files]
-        x, y = (torch.from_numpy(np.concatenate([part[key] for part in parts])) for key in ("images", "labels"))
+        buffers = [read_own(file, self.settings.run) for file in files]
+        x, y = (torch.from_numpy(np.concatenate([buffer[key] for buffer in buffers])) for key in ("images", "labels"))
         refuse_single_batches(self.model, len(y), self.settings.training.batch_size)
         load_arrays(self.model.train(), opened(arrays))
         for group in self.optimizer.param_groups:

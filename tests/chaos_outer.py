@@ -1,4 +1,4 @@
-"""Runs on a real deployment, or on Ray, of which a part is killed at a random moment, and that go on."""
+"""Runs on a real deployment, or on Ray, of which a process is killed at a random moment, and that go on."""
 
 import os
 import signal
@@ -29,8 +29,8 @@ STRIKES = {  # of a run, in turn
     ],
     "ray": [("actor",), ("driver",), ("command",)],
 }
-PARTS = {"serverapp": "flwr-serverapp", "clientapp": "flwr-clientapp", "supernode": "flower-supernode"}
-PARTS |= {
+PROCESSES = {"serverapp": "flwr-serverapp", "clientapp": "flwr-clientapp", "supernode": "flower-supernode"}
+PROCESSES |= {
     "superlink": "flower-superlink",
     "actor": "ClientAppActor",
     "driver": "flwr-simulation",
@@ -69,14 +69,14 @@ class Struck:
         self.away = set[str]()  # institutions whose SuperNode was killed
 
     def strike(self, command: subprocess.Popen, kind: str, living, within: tuple[float, float] = (0, 1)) -> bool:
-        """Wait for a moment within a share of the run, and kill one of the part's processes; False: it had ended."""
+        """Wait for a moment within a share of the run, and kill a process of the kind; False: it had ended."""
         line, pause = int(self.rng.uniform(*within) * self.lines), self.rng.uniform(0, self.most)
         if self.moments and self.moments[-1].startswith("supernode"):  # without it the ledger grows less
             line, pause = 0, self.rng.uniform(0, 60)
         until(lambda: self.reached(line) or command.poll() is not None, LONGEST, lambda: f"line {line} never reached")
         time.sleep(pause)
         while command.poll() is None and not self.ended():
-            if matching := having(PARTS[kind], living()):
+            if matching := having(PROCESSES[kind], living()):
                 with suppress(psutil.NoSuchProcess):
                     self.rng.choice(matching).kill()
                     self.moments.append(f"{kind} {pause:.1f} s after line {line} of {self.lines}")
@@ -92,13 +92,13 @@ class Struck:
         return (self.folder / "result.json").exists()
 
 
-def having(part: str, processes: list[psutil.Process]) -> list[psutil.Process]:
+def having(program: str, processes: list[psutil.Process]) -> list[psutil.Process]:
     """Return the processes with a word in the first words of their command lines."""
     matching = []
     for process in processes:
         with suppress(psutil.Error):
             words = process.cmdline()
-            matching += [process] if any(part in word for word in words[:3]) and words[0] != "sh" else []
+            matching += [process] if any(program in word for word in words[:3]) and words[0] != "sh" else []
     return matching
 
 
@@ -165,13 +165,13 @@ class OnDeployment:
             while not strike.ended():
                 strike.resumed += 1
                 assert strike.resumed <= TRIES, f"not resumed: {strike.output[-1500:]}\n{deployment.logs()[-1500:]}"
-                strike.output += self.goes_on(strike.folder) or deployment.said(name, *options)
+                strike.output += self.goes_on(strike.folder) or deployment.output_of(name, *options)
         return strike
 
     def without_those_left(self) -> None:
         """Start a SuperNode again that has a ClientApp left: killed next, that one would make all answers late."""
         left = [
-            clinic for clinic in self.clinics if any(map(self.waits, having(PARTS["clientapp"], self.of([clinic]))))
+            clinic for clinic in self.clinics if any(map(self.waits, having(PROCESSES["clientapp"], self.of([clinic]))))
         ]
         self.start_again(left)
 
@@ -202,7 +202,7 @@ class OnDeployment:
 
     def left(self) -> list[str]:
         living = members(self.deployment.environment[MARK])
-        apps = [process for kind in ("serverapp", "clientapp") for process in having(PARTS[kind], living)]
+        apps = [process for kind in ("serverapp", "clientapp") for process in having(PROCESSES[kind], living)]
         orphans = [
             process
             for process in having("flower-superexec", living)

@@ -280,7 +280,7 @@ def check_failures(undisturbed: Place, struck: Place) -> list[str]:
 # A kill may cost what a generator's earlier messages said of their loss; the last one alone makes no picture.
 PICTURE = {"runs/one/generator.png"}
 PAGE = "runs/one/report.html"  # of a disk that fails for it alone, the run says so and ends with all results
-PAGE_OR_PART = r"runs/one/\.?report\.html(\.\d+\.tmp)?"  # from a disk that is read-only nothing can be removed
+PAGE_OR_TEMPORARY = r"runs/one/\.?report\.html(\.\d+\.tmp)?"  # from a disk that is read-only nothing can be removed
 
 
 def check_results(undisturbed: Place, struck: Place, but: frozenset[str] = frozenset()) -> None:
@@ -292,7 +292,7 @@ def check_results(undisturbed: Place, struck: Place, but: frozenset[str] = froze
     assert {key: struck.result["bytes"][key] for key in ("up", "down")} == sums
     differing = (struck.kept() ^ undisturbed.kept()) - but - PICTURE
     if f"{PAGE} is not written, all results are" in (struck.folder / "said").read_text():
-        differing = {name for name in differing if not re.fullmatch(PAGE_OR_PART, name)}
+        differing = {name for name in differing if not re.fullmatch(PAGE_OR_TEMPORARY, name)}
     assert not differing, f"files differ: {differing}"
 
 

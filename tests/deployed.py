@@ -107,8 +107,8 @@ class Deployment:
         assert (begun.returncode, well) == (0, True), f"{name} did not end well:\n{output}\n{self.logs()}"
         return output
 
-    def said(self, name: str, *options: str, further: str = "") -> str:
-        """Return what the coordinator's run.sh says."""
+    def output_of(self, name: str, *options: str, further: str = "") -> str:
+        """Return the output of the coordinator's run.sh."""
         return self.begun(name, *options, further=further).communicate()[0]
 
     def begun(self, name: str, *options: str, further: str = "") -> subprocess.Popen[str]:

@@ -59,8 +59,8 @@ def write_shards(folder, sizes):
     data = {}
     for name, n in sizes.items():
         x, y = rng.integers(0, 256, (n + 9, 8, 8), np.uint8), rng.integers(0, 3, n + 9)
-        parts = {"train_images": x[:n], "train_labels": y[:n], "test_images": x[n:], "test_labels": y[n:]}
-        np.savez(folder / f"{name}.npz", **parts)
+        arrays = {"train_images": x[:n], "train_labels": y[:n], "test_images": x[n:], "test_labels": y[n:]}
+        np.savez(folder / f"{name}.npz", **arrays)
         data[name] = torch.from_numpy(x[:n, None]) / 255, torch.from_numpy(y[:n])
     return data
 

@@ -42,8 +42,8 @@ def run(folder, *options, nodes=None, **more):
 def simulated(folder, *options, nodes=2):
     """Run a job on parts of one data set, each with a state directory in the folder."""
     overrides = [*GENERATOR, *PRIOR, *FEW, "strategy=cwt", "device=cpu", f"nodes={nodes}", *options]
-    parts = [{"partition-id": k, "num-partitions": nodes, "state": str(folder / "state")} for k in range(nodes)]
-    return harness.run(folder, overrides, parts, ran=Ran)
+    partitions = [{"partition-id": k, "num-partitions": nodes, "state": str(folder / "state")} for k in range(nodes)]
+    return harness.run(folder, overrides, partitions, ran=Ran)
 
 
 broken = partial(harness.broken, run)

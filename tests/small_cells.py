@@ -19,13 +19,13 @@ HEAD = "head.fc"
 
 def write(folder, name="a", counts=COUNTS, tests=COUNTS, labels=(0, 1, 2), size=8):
     """Write a hospital with so many training and test images of each class; of class c they are bright by c."""
-    rng, parts = np.random.default_rng(0), {}
+    rng, arrays = np.random.default_rng(0), {}
     for split, of_each in (("train", counts), ("test", tests)):
         y = np.repeat(labels, of_each)
         noise = rng.integers(0, 60, (len(y), size, size), np.uint8)
-        parts[f"{split}_images"] = noise + (80 * y % 200).astype(np.uint8)[:, None, None]
-        parts[f"{split}_labels"] = y
-    np.savez(folder / f"{name}.npz", **parts)
+        arrays[f"{split}_images"] = noise + (80 * y % 200).astype(np.uint8)[:, None, None]
+        arrays[f"{split}_labels"] = y
+    np.savez(folder / f"{name}.npz", **arrays)
     forget()
 
 

@@ -50,7 +50,7 @@ def test_its_commands_in_order(tmp_path, monkeypatch, capsys):
         key, equals, value = line.partition("=")
         if equals and key.isidentifier():
             values[key] = value.strip('"').replace("$PWD", str(tmp_path)).replace("$HOME", str(tmp_path))
-        elif any(part in line for part in PROCESSES):
+        elif any(word in line for word in PROCESSES):
             for script in re.findall(r"deployment/\S+\.sh", line):
                 assert os.access(tmp_path / script.replace("$k", "1"), os.X_OK), script
         elif line.startswith("flwr-replay rehearse"):

@@ -69,7 +69,7 @@ def test_the_first_screen_has_the_two_commands():
 
 def test_the_first_runs_model_names_digits_that_it_has_not_seen(environment, tmp_path, monkeypatch, capsys):
     """The first steps in order, as they are written: the first through uv, as a newcomer types it."""
-    done = said(f"{STEPS[0]} --runs-dir {tmp_path / 'runs'}", environment)
+    done = output_of(f"{STEPS[0]} --runs-dir {tmp_path / 'runs'}", environment)
     assert re.search(r"^fedreplay on digits: accuracy 0\.\d+", done, re.M), done
     monkeypatch.chdir(tmp_path)
     for command in STEPS[1:]:
@@ -109,7 +109,7 @@ def test_command(command, tmp_path, monkeypatch, capsys):
 
 
 def test_flower_runs_the_first_commands_job(environment, tmp_path, monkeypatch):
-    done = said(FIRST, environment, checkout(tmp_path / "checkout"))
+    done = output_of(FIRST, environment, checkout(tmp_path / "checkout"))
     assert re.search(r"^\w+ on \w+: accuracy 0\.\d+", done, re.M), done
     (folder,) = (Path(environment["FLWR_REPLAY_HOME"]) / "runs").iterdir()
     assert json.loads((folder / "result.json").read_text())["strategy"] == "fedreplay"
@@ -117,7 +117,7 @@ def test_flower_runs_the_first_commands_job(environment, tmp_path, monkeypatch):
     same_bits_in_process(folder, tmp_path, "nodes=2")
 
 
-def said(command, environment, folder=ROOT):
+def output_of(command, environment, folder=ROOT):
     done = subprocess.run(
         shlex.split(command), cwd=folder, env=environment, capture_output=True, text=True, check=False
     )

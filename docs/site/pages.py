@@ -31,7 +31,7 @@ SHOWN = (".py", ".toml", ".yaml", ".md")
 
 def on_config(config: Any) -> None:
     """Put a page for each method into the navigation."""
-    (methods,) = (part["Methods"] for part in config.nav if "Methods" in part)
+    (methods,) = (entry["Methods"] for entry in config.nav if "Methods" in entry)
     methods += [f"methods/{name}.md" for name in METHODS]
 
 
@@ -104,7 +104,7 @@ def relative(target: str, there: str) -> str:
     return os.path.relpath(target, os.path.dirname(there))
 
 
-def parts(name: str) -> tuple[str, str]:
+def opening(name: str) -> tuple[str, str]:
     """Return the first sentence of a method's file, and all that follows."""
     text = ast.get_docstring(ast.parse(halves(name)[0].read_text(encoding="utf-8"))) or ""
     first, _, rest = text.partition("\n\n")
@@ -113,18 +113,18 @@ def parts(name: str) -> tuple[str, str]:
 
 def title(name: str) -> str:
     """Return the method's name as its file writes it."""
-    return parts(name)[0].partition(": the server's half")[0]
+    return opening(name)[0].partition(": the server's half")[0]
 
 
 def idea(name: str) -> str:
     """Return the paragraph of a method's file that says what it does."""
-    match = re.search(r"^Idea: (.*?)\n(?:\n|Travels)", parts(name)[1], re.M | re.S)
+    match = re.search(r"^Idea: (.*?)\n(?:\n|Travels)", opening(name)[1], re.M | re.S)
     return " ".join(match[1].split()) if match else ""
 
 
 def method(name: str) -> str:
     """Write a method's page from the docstring of its server's half."""
-    text = parts(name)[1].replace("<", "&lt;")
+    text = opening(name)[1].replace("<", "&lt;")
     body = "\n\n".join(
         f"```text\n{dedent(block)}\n```" if block.startswith("    ") else LABEL.sub(r"\n\n## \1\n\n", block)
         for block in re.split(r"\n\n", text)

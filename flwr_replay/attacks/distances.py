@@ -17,7 +17,7 @@ def distances(a_A: Tensor, b_B: Tensor) -> Tensor:
     By a matrix product, ten times as fast; small ones from differences, since the nearest is what counts.
     """
     a_AF, b_BF = a_A.flatten(1).double(), b_B.flatten(1).double()
-    return torch.cat([_distances(part, b_BF) for part in torch.split(a_AF, AT_ONCE)])
+    return torch.cat([_distances(batch_BF, b_BF) for batch_BF in torch.split(a_AF, AT_ONCE)])
 
 
 def nearest(distances_AB: Tensor) -> Tensor:

@@ -58,8 +58,8 @@ def latents_of(encoder: nn.Module, images_nCHW: Tensor, dtype: str = "float32", 
     """
     encoder = _frozen(encoder)
     with torch.no_grad():
-        parts = [encoder(as_input(x_BCHW)) for x_BCHW in torch.split(images_nCHW, batch)]
-    latents: Tensor = torch.from_numpy(unpack(*pack(torch.cat(parts), dtype))).to(images_nCHW.device)
+        batches = [encoder(as_input(x_BCHW)) for x_BCHW in torch.split(images_nCHW, batch)]
+    latents: Tensor = torch.from_numpy(unpack(*pack(torch.cat(batches), dtype))).to(images_nCHW.device)
     return latents
 
 
@@ -73,10 +73,10 @@ def invert(encoder: nn.Module, latents_n: Tensor, form: tuple[int, int, int], se
     together = mixes(encoder)
     size = len(latents_n) if together else at_once(torch.empty(1, *form), AT_ONCE)
     images = []
-    for part, latents_B in enumerate(torch.split(latents_n, size)):
+    for batch, latents_B in enumerate(torch.split(latents_n, size)):
         objective = _mismatch(encoder, latents_B, search.alpha, together)
-        seed_of_part = derived_seed(seed, "part", part)
-        images.append(minimise(objective, (len(latents_B), *form), search, seed_of_part, latents_B.device))
+        seed_of_batch = derived_seed(seed, "part", batch)
+        images.append(minimise(objective, (len(latents_B), *form), search, seed_of_batch, latents_B.device))
     return torch.cat(images)
 
 
@@ -159,7 +159,7 @@ def decoded(generator: VQVAE2, packed: NDArray[np.uint8]) -> Tensor:
     """Decode the codes of a message, (n, bytes), as every receiver does to replay them: (n, C, H, W) in [0, 1]."""
     codes = torch.from_numpy(unpack_codes(packed, generator.codes_per_image, generator.codebook_size))
     device = next(iter(generator.state_dict().values())).device
-    return torch.cat([generator.decode(part.to(device)) for part in torch.split(codes, AT_ONCE)])
+    return torch.cat([generator.decode(batch.to(device)) for batch in torch.split(codes, AT_ONCE)])
 
 
 def _mismatch(encoder: nn.Module, latents_B: Tensor, alpha: float, together: bool) -> Callable[[Tensor], Tensor]:

@@ -73,8 +73,8 @@ def loss_scores(losses: Callable[[Tensor, Tensor], Tensor], x_n: Tensor, y_n: Te
     generator's loss, or a prior's nats. So many as `at_once` are handed over together.
     """
     with torch.no_grad():
-        parts = zip(torch.split(x_n, at_once), torch.split(y_n, at_once), strict=True)
-        return torch.cat([-losses(as_input(x_B), y_B) for x_B, y_B in parts])
+        batches = zip(torch.split(x_n, at_once), torch.split(y_n, at_once), strict=True)
+        return torch.cat([-losses(as_input(x_B), y_B) for x_B, y_B in batches])
 
 
 def task_scores(model: nn.Module, config: TaskConfig, x_n: Tensor, y_n: Tensor) -> Tensor:

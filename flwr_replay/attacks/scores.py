@@ -89,8 +89,8 @@ class Judge:
         """
         found_nCHW, rows_n = as_input(reconstructions_nCHW).cpu(), rows_n.cpu()
         if batch > 1:
-            parts = zip(torch.split(found_nCHW, batch), torch.split(rows_n, batch), strict=True)
-            rows_n = torch.cat([rows[assigned(images, self.originals_NCHW[rows])] for images, rows in parts])
+            batches = zip(torch.split(found_nCHW, batch), torch.split(rows_n, batch), strict=True)
+            rows_n = torch.cat([rows[assigned(images, self.originals_NCHW[rows])] for images, rows in batches])
         # Hit where no original is nearer than its own; another copy of it may be as near.
         hits_n = nearest(distances(found_nCHW, self.originals_NCHW)).gather(1, rows_n[:, None])[:, 0]
         return ImageScores(

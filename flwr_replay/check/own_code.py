@@ -54,7 +54,7 @@ def check_partition(choice: str, overrides: Sequence[str] = ()) -> None:
         assert all([*alike, first.names == again.names]), (
             "one seed must deal alike: draw from np.random.default_rng(seed)"
         )
-        assert all(len(part) for part in first.parts), f"each of {nodes} institutions must get examples"
+        assert all(len(shard) for shard in first.parts), f"each of {nodes} institutions must get examples"
         partition(data, config.partition, nodes, 0)
 
 

@@ -311,13 +311,13 @@ def _check_masked(name: str) -> None:
 
 def _check_charges(job: list[str], folder: Path) -> None:
     simulation = Simulation.of(compose(job))
-    plan, part = simulation.job.settings.privacy, simulation.part
+    plan, partition = simulation.job.settings.privacy, simulation.partition
     if plan is None or plan.config.epsilon:  # a budget may be spent before the run ends
         return
     shares = shares_of(expected(simulation)[0], simulation.job.config.rounds)
     charged: Counter[str] = Counter()
-    for (name, account), indices in zip(simulation.accounts(folder).items(), part.train, strict=True):
-        examples = sum(map(len, part.train)) if plan.pooled else len(indices)
+    for (name, account), indices in zip(simulation.accounts(folder).items(), partition.train, strict=True):
+        examples = sum(map(len, partition.train)) if plan.pooled else len(indices)
         steps: Counter[str] = Counter()
         for mechanism, cost in zip(account.mechanisms, account.spent, strict=True):
             steps[mechanism] += cost.steps
@@ -352,13 +352,13 @@ def _check_left(job: list[str], folder: Path, result: dict[str, Any]) -> None:
     config = compose(job)
     simulation, traits = Simulation.of(config), load_strategy(result["strategy"])[0].traits()
     own = traits.own_models or config.strategy.classifiers == "kept"
-    for k, name in enumerate(simulation.part.names):
+    for k, name in enumerate(simulation.partition.names):
         if (folder / "models" / f"{name}.safetensors").exists():
             continue  # models that travel: this one may have begun here, and been tested elsewhere
         with contextlib.suppress(RunError):  # it has left none, and `predict` says so
             model = load_model(folder, name if own else "")
             task = make_task(model.task).scaled(model.mean, model.scale)
-            test = Shard.of(simulation.part.examples(loaded(model.task), k).test, torch.device("cpu"))
+            test = Shard.of(simulation.partition.examples(loaded(model.task), k).test, torch.device("cpu"))
             again, reported = task.pool([task.evaluate(model.network, test.x, test.y)]), result["final"]["institutions"]
             differing = {key: value for key, value in again.items() if not np.isclose(value, reported[name][key], 1e-3)}
             assert not differing, (

@@ -30,7 +30,7 @@ def show(
     from flwr_replay.runs.options import resolve
 
     _, config = resolve(options or [], ".", "")
-    print(describe(loaded(config.task), Simulation.of(config).part, absolute(out) if out else None))
+    print(describe(loaded(config.task), Simulation.of(config).partition, absolute(out) if out else None))
 
 
 @app.command("images")

@@ -162,7 +162,7 @@ def state(
     decoded = bytes_of([*made.glob("*")])
     lines.append(f"decoded images and features, made again when they are missing: {shown_bytes(decoded)}")
     number, size, recorded = ledger_bytes(folder)
-    lines.append(f"ledger: {shown_bytes(size)}, parts: {number}; recorded messages: {shown_bytes(recorded)}")
+    lines.append(f"ledger: {shown_bytes(size)}, segments: {number}; recorded messages: {shown_bytes(recorded)}")
     spent = read_policy(policy_beside(folder)).all_runs(folder).sentence()
     ledger = {"bytes": size, "parts": number, "recorded": recorded}
     told = {"runs": runs_kept, "decoded": decoded, "ledger": ledger, "all-runs": spent}

@@ -131,7 +131,7 @@ class RunConfig:
         _refuse_beside("with sealed=true the server has nothing but sealed parcels", unset)
 
     def _check_masked(self) -> None:
-        """Refuse what needs more of an institution's weights than their part in a sum."""
+        """Refuse what needs more of an institution's weights than their share in a sum."""
         name, complete = self.strategy.name, getattr(self.strategy, "topology", "") == "complete"
         equal = "; fedsgd dp=gradient has the model of topology=complete with one step a round on all examples"
         require(

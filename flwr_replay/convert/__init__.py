@@ -84,7 +84,7 @@ def _new_manifest(folder: Path) -> None:
         raise DataError(f"{manifest} is there already: remove it to write another")
 
 
-Tail = tuple[str, ...]  # the last parts of a path
+Tail = tuple[str, ...]  # the last names of a path
 
 
 def patient_rows(
@@ -92,7 +92,7 @@ def patient_rows(
 ) -> tuple[list[ManifestRow], dict[str, list[str]]]:
     r"""List a folder's images, each with its patient if it has one; return these, and by rule what does not fit.
 
-    A cell of `file_column` is a file's name or path, of which the last parts count. `C:\scans\A.PNG`, `scans/a.png` and
+    A cell of `file_column` is a file's name or path, of which the last names count. `C:\scans\A.PNG`, `scans/a.png` and
     `a` name `a.png`; where several folders have one, the cell must say which.
 
     Raises
@@ -103,11 +103,11 @@ def patient_rows(
     images = folder_rows(folder)
     named: dict[Tail, list[ManifestRow]] = defaultdict(list)
     for row in images:
-        *above, name = _parts(str(row.file.relative_to(folder)))
+        *above, name = _tail(str(row.file.relative_to(folder)))
         for called in {name, PurePath(name).stem if PurePath(name).suffix in SUFFIXES else name}:
             for n in range(len(above) + 1):
                 named[(*above[n:], called)].append(row)
-    folders = {part for tail in named for part in tail[:-1]}
+    folders = {level for tail in named for level in tail[:-1]}
     wrong: dict[str, list[str]] = defaultdict(list)
     patients: dict[ManifestRow, set[str]] = defaultdict(set)
     spellings: dict[str, str] = {}
@@ -139,21 +139,21 @@ def patient_rows(
     return [replace(row, patient=whose[row]) for row in images], {rule: bad for rule, bad in wrong.items() if bad}
 
 
-def _parts(path: str) -> Tail:
-    return tuple(unicodedata.normalize("NFC", part).casefold() for part in PureWindowsPath(path).parts)
+def _tail(path: str) -> Tail:
+    return tuple(unicodedata.normalize("NFC", level).casefold() for level in PureWindowsPath(path).parts)
 
 
 def _meant(cell: str, named: Mapping[Tail, list[ManifestRow]], folders: set[str]) -> Sequence[ManifestRow]:
     """Return the images that the longest end of a path can mean; one in a folder of ours is there or nowhere."""
-    parts = _parts(cell)
-    for n in range(len(parts)):
-        if rows := named.get(parts[n:]):
+    names = _tail(cell)
+    for n in range(len(names)):
+        if rows := named.get(names[n:]):
             return [row for row in rows if row.file.name == PureWindowsPath(cell).name] or rows
-        if parts[n] in folders:
+        if names[n] in folders:
             break
     return []
 
 
 def _unfit(name: str) -> bool:
     """Say whether a CSV file would not give a path or its class back."""
-    return bool(SURROGATE.search(name)) or any(part != part.strip() for part in name.split("/"))
+    return bool(SURROGATE.search(name)) or any(level != level.strip() for level in name.split("/"))

@@ -1,7 +1,7 @@
 """BraTS 2017 (Menze et al. 2014): the whole tumour on T2-FLAIR, as Qu et al. 2022, section 4.3.
 
     FOLDER/HGG/Brats17_CBICA_AAB_1/Brats17_CBICA_AAB_1_flair.nii.gz
-    FOLDER/HGG/Brats17_CBICA_AAB_1/Brats17_CBICA_AAB_1_seg.nii.gz       0 none, 1, 2 and 4 parts of the tumour
+    FOLDER/HGG/Brats17_CBICA_AAB_1/Brats17_CBICA_AAB_1_seg.nii.gz       0 none, 1, 2 and 4 regions of the tumour
     FOLDER/institutions.csv                                             optional: subject,institution
 
 A subject's name contains its institution: 2013, CBICA, TCIA. BraTS 2018 may be used in place of 2017. It has the same
@@ -13,8 +13,8 @@ A volume's axial slices are taken three at a time, without overlap. An example h
 middle one's mask as label. Triples whose middle slice shows no brain are left out; those without tumour are kept. The
 paper does not say how intensities were scaled. Here 0 stays 0, and the 99.5th percentile of a volume's brain is 255.
 
-Slices are resized to 256 pixels, cropped to 224 and written to `FOLDER/slices/`. An institution with its own part has a
-folder HGG with its own subjects.
+Slices are resized to 256 pixels, cropped to 224 and written to `FOLDER/slices/`. An institution with its own images has
+a folder HGG with its own subjects.
 """
 
 import importlib
@@ -72,10 +72,10 @@ def _sites(subjects: list[str], root: Path) -> list[str]:
     named = keyed_rows(table, "subject", ["institution"]) if table.is_file() else {}
     sites = []
     for subject in subjects:
-        parts = SUBJECT.fullmatch(subject)
-        if parts is None:
+        matched = SUBJECT.fullmatch(subject)
+        if matched is None:
             raise DataError(f"a subject is named Brats17_<institution>_<number>; got {root / 'HGG' / subject}")
-        site = named.get(subject, {}).get("institution", "") if named else parts[1]
+        site = named.get(subject, {}).get("institution", "") if named else matched[1]
         if not site:
             raise DataError(f"{table} must name every subject's institution; {subject} has none: add it")
         sites.append(site)

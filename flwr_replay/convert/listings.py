@@ -131,8 +131,8 @@ def _chests(root: Path, site: str) -> list[ManifestRow]:
         raise DataError(f"every reading needs its image; {place / missing[0]}.png does not exist: add it")
     rows = []
     for path in images:
-        parts = re.fullmatch(rf"({prefix}_\d+)_([01])", path.stem)
-        if parts is None:
+        matched = re.fullmatch(rf"({prefix}_\d+)_([01])", path.stem)
+        if matched is None:
             raise DataError(f"an image is named {prefix}_<number>_<0 or 1>.png, the last its label; got {path}")
-        rows.append(ManifestRow(path, parts[2], str(place), site, patient=parts[1]))
+        rows.append(ManifestRow(path, matched[2], str(place), site, patient=matched[1]))
     return rows

@@ -2,15 +2,15 @@
 
     FOLDER/trainLabels.csv                   image,level
     FOLDER/train/10_left.jpeg …
-    FOLDER/retinopathy_solution.csv          image,level,Usage: the test part's grades, published afterwards
+    FOLDER/retinopathy_solution.csv          image,level,Usage: the test set's grades, published afterwards
     FOLDER/test/1_left.jpeg …
 
-The train or the test part may be missing; both are pooled. The grade (level) is 0 none, 1 mild, 2 moderate, 3 severe or
+The train or the test set may be missing; both are pooled. The grade (level) is 0 none, 1 mild, 2 moderate, 3 severe or
 4 proliferative. Labels: 0 healthy (grade 0), 1 diseased (grades 2 to 4). Grade 1 is left out. Right eyes are left out,
 so there is one image for each patient. The paper calls healthy "positive"; here the AUC is that of diseased.
 
 Images are preprocessed as by Graham (2015) and written to `FOLDER/prepared/`, with 540 x 540 pixels. An institution
-with its own part has a `trainLabels.csv` with its own rows, and a folder `train/` with its own images.
+with its own images has a `trainLabels.csv` with its own rows, and a folder `train/` with its own images.
 """
 
 import re
@@ -29,7 +29,7 @@ from flwr_replay.errors import DataError
 
 __all__ = ["graham", "retina_rows"]
 
-PARTS = {"trainLabels.csv": "train", "retinopathy_solution.csv": "test"}
+TABLES = {"trainLabels.csv": "train", "retinopathy_solution.csv": "test"}
 IMAGE = re.compile(r"(.+)_(left|right)")
 LEFT_OUT = "1"
 LABELS = {"0": "0", LEFT_OUT: None, "2": "1", "3": "1", "4": "1"}
@@ -45,7 +45,7 @@ SMALLEST = 8  # an eye is at least an eighth as wide as the image's shorter side
 
 def retina_rows(root: Path) -> list[ManifestRow]:
     """List left eyes, preprocessed as Graham 2015; a DataError names a wrong row, or an image without an eye."""
-    rows = [row for table, folder in PARTS.items() if (root / table).is_file() for row in _rows(root / table, folder)]
+    rows = [row for table, folder in TABLES.items() if (root / table).is_file() for row in _rows(root / table, folder)]
     if not rows:
         raise DataError(f"retina needs trainLabels.csv with left eyes; got none in {root}: give the folder that has it")
     with whole(root / "prepared") as place:
@@ -56,15 +56,15 @@ def retina_rows(root: Path) -> list[ManifestRow]:
 def _rows(table: Path, folder: str) -> list[ManifestRow]:
     rows = []
     for name, row in keyed_rows(table, "image", ["level"]).items():
-        parts = IMAGE.fullmatch(name)
-        if parts is None:
+        matched = IMAGE.fullmatch(name)
+        if matched is None:
             raise DataError(f"an image of {table} is named <patient>_left or <patient>_right; got {name!r}: correct it")
         if row["level"] not in LABELS:
             raise DataError(f"level must be 0 to 4; got {row['level']!r} for {name} in {table}: correct it")
         label = LABELS[row["level"]]
-        if parts[2] == "left" and label is not None:
+        if matched[2] == "left" and label is not None:
             image = table.with_name(folder) / f"{name}.jpeg"
-            rows.append(ManifestRow(image, label, str(table), patient=f"{folder}/{parts[1]}"))
+            rows.append(ManifestRow(image, label, str(table), patient=f"{folder}/{matched[1]}"))
     return rows
 
 

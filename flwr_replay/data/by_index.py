@@ -1,9 +1,9 @@
 """A partition by a file that says who owns which training example, as benchmarks publish theirs.
 
-    partition=index partition.file=parts.csv        columns index,institution; a row for each example
-    partition=index partition.file=parts.json       {"site-1": [0, 7, 12], "site-2": [3, 4]}, or a list of such lists
+    partition=index partition.file=shards.csv       columns index,institution; a row for each example
+    partition=index partition.file=shards.json      {"site-1": [0, 7, 12], "site-2": [3, 4]}, or a list of such lists
 
-Indices count the data's own training examples from 0, those too that a run holds out to validate on. Who is in no part
+Indices count the data's own training examples from 0, those too that a run holds out to validate on. Who is in no shard
 is left out.
 """
 
@@ -21,7 +21,7 @@ from flwr_replay.data.dealing import Dealt
 from flwr_replay.data.readers import csv_rows, line_of, shortened
 from flwr_replay.errors import DataError, refuse_all
 
-__all__ = ["deal_by_index", "listed_parts"]
+__all__ = ["deal_by_index", "listed_shards"]
 
 
 def deal_by_index(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) -> Dealt:
@@ -34,21 +34,21 @@ def deal_by_index(dataset: Dataset, config: PartitionConfig, nodes: int, seed: i
     DataError
         For a file that cannot be read, an index that is none or is there twice, or a patient with two owners.
     """
-    names, parts = listed_parts(config.file)
+    names, shards = listed_shards(config.file)
     held = np.zeros(len(dataset.train), bool) if dataset.held is None else dataset.held
     rule = f"indices in {config.file} count the {len(held):,} training examples of {dataset.name} from 0"
     require(
-        len(parts) == nodes,
-        f"{config.file} has {len(parts)} institutions; got nodes={nodes}: set nodes={len(parts)}, or leave it out",
+        len(shards) == nodes,
+        f"{config.file} has {len(shards)} institutions; got nodes={nodes}: set nodes={len(shards)}, or leave it out",
     )
-    indices = [index for part in parts for index in part]
+    indices = [index for shard in shards for index in shard]
     faults = [
         f"{rule}; got {index:,}{', as if counted from 1' * (index == len(held) and 0 not in indices)}: correct it"
         for index in dict.fromkeys(indices)
         if not 0 <= index < len(held)
     ]
     owners = np.full(len(held), -1)
-    for k, index in ((k, index) for k, part in enumerate(parts) for index in part if 0 <= index < len(held)):
+    for k, index in ((k, index) for k, shard in enumerate(shards) for index in shard if 0 <= index < len(held)):
         if owners[index] >= 0:
             faults.append(f"an example has one owner; index {index} is in {config.file} twice: leave one out")
         owners[index] = k
@@ -63,22 +63,22 @@ def deal_by_index(dataset: Dataset, config: PartitionConfig, nodes: int, seed: i
     return Dealt(train, names, dropped, val=None if dataset.held is None else val)
 
 
-def listed_parts(file: str) -> tuple[tuple[str, ...], list[list[int]]]:
+def listed_shards(file: str) -> tuple[tuple[str, ...], list[list[int]]]:
     """Read such a file: return the institutions' names, none for a list of lists, and each one's indices."""
     require(bool(file), "partition=index needs partition.file, a table .csv or a .json: set it")
     path, faults = Path(file).expanduser(), list[str]()
     listed, named = _of_json(path) if path.suffix.lower() == ".json" else (_of_table(path), True)
-    parts: dict[str, list[int]] = {name: [] for name in listed}
+    shards: dict[str, list[int]] = {name: [] for name in listed}
     for name, where, value in ((name, *one) for name, own in listed.items() for one in own):
         text = value if isinstance(value, str) else json.dumps(value)  # 2.0, true and null are no numbers then
         try:
-            parts[name].append(int(digits(text)))
+            shards[name].append(int(digits(text)))
         except ValueError:
             faults.append(f"an index is a whole number from 0; got {shortened(text)} ({where}): correct it")
-    if not all(parts) or not parts:
-        faults.append(f"every part in {path} must name its institution; got {'an empty name' if parts else 'none'}")
+    if not all(shards) or not shards:
+        faults.append(f"every shard in {path} must name its institution; got {'an empty name' if shards else 'none'}")
     refuse_all(faults[:20], DataError)
-    return tuple(parts) if named else (), list(parts.values())
+    return tuple(shards) if named else (), list(shards.values())
 
 
 def _of_table(path: Path) -> dict[str, list[tuple[str, Any]]]:
@@ -101,7 +101,7 @@ def _of_json(path: Path) -> tuple[dict[str, list[tuple[str, Any]]], bool]:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} must be JSON, each institution once; it cannot be read ({line_of(error)})") from None
     lists = dict(enumerate(read)) if isinstance(read, list) else read
-    if not isinstance(lists, dict) or not all(isinstance(part, list) for part in lists.values()):
+    if not isinstance(lists, dict) or not all(isinstance(shard, list) for shard in lists.values()):
         raise DataError(f'{path} must be {{"institution": [indices], …}} or a list of such lists; got something else')
-    listed = {str(name): [(f"{name} in {path}", index) for index in part] for name, part in lists.items()}
+    listed = {str(name): [(f"{name} in {path}", index) for index in shard] for name, shard in lists.items()}
     return listed, isinstance(read, dict)

@@ -65,8 +65,8 @@ def deal_by_ks(y: NDArray[Any], config: PartitionConfig, nodes: int, seed: int, 
         order = rng.permutation(kept)[:total]
 
         def achieved(share: int, order: Indices = order) -> float:
-            parts = _deal(order, codes, share, nodes)
-            counts_KC = np.stack([np.bincount(codes[part], minlength=len(values)) for part in parts])
+            shards = _deal(order, codes, share, nodes)
+            counts_KC = np.stack([np.bincount(codes[shard], minlength=len(values)) for shard in shards])
             return mean_pairwise(ks_of_counts(counts_KC))
 
         share, ks = _bisect(achieved, config.ks, total)
@@ -81,7 +81,7 @@ def _deal(order: Indices, codes: Indices, share: int, nodes: int) -> list[Indice
     """Deal the first `share` examples of an order in sorted runs, the rest in order; sizes differ by at most one."""
     by_label = order[:share][np.argsort(codes[order[:share]], kind="stable")]
     runs = np.array_split(by_label, nodes)
-    sizes = [len(part) for part in np.array_split(order, nodes)]
+    sizes = [len(shard) for shard in np.array_split(order, nodes)]
     ends = np.cumsum([size - len(run) for size, run in zip(sizes, runs, strict=True)])
     rest = np.split(order[share:], ends[:-1])
     return [np.concatenate(pair) for pair in zip(runs, rest, strict=True)]

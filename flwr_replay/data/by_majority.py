@@ -64,12 +64,12 @@ def deal_by_majority(
     )
     major, rest = _sizes(size, config.p)
     if uniform:
-        parts = _deal_evenly(codes, _even_counts(counts_C, majors_K, major, rest, rng), rng)
+        shards = _deal_evenly(codes, _even_counts(counts_C, majors_K, major, rest, rng), rng)
     else:
-        parts = _deal_as_left(codes, majors_K, major, rest, rng)
-    counts_KC = np.stack([np.bincount(codes[part], minlength=C) for part in parts])
+        shards = _deal_as_left(codes, majors_K, major, rest, rng)
+    counts_KC = np.stack([np.bincount(codes[shard], minlength=C) for shard in shards])
     equal, names = rest / max(C - 1, 1), tuple(classes)
-    return Dealt(parts, classes=ClassCounts(values_C, counts_KC, majors_K, equal, room["uniform"], names))
+    return Dealt(shards, classes=ClassCounts(values_C, counts_KC, majors_K, equal, room["uniform"], names))
 
 
 def _deal_as_left(codes: Indices, majors_K: Indices, major: int, rest: int, rng: np.random.Generator) -> list[Indices]:

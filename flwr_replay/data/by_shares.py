@@ -84,9 +84,9 @@ def deal_by_shares(
     dealt: list[list[Indices]] = [[] for _ in range(nodes)]
     for value, wanted_K in zip(values_C, wanted_KC.T, strict=True):
         members = rng.permutation(np.flatnonzero(y == value))
-        for part, taken in zip(dealt, np.split(members, np.cumsum(wanted_K))[:-1], strict=True):
-            part.append(taken)
-    return Dealt([np.concatenate(part) for part in dealt], names)
+        for shard, taken in zip(dealt, np.split(members, np.cumsum(wanted_K))[:-1], strict=True):
+            shard.append(taken)
+    return Dealt([np.concatenate(shard) for shard in dealt], names)
 
 
 def _listed(config: PartitionConfig) -> tuple[tuple[str, ...], NDArray[np.float64], None]:

@@ -236,8 +236,8 @@ def bounded(load_task: Callable[[TaskConfig], Dataset], task: TaskConfig) -> Dat
     if task.kind != "classification" or task.class_names:
         return load_task(task)
     read = load_task(replace(task, classes=CLASSES, class_groups=()))
-    splits, last = {name: part for name, part in vars(read).items() if isinstance(part, Examples)}, task.classes - 1
-    if above := sum(int((part.y > last).sum()) for part in splits.values()):
+    splits, last = {name: held for name, held in vars(read).items() if isinstance(held, Examples)}, task.classes - 1
+    if above := sum(int((held.y > last).sum()) for held in splits.values()):
         logging.getLogger("flwr").warning(
             "%d labels are above %d, the last of task.classes=%d, and are taken for it: set task.classes to what the "
             "data have, and begin a new run",
@@ -245,7 +245,7 @@ def bounded(load_task: Callable[[TaskConfig], Dataset], task: TaskConfig) -> Dat
             last,
             task.classes,
         )
-    bounded: dict[str, Any] = {name: replace(part, y=part.y.clip(max=last)) for name, part in splits.items()}
+    bounded: dict[str, Any] = {name: replace(held, y=held.y.clip(max=last)) for name, held in splits.items()}
     return replace(read, **bounded)
 
 

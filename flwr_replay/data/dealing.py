@@ -82,13 +82,13 @@ def deal_by_dirichlet(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns at each new draw; the error below says it once
-            parts = [np.asarray(dealer.load_partition(k)["index"][:], np.int64) for k in range(nodes)]
+            shards = [np.asarray(dealer.load_partition(k)["index"][:], np.int64) for k in range(nodes)]
     except ValueError:
         raise ConfigError(
             f"every one of {nodes} institutions must get at least {least} of {len(y)} examples; ten draws with "
             f"partition.alpha={config.alpha} gave one less: raise alpha, lower partition.size or take fewer nodes"
         ) from None
-    return Dealt([part[: config.size or None] for part in parts])
+    return Dealt([shard[: config.size or None] for shard in shards])
 
 
 def deal_by_function(
@@ -106,16 +106,16 @@ def deal_by_function(
     with users_code(ConfigError, f"{option}, called with {len(y)} labels, nodes={nodes} and seed={seed}, failed"):
         found = deal(y.copy(), nodes, seed)
         found = found if isinstance(found, Dealt) else Dealt(found)
-        parts, names = [np.asarray(part) for part in found.parts], tuple(map(str, found.names))
+        shards, names = [np.asarray(shard) for shard in found.parts], tuple(map(str, found.names))
         dropped, counts = int(found.dropped), found.classes and found.classes.counts_KC.shape[0]
-    require(len(parts) == nodes, f"{option} must return {nodes} arrays, one for each institution; got {len(parts)}")
-    for part in parts:
-        if part.ndim != 1 or (part.size and not np.issubdtype(part.dtype, np.integer)):
+    require(len(shards) == nodes, f"{option} must return {nodes} arrays, one for each institution; got {len(shards)}")
+    for shard in shards:
+        if shard.ndim != 1 or (shard.size and not np.issubdtype(shard.dtype, np.integer)):
             raise ConfigError(
-                f"{option} must return arrays of indices, integers in one dimension; got {part.dtype} of shape "
-                f"{part.shape}: of a mask, return np.flatnonzero(mask)"
+                f"{option} must return arrays of indices, integers in one dimension; got {shard.dtype} of shape "
+                f"{shard.shape}: of a mask, return np.flatnonzero(mask)"
             )
-    dealt = [part.astype(np.int64) for part in parts]
+    dealt = [shard.astype(np.int64) for shard in shards]
     indices, times = np.unique(np.concatenate(dealt), return_counts=True)
     wrong = indices[(indices < 0) | (indices >= len(y))]
     require(not len(wrong), f"{option} deals indices from 0 to {len(y) - 1}; got {wrong[:1]}: count from 0")

@@ -32,7 +32,7 @@ def names_of(task: TaskConfig, how: PartitionConfig, nodes: int, seed: int) -> t
 @remembered(maxsize=1)  # one copy, although every institution asks for the number of examples
 def pooled(task: TaskConfig, how: PartitionConfig, nodes: int, seed: int, dataset: Dataset) -> Dataset:
     """Return the union of all institutions' training examples, for strategy=central; `dataset` has these."""
-    part = dealt(task, how, nodes, seed)
-    owned = [part.examples(dataset, k).train for k in range(nodes)]
+    partition = dealt(task, how, nodes, seed)
+    owned = [partition.examples(dataset, k).train for k in range(nodes)]
     x, y = np.concatenate([own.x for own in owned]), np.concatenate([own.y for own in owned])
     return replace(dataset, train=Examples(x, y, image_bytes=dataset.train.image_bytes))

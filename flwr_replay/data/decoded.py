@@ -206,7 +206,7 @@ class DecodedImages:
         return {split: np.asarray(rows, np.int64) for split, rows in about["splits"].items()}, x
 
     def _write(self, form: str, key: str, source: Source) -> None:
-        """Decode all files and write them; no part of a file is left if one cannot be decoded."""
+        """Decode all files and write them; nothing of a file is left if one cannot be decoded."""
         members, path = source.divide(), self._images(form)
         shape = source.shape(sum(map(len, members.values())))
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -275,9 +275,9 @@ def each(read: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
 def _in_memory(source: Source) -> tuple[Mapping[str, Indices], NDArray[Any]]:
     members = source.divide()
     x, first = np.empty(source.shape(sum(map(len, members.values()))), source.dtype), 0
-    for part in source.examples(members):
-        x[first : first + len(part)] = part
-        first += len(part)
+    for batch in source.examples(members):
+        x[first : first + len(batch)] = batch
+        first += len(batch)
     return members, x
 
 

@@ -186,10 +186,10 @@ def raws_of(
 
     files, about = [row.file for row in rows], [(row.site, row.split, row.patient) for row in rows]
     by_label = [row.label for row in rows] if divide else []  # as a division of one's own may be
-    parts = decoded(ImageSource(task, files, [*about, *by_label], divided, lambda n: read(rows[n], task), dtype), kept)
+    splits = decoded(ImageSource(task, files, [*about, *by_label], divided, lambda n: read(rows[n], task), dtype), kept)
     return {
         split: Raw(x, y[members], source, source, *(None if of is None else of[members] for of in (sites, patients)))
-        for split, (members, x) in parts.items()
+        for split, (members, x) in splits.items()
     }
 
 

@@ -27,7 +27,7 @@ from flwr_replay.rng import derived_rng
 
 __all__ = ["Partition", "institution_name", "institution_names", "partition", "patients_of", "site_names"]
 
-Dealer = Callable[[Dataset, PartitionConfig, int, int], Dealt]  # from data, options, K and a seed to parts of examples
+Dealer = Callable[[Dataset, PartitionConfig, int, int], Dealt]  # from data, options, K and a seed to shards
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,9 +158,9 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
         val = dataset.val if dataset.val is not None and len(dataset.val) else None
         val_shards = _shards(val, "val", dataset.train, train, config, seed) if val else None
     shards = {"train": train, "test": test, "val": val_shards or []}
-    for split, parts in shards.items():
-        for name, part in zip(names, parts, strict=False):
-            if not len(part) and split != "val":
+    for split, dealt_K in shards.items():
+        for name, shard in zip(names, dealt_K, strict=False):
+            if not len(shard) and split != "val":
                 remedy = "take fewer nodes or more data"
                 if config.name == "natural":  # its nodes are the sites
                     remedy = f"add {split} examples of {name}, or leave it out of the data"
@@ -173,12 +173,12 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
             f"{dataset.name} must hold training examples of at least two classes; all have label {dataset.train.y[0]}: "
             "correct the labels"
         )
-    labels = [dataset.train.labels[part] for part in train]
+    labels = [dataset.train.labels[shard] for shard in train]
     return Partition(
         names=names,
-        train=tuple(np.sort(part) for part in train),
-        test=tuple(np.sort(part) for part in test),
-        val=None if val_shards is None else tuple(np.sort(part) for part in val_shards),
+        train=tuple(np.sort(shard) for shard in train),
+        test=tuple(np.sort(shard) for shard in test),
+        val=None if val_shards is None else tuple(np.sort(shard) for shard in val_shards),
         ks=mean_pairwise(ks_matrix(labels)),
         tv=mean_pairwise(tv_matrix(labels)),
         dropped=dealt.dropped,
@@ -210,12 +210,12 @@ class Patients:
     labels: NDArray[Any]  # (P,), each patient's: its most frequent class, or the mean of continuous labels
     members: Sequence[Indices] | None  # each patient's examples, ascending; None: patient p has example p alone
 
-    def examples(self, parts: Sequence[Indices]) -> list[Indices]:
+    def examples(self, shards: Sequence[Indices]) -> list[Indices]:
         """Return the examples of the patients that were dealt."""
         if self.members is None:
-            return list(parts)
+            return list(shards)
         none = np.empty(0, np.int64)
-        return [np.concatenate([none, *(self.members[p] for p in part)]) for part in parts]
+        return [np.concatenate([none, *(self.members[p] for p in shard)]) for shard in shards]
 
 
 def patients_of(examples: Examples) -> Patients:
@@ -314,23 +314,23 @@ def _checked_names(names: tuple[str, ...], nodes: int) -> tuple[str, ...]:
 
 
 def _shards(
-    held: Examples, split: str, train: Examples, parts: Sequence[Indices], config: PartitionConfig, seed: int
+    held: Examples, split: str, train: Examples, owned: Sequence[Indices], config: PartitionConfig, seed: int
 ) -> list[Indices]:
     """Deal test or validation examples, each patient's all to the same institution."""
     rng, patients = derived_rng(seed, "partition", split), patients_of(held)
     if split == "test" and config.test == "iid":
-        return patients.examples(np.array_split(rng.permutation(len(patients.labels)), len(parts)))
+        return patients.examples(np.array_split(rng.permutation(len(patients.labels)), len(owned)))
     groups = label_groups(patients.labels, train.labels)
     groups_train = label_groups(train.labels, train.labels)
-    shards: list[list[Indices]] = [[np.empty(0, np.int64)] for _ in parts]
+    shards: list[list[Indices]] = [[np.empty(0, np.int64)] for _ in owned]
     for group in np.unique(groups):
         members = rng.permutation(np.flatnonzero(groups == group))
-        owned_K = np.asarray([np.count_nonzero(groups_train[part] == group) for part in parts])
+        owned_K = np.asarray([np.count_nonzero(groups_train[indices] == group) for indices in owned])
         if split == "val":  # one for as many training examples as in the whole set: the rest is nobody's
             whole = max(np.count_nonzero(groups_train == group), 1)
             members = members[: -(-len(members) * owned_K.sum() // whole)]
         if not owned_K.any():  # no institution trains on this class: deal it by size
-            owned_K = np.asarray([len(part) for part in parts])
+            owned_K = np.asarray([*map(len, owned)])
         ends = np.cumsum(_apportion(len(members), owned_K, rng))
         for shard, dealt in zip(shards, np.split(members, ends[:-1]), strict=True):
             shard.append(dealt)

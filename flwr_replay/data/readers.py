@@ -48,7 +48,7 @@ __all__ = [
 
 TORCHVISION_FOLDER = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
 IDX_UBYTE = 8  # the idx header's code for unsigned bytes
-# Of a pickle: what stands for itself, what takes how much from the stack, and the names of an array's parts.
+# Of a pickle: what stands for itself, what takes how much from the stack, and the names that make up an array.
 LITERALS = {"BININT", "BININT1", "BININT2", "SHORT_BINSTRING", "BINSTRING", "SHORT_BINUNICODE", "BINUNICODE"}
 LITERALS |= {"SHORT_BINBYTES", "BINBYTES"}
 CONSTANTS: dict[str, Callable[[], Any]] = {
@@ -56,7 +56,7 @@ CONSTANTS: dict[str, Callable[[], Any]] = {
     **{"NONE": lambda: None, "NEWFALSE": lambda: False, "NEWTRUE": lambda: True},
 }
 TAKEN = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPEND": 1, "SETITEM": 2, "STACK_GLOBAL": 2, "REDUCE": 1, "BUILD": 1}
-PARTS = {"numpy ndarray", "numpy dtype", "numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct"}
+NDARRAY = {"numpy ndarray", "numpy dtype", "numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct"}
 SHOWN = 40  # characters of a cell in an error line
 SPLIT_SEED = 0  # a fixed split: the run's seed must not move examples between train and test
 
@@ -162,7 +162,7 @@ def read_cifar10(task: TaskConfig) -> dict[str, Raw]:
     if folder is None:
         raise _missing(task, "cifar-10-batches-py/test_batch", places)
     train = [_read_batch(folder / f"data_batch_{number}") for number in range(1, 6)]
-    x, y = (np.concatenate(parts) for parts in zip(*train, strict=True))
+    x, y = (np.concatenate(arrays) for arrays in zip(*train, strict=True))
     test_x, test_y = _read_batch(folder / "test_batch")
     test = str(folder / "test_batch")
     return {"train": Raw(x, y, str(folder), str(folder)), "test": Raw(test_x, test_y, test, test)}
@@ -215,7 +215,7 @@ def _values_in(pickled: bytes) -> Any:
                 stack[-1].update(zip(keys, given[1::2], strict=True))
             case "GLOBAL" | "STACK_GLOBAL":
                 stack.append(value or " ".join(given))
-                if stack[-1] not in {*PARTS, "_codecs encode"}:
+                if stack[-1] not in {*NDARRAY, "_codecs encode"}:
                     raise ValueError(f"it asks for {stack[-1].replace(' ', '.')}")
             case "REDUCE" if stack[-1] == "_codecs encode":  # so Python 3 writes bytes for Python 2
                 stack[-1] = given[0][0].encode("latin1")

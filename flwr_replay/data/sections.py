@@ -51,8 +51,8 @@ def read_isbi2012(task: TaskConfig) -> dict[str, Raw]:
         if image not in images:
             raise DataError(f"a mask needs its section; got {label} without {image.name}: add it")
     tested = math.ceil(TEST_SHARE * len(images))
-    parts = {"train": images[: -tested - GAP], "test": images[-tested:]}
-    return {split: _patches(sections, task.size) for split, sections in parts.items()}
+    by_split = {"train": images[: -tested - GAP], "test": images[-tested:]}
+    return {split: _patches(sections, task.size) for split, sections in by_split.items()}
 
 
 def _patches(sections: list[Path], size: int) -> Raw:

@@ -34,46 +34,46 @@ WIDEST = 20  # the most columns of numbers that are legible in a terminal and a 
 PICTURE = "partition.png"
 
 
-def show(dataset: Dataset, part: Partition, out: Path | None = None) -> str:
+def show(dataset: Dataset, partition: Partition, out: Path | None = None) -> str:
     """Describe a partition: sizes, label histograms, KS and total variation; of majority, classes that starve.
 
     With a folder `out`, which is created if missing, `partition.png` is written, and its path stands in the last line.
     Raises `RunError` if it cannot be.
     """
-    labels = [dataset.train.labels[indices] for indices in part.train]
+    labels = [dataset.train.labels[indices] for indices in partition.train]
     values, counts_KC = label_histogram(labels)
     if is_continuous(dataset.train.labels):
         names = [f">= {value:.3g}" for value in values]
     else:
         names = [dataset.classes[value] if dataset.classes else str(value) for value in values]
     ks_KK, tv_KK = ks_matrix(labels), tv_matrix(labels)
-    used = sum(map(len, part.train))
-    unused = len(dataset.train) - used - part.dropped
+    used = sum(map(len, partition.train))
+    unused = len(dataset.train) - used - partition.dropped
     lines = [
-        f"{dataset.name}: {len(part.names)} institutions, {used} training examples"
-        + f", {part.dropped} left out" * bool(part.dropped)
+        f"{dataset.name}: {len(partition.names)} institutions, {used} training examples"
+        + f", {partition.dropped} left out" * bool(partition.dropped)
         + f", {unused} unused" * bool(unused),
-        f"mean pairwise KS {part.ks:.3f}, mean pairwise total variation {part.tv:.3f}",
-        *extremes(part.skew),
-        *warnings(part.skew),
+        f"mean pairwise KS {partition.ks:.3f}, mean pairwise total variation {partition.tv:.3f}",
+        *extremes(partition.skew),
+        *warnings(partition.skew),
     ]
-    tables = [_histogram(part, names, counts_KC)]
-    if len(part.names) <= WIDEST:
-        tables += [_matrix("KS", part, ks_KK), _matrix("total variation", part, tv_KK)]
+    tables = [_histogram(partition, names, counts_KC)]
+    if len(partition.names) <= WIDEST:
+        tables += [_matrix("KS", partition, ks_KK), _matrix("total variation", partition, tv_KK)]
     if out is None:
         return "\n".join([*lines, *tables])
     path = make_folder(out, "--out") / PICTURE
-    write_atomic(path, _picture(dataset, part, names, counts_KC, {"KS": ks_KK, "total variation": tv_KK}))
+    write_atomic(path, _picture(dataset, partition, names, counts_KC, {"KS": ks_KK, "total variation": tv_KK}))
     return "\n".join([*lines, *tables, f"picture: {path}"])
 
 
-def _histogram(part: Partition, values: list[str], counts_KC: NDArray[np.int64]) -> str:
+def _histogram(partition: Partition, values: list[str], counts_KC: NDArray[np.int64]) -> str:
     """Tabulate training labels; of many classes, only the five most frequent at each institution."""
-    splits = {"train": part.train, "val": part.val, "test": part.test}
+    splits = {"train": partition.train, "val": partition.val, "test": partition.test}
     shown = {split: shards for split, shards in splits.items() if shards is not None}
     headings = ["institution", *shown, *(values if len(values) <= WIDEST else ["classes", "most frequent"])]
     rows = []
-    for k, name in enumerate(part.names):
+    for k, name in enumerate(partition.names):
         sizes = [str(len(shards[k])) for shards in shown.values()]
         if len(values) <= WIDEST:
             cells = [str(count) for count in counts_KC[k]]
@@ -85,18 +85,18 @@ def _histogram(part: Partition, values: list[str], counts_KC: NDArray[np.int64])
     return fitted("training labels", headings, rows)
 
 
-def _matrix(title: str, part: Partition, matrix_KK: NDArray[np.float64]) -> str:
-    numbers = [str(number + 1) for number in range(len(part.names))]
+def _matrix(title: str, partition: Partition, matrix_KK: NDArray[np.float64]) -> str:
+    numbers = [str(number + 1) for number in range(len(partition.names))]
     rows = [
         [f"{number} {name}", *(f"{value:.2f}" for value in row_K)]
-        for number, name, row_K in zip(numbers, part.names, matrix_KK, strict=True)
+        for number, name, row_K in zip(numbers, partition.names, matrix_KK, strict=True)
     ]
     return fitted(f"{title} between institutions", ["", *numbers], rows)
 
 
 def _picture(
     dataset: Dataset,
-    part: Partition,
+    partition: Partition,
     values: list[str],
     counts_KC: NDArray[np.int64],
     matrices: dict[str, NDArray[np.float64]],
@@ -117,12 +117,12 @@ def _picture(
     bars.set(title=f"{dataset.name}: training examples by label", ylabel="examples")
     if C <= WIDEST:
         bars.legend(title="label", fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
-    _name_axis(bars, part, "x")
+    _name_axis(bars, partition, "x")
     for axes, (title, matrix_KK) in zip(maps, matrices.items(), strict=True):
         image = axes.imshow(matrix_KK, vmin=0, vmax=1, cmap="magma")
-        mean = part.ks if title == "KS" else part.tv
+        mean = partition.ks if title == "KS" else partition.tv
         axes.set(title=f"{title}, mean {mean:.3f}")
-        _name_axis(axes, part, "xy")
+        _name_axis(axes, partition, "xy")
         if K <= 12:
             for (i, j), value in np.ndenumerate(matrix_KK):
                 shade = "white" if value < 0.6 else "black"
@@ -133,14 +133,14 @@ def _picture(
     return picture.getvalue()
 
 
-def _name_axis(axes: Axes, part: Partition, which: str) -> None:
+def _name_axis(axes: Axes, partition: Partition, which: str) -> None:
     """Label an axis with the institutions; of very many, matplotlib labels only every n-th."""
-    if len(part.names) > WIDEST:
+    if len(partition.names) > WIDEST:
         return
-    short = [name.removeprefix("institution-") for name in part.names]
+    short = [name.removeprefix("institution-") for name in partition.names]
     for axis in which:
         getattr(axes, f"set_{axis}ticks")(range(len(short)), short)
-        if short != list(part.names):
+        if short != list(partition.names):
             getattr(axes, f"set_{axis}label")("institution")
     if max(map(len, short)) > 4:
         axes.tick_params(axis="x", rotation=90)

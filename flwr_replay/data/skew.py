@@ -80,7 +80,7 @@ def label_histogram(labels: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], NDArr
         values = np.asarray([union[codes == code].min() for code in range(len(first))])
     else:
         values = union[first]
-    return values, _counts(codes, [len(part) for part in labels])
+    return values, _counts(codes, [len(own) for own in labels])
 
 
 def ks_matrix(labels: Sequence[NDArray[Any]]) -> NDArray[np.float64]:
@@ -104,7 +104,7 @@ def ks_matrix(labels: Sequence[NDArray[Any]]) -> NDArray[np.float64]:
         If an institution has no labels.
     """
     _, codes = np.unique(_union(labels), return_inverse=True)
-    return ks_of_counts(_counts(codes, [len(part) for part in labels]))
+    return ks_of_counts(_counts(codes, [len(own) for own in labels]))
 
 
 def ks_of_counts(counts_KC: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -131,8 +131,8 @@ def mean_pairwise(matrix_KK: NDArray[np.float64]) -> float:
 
 
 def _union(labels: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    for k, part in enumerate(labels):
-        if not len(part):
+    for k, own in enumerate(labels):
+        if not len(own):
             raise DataError(f"every institution must hold labels to be compared; institution {k + 1} has none")
     return np.concatenate(labels)
 

@@ -75,7 +75,7 @@ def read_heart_disease(task: TaskConfig) -> dict[str, Raw]:
     files = sorted(root.glob("processed.*.data"))
     if not files:
         raise DataError(f"task={task.name} needs processed.<hospital>.data; not found in {root}: set task.data-dir")
-    parts: dict[str, list[tuple[Any, ...]]] = {"train": [], "test": []}
+    by_split: dict[str, list[tuple[Any, ...]]] = {"train": [], "test": []}
     for path in files:
         table = _read_table(path)
         order = derived_rng(SPLIT_SEED, "heart-disease", len(table)).permutation(len(table))
@@ -84,9 +84,9 @@ def read_heart_disease(task: TaskConfig) -> dict[str, Raw]:
         features = _features(table, rows["train"])
         for split, chosen in rows.items():
             y = (table[chosen, LABEL] > 0).astype(np.int64)
-            parts[split].append((features[chosen], y, np.full(len(chosen), path.name.split(".")[1])))
+            by_split[split].append((features[chosen], y, np.full(len(chosen), path.name.split(".")[1])))
     raws = {}
-    for split, of_files in parts.items():
+    for split, of_files in by_split.items():
         x, y, sites = zip(*of_files, strict=True)
         features = np.concatenate(x)[:, :, None, None]
         raws[split] = Raw(features, np.concatenate(y), str(root), str(root), np.concatenate(sites))

@@ -172,9 +172,9 @@ def _state(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
         (folder / "state").rmdir()
     own_state = folder / "state" / env["NAME"]
     free = free_space(folder, f"`flwr-replay deploy state {own_state}` says what a run that is over has left")
-    parts, size, recorded = ledger_bytes(own_state)
+    segments, size, recorded = ledger_bytes(own_state)
     yield (
-        f"state: the folder can be written, {free}; ledger: {shown_bytes(size)}, parts: {parts}; recorded "
+        f"state: the folder can be written, {free}; ledger: {shown_bytes(size)}, segments: {segments}; recorded "
         f"messages: {shown_bytes(recorded)}"
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import read_bytes, read_json, read_text, write_atomic
-from flwr_replay.files.lines import parts, read_lines
+from flwr_replay.files.lines import read_lines, segments
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.privacy.account import CHARGES
 from flwr_replay.report.evidence_page import CONTROLS, PAGE, code_digest, kinds_in, sacroml_values, seen_by, table
@@ -88,7 +88,7 @@ def write_own_evidence(
         "sacroml": sacroml,
         "versions": here,
         "sha256": {
-            **{path.name: sha256(read_bytes(path)).hexdigest() for path in parts(state / LEDGER) if path.exists()},
+            **{path.name: sha256(read_bytes(path)).hexdigest() for path in segments(state / LEDGER) if path.exists()},
             **(sacroml["model"] if sacroml else {}),
             "the package's code, where this was written": code_digest(),
         },

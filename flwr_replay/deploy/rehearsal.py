@@ -87,8 +87,8 @@ def rehearse(
     shared |= {"own-code": " ".join(config.own_code)} if config.own_code else {}
     if place.exists():
         raise RunError(f"a rehearsal's folder must be new; {place} exists: choose another --out, or delete it")
-    for part in ("data", "state", "logs"):
-        private_folder(place / part)
+    for inner in ("data", "state", "logs"):
+        private_folder(place / inner)
     deal(rows, names, place / "data")
     if config.hiding.pinned:
         states = {name: private_folder(place / "state" / name) for name in sorted(set(names))}

@@ -52,7 +52,7 @@ class Simulation:
     """A simulated and planned run, with the examples of each institution."""
 
     job: Job
-    part: Partition
+    partition: Partition
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -63,20 +63,20 @@ class Simulation:
         FlwrReplayError
             If data, model and institutions do not fit each other; nothing has run or been written by then.
         """
-        part = dealt(config.task, config.partition, config.nodes, config.seed)
-        job = Job.of(config, part.names)
+        partition = dealt(config.task, config.partition, config.nodes, config.seed)
+        job = Job.of(config, partition.names)
         if plan := job.settings.privacy:
-            sizes = [len(indices) for indices in part.train]
+            sizes = [len(indices) for indices in partition.train]
             _refuse_poor(plan, [sum(sizes)] if plan.pooled else sizes)
         if (synthesis := job.settings.synthesis) and "train-slice" in job.strategy("").all_stages():
             labels = loaded(config.task).train.y
-            synthesis.check_labels([labels[indices] for indices in part.train])
-        return cls(job, part)
+            synthesis.check_labels([labels[indices] for indices in partition.train])
+        return cls(job, partition)
 
     def accounts(self, folder: Path) -> dict[str, Account]:
         """Return the accounts of a run of these institutions on this machine, by name; none without DP."""
         plan, states, run = self.job.settings.privacy, home() / "state" / "simulation", read_run_id(folder)
-        own = dict(zip(self.part.names, map(len, self.part.train), strict=True)) if plan else {}
+        own = dict(zip(self.partition.names, map(len, self.partition.train), strict=True)) if plan else {}
         return {
             name: Account(
                 states / name / RUNS / run, delta=plan.config.delta_for(sum(own.values()) if plan.pooled else n)
@@ -214,20 +214,21 @@ def with_skew(
 
     `states` holds a state directory for each institution; None: those of this machine's simulations.
     """
-    run_id, part = read_run_id(folder), simulation.part
+    run_id, partition = read_run_id(folder), simulation.partition
+    names = partition.names
     root = states or home() / "state" / "simulation"
-    states_of = {name: root / name / RUNS / run_id for name in part.names}
+    states_of = {name: root / name / RUNS / run_id for name in names}
     with spared(folder / "pictures"):
         gather(states_of, folder)
     for name, state in states_of.items():
         if (state / DATA).exists() and (folder / FOLDER).is_dir():  # not where somebody has removed the messages
             write_atomic(folder / FOLDER / f"{name}.sha256", read_text(state / DATA))
     labels = loaded(simulation.job.config.task).train.labels
-    values, counts_KC = label_histogram([labels[indices] for indices in part.train])
+    values, counts_KC = label_histogram([labels[indices] for indices in partition.train])
     named = [f">= {value:.3g}" if is_continuous(labels) else str(value) for value in values]
-    counts = {"values": named, "institutions": dict(zip(part.names, counts_KC.tolist(), strict=True))}
-    result = {**result, "skew": {**part.skew, "labels": counts}, "privacy": _placed(result["privacy"], part.names)}
-    result["final"] = {**result["final"], "institutions": _placed(result["final"]["institutions"], part.names)}
+    counts = {"values": named, "institutions": dict(zip(names, counts_KC.tolist(), strict=True))}
+    result = {**result, "skew": {**partition.skew, "labels": counts}, "privacy": _placed(result["privacy"], names)}
+    result["final"] = {**result["final"], "institutions": _placed(result["final"]["institutions"], names)}
     dealing = simulation.job.config.partition
     private = load_strategy(result["strategy"])[0].traits().private_key
     mix = ALIKE if dealing.test == "iid" and dealing.name != "natural" else OWN_MIX

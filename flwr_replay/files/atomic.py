@@ -192,7 +192,7 @@ def write_atomic(
     path : Path
         The file.
     data : bytes, str, or sequence of bytes and memoryviews
-        Its content; the parts of a sequence are joined.
+        Its content; those of a sequence are joined.
     to_disk : bool
         Wait for the disk. Without it, a loss of power may damage the file.
     mode : int
@@ -206,7 +206,7 @@ def write_atomic(
         If it cannot be written; no part of it is left.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    parts = [data.encode()] if isinstance(data, str) else [data] if isinstance(data, bytes) else data
+    chunks = [data.encode()] if isinstance(data, str) else [data] if isinstance(data, bytes) else data
     with writing(path):
         with suppress(FileNotFoundError):  # another process has taken it
             if over and over.stat().st_nlink > 1:
@@ -215,7 +215,7 @@ def write_atomic(
                 os.replace(over, temporary)
         try:
             with claimed(temporary, mode) as file, unlocking(file):
-                file.writelines(parts)
+                file.writelines(chunks)
                 file.truncate()
                 file.flush()
                 if to_disk:

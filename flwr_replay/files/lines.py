@@ -1,9 +1,9 @@
-"""Files of JSON lines: what a crash leaves of them is whole, and one that only grows can be divided into parts.
+"""Files of JSON lines: what a crash leaves of them is whole, and one that only grows can be divided into segments.
 
-    ledger.jsonl         the current part, to which lines are added
-    ledger-0001.jsonl    a closed part, the oldest; it is not written again
+    ledger.jsonl         the current segment, to which lines are added
+    ledger-0001.jsonl    a closed segment, the oldest; it is not written again
 
-A file is closed to a part by its new name, under its lock. So a kill at any moment leaves each line in one of them.
+A file is closed to a segment by its new name, under its lock. So a kill at any moment leaves each line in one of them.
 """
 
 import glob
@@ -29,8 +29,8 @@ __all__ = [
     "lines_of",
     "moved",
     "opened",
-    "parts",
     "read_lines",
+    "segments",
     "sound_lines",
 ]
 
@@ -105,8 +105,8 @@ def sound_lines(path: Path, form: Form) -> tuple[list[dict[str, Any]], str]:
     return sound, f"{path.name} is damaged: {lost:,} {many} of {len(lines):,} cannot be read" if lost else ""
 
 
-def parts(path: Path) -> list[Path]:
-    """Return the parts of a file that is divided: the closed ones, the oldest first, then the file itself."""
+def segments(path: Path) -> list[Path]:
+    """Return the segments of a file that is divided: the closed ones, the oldest first, then the file itself."""
     like = f"{glob.escape(path.stem)}-*{glob.escape(path.suffix)}"
     form = re.compile(rf"{re.escape(path.stem)}-([0-9]{{4,}}){re.escape(path.suffix)}")
     closed = [(int(match[1]), file) for file in entries(path.parent, like) if (match := form.fullmatch(file.name))]
@@ -129,7 +129,7 @@ def check_begin(folder: Path, grown: Mapping[str, Sequence[int]]) -> None:
     folder : Path
         The folder.
     grown : Mapping
-        By name: length and checksum of a file or a part as `tally` returned them then. It may have been closed since.
+        By name: length and checksum of a file or segment as `tally` returned them then. It may have been closed since.
 
     Raises
     ------
@@ -137,7 +137,7 @@ def check_begin(folder: Path, grown: Mapping[str, Sequence[int]]) -> None:
         If one begins in another way.
     """
     for name, (size, checksum) in grown.items():
-        path = next(part for part in parts(folder / name) if part.name == name or part.name not in grown)
+        path = next(segment for segment in segments(folder / name) if segment.name == name or segment.name not in grown)
         if size and (not there(path) or tally(path, end=size) != (size, checksum)):
             raise DamagedError(
                 f"{path} must begin with the {size} bytes that it had at the checkpoint; it is damaged: restore it "
@@ -163,7 +163,7 @@ class Lines:
     path : Path
         The file.
     most : float
-        Bytes from which on the file is closed to the next part; not on a file system without locks.
+        Bytes from which on the file is closed to the next segment; not on a file system without locks.
     """
 
     def __init__(self, path: Path, most: float = inf) -> None:
@@ -215,7 +215,7 @@ class Lines:
     def _open(self) -> None:
         with writing(self.path):
             self._file = open(self.path, "a+b", 0, opener=opener())  # noqa: SIM115 - open while it grows
-            shut(self._file.fileno())  # not by its path: another process may have closed it to a part
+            shut(self._file.fileno())  # not by its path: another process may have closed it to a segment
             with locked(self._file):
                 self._mend()
             self._opened = os.fstat(self._file.fileno())
@@ -223,7 +223,7 @@ class Lines:
 
     @contextmanager
     def _current(self) -> Iterator[int]:
-        """Hold the lock of the file that has the path and room, yield its size; the one that was open may be a part."""
+        """Hold the lock of the file that has the path and room, yield its size; the open one may be closed by now."""
         while True:
             with unlocking(self._file):
                 held, size = lock(self._file, wait=True), self._size()
@@ -251,12 +251,12 @@ class Lines:
         return status.st_size if os.path.samestat(status, self._opened) else None
 
     def _closed(self) -> bool:
-        """Say whether the open file is a closed part by now."""
-        return any(os.path.samestat(self._opened, part) for part in looked(parts(self.path)[:-1]).values())
+        """Say whether the open file is a closed segment by now."""
+        return any(os.path.samestat(self._opened, segment) for segment in looked(segments(self.path)[:-1]).values())
 
     def _divide(self) -> None:
-        """Close the file to the next part."""
-        closed = parts(self.path)[:-1]
+        """Close the file to the next segment."""
+        closed = segments(self.path)[:-1]
         number = int(closed[-1].stem.rpartition("-")[2]) + 1 if closed else 1
         os.rename(self.path, self.path.with_stem(f"{self.path.stem}-{number:04d}"))
 

@@ -89,11 +89,11 @@ def write_tensors(
     header = f"{{{', '.join([texts, *entries])}}}".encode()
     header += b" " * ((len(_digits(0)) - len(header)) % 8)
     before = (len(header) + len(_digits(0))).to_bytes(8, "little") + HEAD
-    parts: list[bytes | memoryview] = [header.removeprefix(HEAD), *(array.data for _, array in laid)]
+    chunks: list[bytes | memoryview] = [header.removeprefix(HEAD), *(array.data for _, array in laid)]
     checksum = crc32(before)
-    for part in parts:
-        checksum = crc32(part, checksum)
-    write_atomic(path, [before, _digits(checksum), *parts], to_disk, over=over)
+    for chunk in chunks:
+        checksum = crc32(chunk, checksum)
+    write_atomic(path, [before, _digits(checksum), *chunks], to_disk, over=over)
 
 
 def read_tensors(path: Path) -> StateDict:
@@ -153,45 +153,45 @@ def read_texts(path: Path) -> dict[str, str]:
     return dict(header[METADATA])
 
 
-def nested(parts: Mapping[str, Mapping[str, T]], *, mark: str = ".") -> dict[str, T]:
-    """Join the named arrays of several parts into one mapping, in the order of the parts.
+def nested(groups: Mapping[str, Mapping[str, T]], *, mark: str = ".") -> dict[str, T]:
+    """Join the named arrays of several groups into one mapping, in the order of the groups.
 
     Examples
     --------
     >>> nested({"model": {"head.bias": 1}, "optimizer": {"0.step": 2}})
     {'model.head.bias': 1, 'optimizer.0.step': 2}
     """
-    return {f"{part}{mark}{name}": array for part, arrays in parts.items() for name, array in arrays.items()}
+    return {f"{group}{mark}{name}": array for group, arrays in groups.items() for name, array in arrays.items()}
 
 
 def unnested(arrays: Mapping[str, T], *, mark: str = ".", only: Sequence[str] | None = None) -> dict[str, dict[str, T]]:
-    """Split a mapping of `nested` into its parts; a missing part is empty.
+    """Split a mapping of `nested` into its groups; a missing group is empty.
 
-    Names without the mark belong to no part. If `only` is given, other parts and names are refused, so that a sender
+    Names without the mark belong to no group. If `only` is given, other groups and names are refused, so that a sender
     cannot add arrays.
 
     Raises
     ------
     WireError
-        If a name is in none of the parts in `only`.
+        If a name is in none of the groups in `only`.
 
     Examples
     --------
-    >>> parts = unnested({"model.head.bias": 1, "optimizer.0.step": 2, "w": 3})
-    >>> parts["model"], parts["optimizer"], parts["proxy"]
+    >>> groups = unnested({"model.head.bias": 1, "optimizer.0.step": 2, "w": 3})
+    >>> groups["model"], groups["optimizer"], groups["proxy"]
     ({'head.bias': 1}, {'0.step': 2}, {})
     """
-    parts: dict[str, dict[str, T]] = defaultdict(dict)
+    groups: dict[str, dict[str, T]] = defaultdict(dict)
     for name, array in arrays.items():
-        part, separator, rest = name.partition(mark)
-        if only is not None and not (separator and part in only):
-            allowed = " or ".join(f"{part}{mark}…" for part in only)
+        group, separator, rest = name.partition(mark)
+        if only is not None and not (separator and group in only):
+            allowed = " or ".join(f"{group}{mark}…" for group in only)
             raise WireError(
                 f"arrays must be named {allowed}; got {name!r}" if only else f"no arrays belong here; got {name!r}"
             )
         if separator:
-            parts[part][rest] = array
-    return parts
+            groups[group][rest] = array
+    return groups
 
 
 def digest(arrays: Mapping[str, NDArray[Any]]) -> str:

@@ -98,14 +98,14 @@ def predictions(model: TrainedModel, rows: list[ManifestRow], base: Path, left_o
     together = at_once(torch.empty(1, task.channels, task.size, task.size), 256, model)
     faults: list[str] = [] if left_out is None else left_out
     for start in range(0, len(rows), together):
-        part, faulty = readable(partial(read_image, task=task), rows[start : start + together])
+        images, faulty = readable(partial(read_image, task=task), rows[start : start + together])
         faults += faulty.values()
-        if not part or (faults and left_out is None):
+        if not images or (faults and left_out is None):
             continue
-        x_BCHW = torch.from_numpy(np.stack([image for _, image in part]))
+        x_BCHW = torch.from_numpy(np.stack([image for _, image in images]))
         with torch.inference_mode():
             outputs = model(x_BCHW)
-        for (row, _), output in zip(part, outputs.tolist(), strict=True):
+        for (row, _), output in zip(images, outputs.tolist(), strict=True):
             name = row.file.relative_to(base) if row.file.is_relative_to(base) else row.file
             if model.classes:
                 best = max(range(len(output)), key=output.__getitem__)

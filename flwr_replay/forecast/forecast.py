@@ -67,11 +67,11 @@ def expected(simulation: Simulation) -> tuple[Movement, list[Expected]]:
 
     The messages are real ones, with zeros in place of weights and data.
     """
-    config, part = simulation.job.config, simulation.part
+    config, partition = simulation.job.config, simulation.partition
     task = make_task(config.task)
     present = []
-    for k, name in enumerate(part.names):
-        train = part.examples(loaded(config.task), k).train
+    for k, name in enumerate(partition.names):
+        train = partition.examples(loaded(config.task), k).train
         sums = task.label_sums(torch.from_numpy(train.y))
         sizes = {"num_examples": len(train), "raw_bytes": train.nbytes, "proof": "0" * 64}
         present.append(Present(name=name, pins="0" * 64 if config.hiding.pinned else "", **sizes, **sums))  # type: ignore[arg-type]
@@ -140,7 +140,7 @@ def forecast_page(simulation: Simulation) -> str:
     config = job.config
     names = sorted({line.institution for line in lines})
     train = loaded(config.task).train
-    raw = sum(train.take(indices).nbytes for indices in simulation.part.train)
+    raw = sum(train.take(indices).nbytes for indices in simulation.partition.train)
     what = f"{config.strategy.name} on {config.task.name}, {len(names)} institutions, {config.rounds} rounds"
     text = [f"Forecast of the ledger: {what}", "", idea_of(config.strategy.name)[0]]
     text += ["", f"Network: {network}"] if (network := network_of(config)) else []

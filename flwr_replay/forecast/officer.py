@@ -44,7 +44,7 @@ __all__ = ["findings", "planned", "refusals", "study_options"]
 OF_THE_RUN = ("runs_dir", "run_name", "resume")  # where the coordinator writes; nothing of it concerns a forecast
 ANOTHER = "another institution"  # of a study, where the data are one institution's
 ALLOWED, REFUSED, KEPT = "allowed", "refused", "kept here"
-NO_PART = "the institution takes no part in the run, since another rule is broken"
+NOT_IN_IT = "the institution takes no part in the run, since another rule is broken"
 
 
 def study_options(study: Path) -> list[str]:
@@ -92,7 +92,7 @@ def planned(options: Sequence[str], clinics: Sequence[str]) -> tuple[Simulation,
     if config.partition.name != "natural" or not of_one:
         nodes = config.nodes or len(config.partition.shares) or INLINE_NODES
         simulation = Simulation.of(replace(config, nodes=nodes))
-        names = simulation.part.names
+        names = simulation.partition.names
         if clinics and not set(clinics) <= set(names):
             raise ConfigError(f"--clinics must be among the data's institutions {', '.join(names)}; got {clinics}")
         return simulation, tuple(clinics or names)
@@ -104,8 +104,8 @@ def planned(options: Sequence[str], clinics: Sequence[str]) -> tuple[Simulation,
     whole = dealt(config.task, PartitionConfig(name="iid"), 1, config.seed)
     val = None if whole.val is None else whole.val * nodes
     train = (whole.train[0], *[whole.train[0][:-1]] * (nodes - 1))  # what only the largest is asked for is shown, too
-    part = replace(whole, names=names, train=train, test=whole.test * nodes, val=val)
-    return Simulation(Job.of(config, names), part), (own,)
+    partition = replace(whole, names=names, train=train, test=whole.test * nodes, val=val)
+    return Simulation(Job.of(config, names), partition), (own,)
 
 
 def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | None) -> dict[str, Any]:
@@ -114,19 +114,17 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
     Without a file, the policy is what an institution without one allows.
     """
     identify_process()
-    policy, config = read_policy(policy_file), simulation.job.config
-    unknown = any(name.startswith(f"{ANOTHER} ") for name in simulation.part.names)
+    policy, config, partition = read_policy(policy_file), simulation.job.config, simulation.partition
+    unknown = any(name.startswith(f"{ANOTHER} ") for name in partition.names)
     if unknown and config.fraction < 1:  # who is drawn depends on all names: no institution has more than all rounds
-        job = Job.of(replace(config, fraction=1.0), simulation.part.names)
+        job = Job.of(replace(config, fraction=1.0), partition.names)
         strategy, exchanges = expected(replace(simulation, job=job))
     else:
         strategy, exchanges = expected(simulation)
     plan = strategy.settings.privacy
     fields: dict[tuple[str, ...], dict[str, Any]] = {}
     own = [sent for sent in exchanges if sent.member.name in names]
-    train = {
-        name: simulation.part.examples(loaded(config.task), simulation.part.names.index(name)).train for name in names
-    }
+    train = {name: partition.examples(loaded(config.task), partition.names.index(name)).train for name in names}
     delta = config.privacy.delta_for(min(map(len, train.values())))  # the largest; 0 in the options is 1/|D|
     agreed = replace(config, privacy=replace(config.privacy, delta=delta))
     stages = [*strategy.all_stages(), *(sent.request.stage_name for sent in own)]
@@ -137,7 +135,7 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
         rules += [_verdict("min-count", partial(check_examples, policy, own)) for own in train.values()]
     takes_part = not any(rule["verdict"] == REFUSED for rule in rules)
     for answered in own:
-        for row, verdict, reason in _judged(answered, policy, config, "" if takes_part else NO_PART):
+        for row, verdict, reason in _judged(answered, policy, config, "" if takes_part else NOT_IN_IT):
             key = (answered.member.name, answered.request.stage_name, row.field, row.protection, verdict, reason)
             line = fields.setdefault(
                 key,

@@ -50,7 +50,7 @@ class VQVAE2Config(GeneratorConfig):
     codes: int = 128  # vectors in each of the two codebooks
     dim: int = 16  # numbers in each vector
     width: int = 32  # channels of the encoders and the decoder
-    blocks: int = 1  # residual blocks of every part
+    blocks: int = 1  # residual blocks of every network
     residual_width: int = 8  # channels within a residual block
     beta: float = 0.25  # weight of the commitment loss
     codebook: str = "ema"  # ema: running means, dead codes revived | gradient: learned by the loss, as DP-SGD needs it
@@ -141,8 +141,8 @@ class VQVAE2(nn.Module):
         self.bottom = _codebook(config, 4 * side**2)
         self.decoder = Decoder(dim, width, *residual, channels)
         # After PyTorch's own initialisation features hardly differ between images: all of them round to one code.
-        for part in (self.encoder, self.encoder_top, self.to_top, self.to_bottom):
-            for layer in part.modules():
+        for network in (self.encoder, self.encoder_top, self.to_top, self.to_bottom):
+            for layer in network.modules():
                 if isinstance(layer, nn.Conv2d):
                     nn.init.kaiming_normal_(layer.weight)
 
@@ -160,7 +160,7 @@ class VQVAE2(nn.Module):
         -------
         loss : Tensor
             Mean over the examples, a scalar.
-        parts : dict of str to Tensor
+        terms : dict of str to Tensor
             Detached scalars: `reconstruction` (mean squared error of pixels in [0, 1]), `commitment`, `codebook`, and
             the perplexities of this batch's codes, `perplexity-top` and `perplexity-bottom`.
         """
@@ -169,7 +169,7 @@ class VQVAE2(nn.Module):
             e_top, e_bottom, codes, commitment, codebook = self._rounded(x_BCHW, learn=True)
         reconstruction = F.mse_loss(self._decoded(e_top, e_bottom), x_BCHW)
         top, bottom = by_level(codes, self.grids)
-        parts = {
+        terms = {
             "reconstruction": reconstruction,
             "commitment": commitment,
             "codebook": codebook,
@@ -177,7 +177,7 @@ class VQVAE2(nn.Module):
             "perplexity-bottom": perplexity(bottom, self.codebook_size),
         }
         loss = 4 * reconstruction + codebook + self.beta * commitment
-        return loss, {name: part.detach() for name, part in parts.items()}
+        return loss, {name: term.detach() for name, term in terms.items()}
 
     @torch.no_grad()
     def encode(self, x_BCHW: Tensor) -> Tensor:

@@ -154,8 +154,8 @@ class LpipsFeatures(Look):
             x = F.interpolate(x, size=(SIDE, SIDE), mode="bilinear", align_corners=False)
         maps = self.lpips.net(self.lpips.scaling_layer(x))
         weights = [lin.model[-1].weight.clamp(min=0).sqrt() for lin in self.lpips.lins]
-        parts = [unit(m) * w / m[0, 0].numel() ** 0.5 for m, w in zip(maps, weights, strict=True)]
-        return torch.cat([part.flatten(1) for part in parts], dim=1)
+        each = [unit(m) * w / m[0, 0].numel() ** 0.5 for m, w in zip(maps, weights, strict=True)]
+        return torch.cat([scaled.flatten(1) for scaled in each], dim=1)
 
 
 def unit(x_BKHW: Tensor) -> Tensor:

@@ -120,14 +120,14 @@ class CodeSampler(ReplaySampler):
     The plan has the cache's size: a byte for each value. Where not all images fit, they are decoded at every draw.
     """
 
-    def __init__(self, parts: Sequence[tuple[VQVAE2, CodeSource]], replay_plan: ReplayPlan) -> None:
+    def __init__(self, pairs: Sequence[tuple[VQVAE2, CodeSource]], replay_plan: ReplayPlan) -> None:
         self.replay_plan, self.options = replay_plan, replay_plan.replay
-        self.generators = [generator for generator, _ in parts]
+        self.generators = [generator for generator, _ in pairs]
         self.device = next(self.generators[0].parameters()).device
-        unpacked = [unpack_codes(s.codes, g.codes_per_image, g.codebook_size) for g, s in parts]
+        unpacked = [unpack_codes(s.codes, g.codes_per_image, g.codebook_size) for g, s in pairs]
         small = max(generator.codebook_size for generator in self.generators) <= 256
         self.codes = torch.from_numpy(np.concatenate(unpacked).astype(np.uint8 if small else np.int32))
-        self.labels = torch.from_numpy(np.concatenate([source.labels for _, source in parts]))
+        self.labels = torch.from_numpy(np.concatenate([source.labels for _, source in pairs]))
         self.ends = np.cumsum([len(codes) for codes in unpacked])
         self.cached: Tensor | None = None
         values = self.decoded(torch.arange(1))[0].numel()
@@ -162,9 +162,9 @@ class CodeSampler(ReplaySampler):
 @remembered(maxsize=1)  # institutions that share a process and sources share the sampler
 def sampler_of(sources: tuple[CodeSource, ...], replay_plan: ReplayPlan, device: torch.device) -> CodeSampler:
     """Return a sampler of these sources, made once in a process."""
-    parts = []
+    pairs = []
     for source in sources:
         generator = replay_plan.fresh_generator()
         generator.load_decoder({name: torch.from_numpy(array) for name, array in source.decoder.items()})
-        parts.append((generator.to(device).eval(), source))
-    return CodeSampler(parts, replay_plan)
+        pairs.append((generator.to(device).eval(), source))
+    return CodeSampler(pairs, replay_plan)

@@ -7,7 +7,7 @@ Idea: a generator G makes images of latents and labels; a discriminator D learns
         D: softplus(D(G(z, y), y)) + softplus(−D(x, y)), every 16 steps + γ/2 ‖∇D(x)‖²      non-saturating; R1
            with dp=generator by DP-SGD on x, without R1; G learns from D alone, so it is as private as D
         G: softplus(−D(G(z, y), y)), every 4 steps + (‖Jᵀ noise‖ − a)²                      path length
-        in the second part of the training: + λ · privacy loss of G's images without per-pixel noise   `privacy_loss.py`
+        in the second phase of training: + λ · privacy loss of G's images without per-pixel noise   `privacy_loss.py`
         running means of G's weights; ADA's p
 
 Deviations: ADA has fewer kinds of change (`ada.py`). R1's gradient is that at the augmented images: PyTorch has no
@@ -103,7 +103,7 @@ class StyleGAN2Config(GeneratorConfig):
 
     @property
     def keeps_distance(self) -> bool:
-        """Whether there is a second part of the training."""
+        """Whether there is a second phase of the training."""
         return self.privacy_loss != "none" and not self.checkpoint
 
     @property
@@ -318,11 +318,11 @@ class StyleGAN2(ImageGenerator):
     @torch.no_grad()
     def sample(self, labels_B: Tensor, rng: torch.Generator) -> Tensor:
         """Draw images by the running means."""
-        parts = []
+        batches = []
         for y in torch.split(labels_B.to(self.device), AT_ONCE):
             images = self.running.synthesis(self.running.styles(self._latents(len(y), rng), y), rng)
-            parts.append(self._shown(images).cpu())
-        return torch.cat(parts)
+            batches.append(self._shown(images).cpu())
+        return torch.cat(batches)
 
     def closest(self, x_BCHW: Tensor, labels_B: Tensor, look: Look) -> Tensor:
         """Project: move styles from the class's mean until the image, without noise, looks like the given one.
@@ -365,15 +365,15 @@ class StyleGAN2(ImageGenerator):
 
     def load_state(self, state: StateDict) -> None:
         """Restore what `state` returned."""
-        parts = unnested(state)
-        load_arrays(self.generator, parts["generator"])
-        load_arrays(self.discriminator, parts["discriminator"])
-        load_arrays(self.running, parts["running"])
-        load_optimizer_arrays(self.optimizer, parts["optimizer"])
-        load_optimizer_arrays(self.d_optimizer, parts["d_optimizer"])
-        self.p, self.signs, self.path_mean = map(float, parts["numbers"]["all"])
-        if isinstance(self.look, LocalFeatures) and "look" in parts:
-            load_arrays(self.look, parts["look"])
+        groups = unnested(state)
+        load_arrays(self.generator, groups["generator"])
+        load_arrays(self.discriminator, groups["discriminator"])
+        load_arrays(self.running, groups["running"])
+        load_optimizer_arrays(self.optimizer, groups["optimizer"])
+        load_optimizer_arrays(self.d_optimizer, groups["d_optimizer"])
+        self.p, self.signs, self.path_mean = map(float, groups["numbers"]["all"])
+        if isinstance(self.look, LocalFeatures) and "look" in groups:
+            load_arrays(self.look, groups["look"])
             self.look.freeze()
 
 

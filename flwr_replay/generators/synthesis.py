@@ -186,6 +186,6 @@ class SynthesisPlan:
     def identity(self) -> str:
         """All options that a trained generator depends on, as JSON; how its training is cut is none of them."""
         values: dict[str, Any] = {"form": asdict(self.form)}
-        for part, options in (("generator", self.generator), ("prior", self.prior)):
-            values[part] = {name: value for name, value in asdict(options).items() if name not in NOT_LEARNED}
+        for group, options in (("generator", self.generator), ("prior", self.prior)):
+            values[group] = {name: value for name, value in asdict(options).items() if name not in NOT_LEARNED}
         return json.dumps(values, sort_keys=True)

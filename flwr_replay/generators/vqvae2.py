@@ -138,15 +138,15 @@ class VQVAE2Images(ImageGenerator):
     def sample(self, labels_B: Tensor, rng: torch.Generator) -> Tensor:
         """Draw codes for the labels, and decode them."""
         prior, model = self.prior.eval(), self.generator.eval()
-        parts = [model.decode(prior.sample(y.to(self.device), rng)) for y in torch.split(labels_B, AT_ONCE)]
-        return torch.cat(parts).cpu()
+        batches = [model.decode(prior.sample(y.to(self.device), rng)) for y in torch.split(labels_B, AT_ONCE)]
+        return torch.cat(batches).cpu()
 
     @torch.no_grad()
     def closest(self, x_BCHW: Tensor, labels_B: Tensor, look: Look) -> Tensor:
         """Encode and decode; it knows no other way, so labels and look do not matter."""
         model = self.generator.eval()
-        parts = [model.decode(model.encode(x.to(self.device))) for x in torch.split(x_BCHW, AT_ONCE)]
-        return torch.cat(parts).cpu()
+        batches = [model.decode(model.encode(x.to(self.device))) for x in torch.split(x_BCHW, AT_ONCE)]
+        return torch.cat(batches).cpu()
 
     def state(self) -> StateDict:
         """Return both networks and both optimizers."""
@@ -161,11 +161,11 @@ class VQVAE2Images(ImageGenerator):
 
     def load_state(self, state: StateDict) -> None:
         """Restore both networks and both optimizers."""
-        parts = unnested(state, only=("generator", "prior", "optimizer", "prior_optimizer"))
-        load_arrays(self.generator, parts["generator"])
-        load_arrays(self.prior, parts["prior"])
-        load_optimizer_arrays(self.optimizer, parts["optimizer"])
-        load_optimizer_arrays(self.prior_optimizer, parts["prior_optimizer"])
+        groups = unnested(state, only=("generator", "prior", "optimizer", "prior_optimizer"))
+        load_arrays(self.generator, groups["generator"])
+        load_arrays(self.prior, groups["prior"])
+        load_optimizer_arrays(self.optimizer, groups["optimizer"])
+        load_optimizer_arrays(self.prior_optimizer, groups["prior_optimizer"])
 
 
 image_generator = VQVAE2Images  # builds it, as `SynthesisPlan.fresh` asks for

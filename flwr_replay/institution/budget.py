@@ -157,8 +157,8 @@ class PrivacyBudget:
             made = shared(flat, step, stream)
         else:
             made = (noisy(flat, plan.share(mechanism, n), stream) * (plan.config.clip_of(mechanism) / n)).float()
-        parts = torch.split(made, [of.numel() for of in sums.values()])
-        return {name: part.view(of.shape).numpy() for (name, of), part in zip(sums.items(), parts, strict=True)}
+        flats = torch.split(made, [of.numel() for of in sums.values()])
+        return {name: flat.view(of.shape).numpy() for (name, of), flat in zip(sums.items(), flats, strict=True)}
 
     def noisy_counts(self, counts: Tensor, request: ChargedRequest) -> Tensor:
         """Return noisy label counts: whole numbers, none negative, at least one of them positive."""
@@ -247,12 +247,12 @@ class DPTraining:
             model,
             optimizer,
             losses,
-            tuple(part[num_replayed:] for part in batch),
+            tuple(tensor[num_replayed:] for tensor in batch),
             clip=self.clip,
             sigma=self.epoch_cost.sigma,
             batch_size=batch_size + num_replayed,
             stream=self.stream,
-            public=tuple(part[:num_replayed] for part in batch),
+            public=tuple(tensor[:num_replayed] for tensor in batch),
             sums_of=self.sums,
         )
 

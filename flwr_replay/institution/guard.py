@@ -297,11 +297,11 @@ def _check_size(
 ) -> None:
     """Refuse, before any data are read or a model is built, one too large to be built here, or to leave."""
     arrays = message.content.get("arrays")
-    part, largest = max(sizes.items(), key=lambda pair: pair[1])
+    network, largest = max(sizes.items(), key=lambda pair: pair[1])
     policy.check_limits({"model.parameters": largest // 4})
     if COPIES * largest > _available(int(time.monotonic())):
         raise RefusedError(
-            f"a model must fit into the institution's memory {COPIES} times, to be trained; {part} of this run has "
+            f"a model must fit into the institution's memory {COPIES} times, to be trained; {network} of this run has "
             f"{largest / 1e6:,.0f} MB, which do not: choose a smaller width or task.size"
         )
     whole = [[f for f in answer.declared().values() if f.kind == "model" and not f.part] for answer in answers]

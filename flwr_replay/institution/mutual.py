@@ -118,19 +118,19 @@ class MutualLearner:
         theta = self.proxy
         if self.rests:
             return inference(theta.model, x_B)
-        h_parts = [inference(theta.model, x_B[: self.drawn]) if self.drawn else f_B[:0]]  # then of parts of the batch
+        h_chunks = [inference(theta.model, x_B[: self.drawn]) if self.drawn else f_B[:0]]  # then chunk by chunk
         own = x_B[self.drawn :], y_B[self.drawn :], f_B[self.drawn :]
 
         def loss_of(x: Tensor, y: Tensor, f: Tensor) -> Tensor:
-            h_parts.append(theta.model(x))
-            return loss(h_parts[-1], f, y)
+            h_chunks.append(theta.model(x))
+            return loss(h_chunks[-1], f, y)
 
         if self.dp:
             self.dp.step(theta.model, theta.optimizer, loss_of, own, self.batch_size)
         else:
             step(theta.model, theta.optimizer, loss_of(*own))
         self.proxy_steps += 1
-        return torch.cat(h_parts).detach()
+        return torch.cat(h_chunks).detach()
 
     def loss(self) -> float | None:
         """Return φ's mean loss, which must be finite; None where the proxy is under DP, since the loss has no noise."""

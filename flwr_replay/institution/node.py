@@ -240,11 +240,11 @@ def _inputs(config: RunConfig) -> Dataset:
 
 def _share(config: RunConfig, nodes: int, k: int) -> Dataset:
     """Return what a simulated institution owns; if messages are recorded, with the digest of its images."""
-    part = dealt(config.task, config.partition, nodes, config.seed)
-    own = part.examples(_inputs(config), k)
+    partition = dealt(config.task, config.partition, nodes, config.seed)
+    own = partition.examples(_inputs(config), k)
     if config.record == "none" or not config.features_once:
         return own
-    return replace(own, train=replace(own.train, images=part.examples(loaded(config.task), k).train))
+    return replace(own, train=replace(own.train, images=partition.examples(loaded(config.task), k).train))
 
 
 def _with_own_files(config: RunConfig, owned: Mapping[str, str]) -> RunConfig:

@@ -48,8 +48,8 @@ class NoisyUpload:
     def rows(self, latents: Iterator[Tensor], total: int, first: int, stop: int) -> dict[str, NDArray[np.generic]]:
         """Return noisy rows `first` to `stop`: latents, labels and, of int8, scales; charged and on the disk.
 
-        `latents` are all rows without noise, in order and in parts, taken only if the upload is yet to be made. It has
-        `total` rows, V for each example; 0 ≤ first < stop ≤ total.
+        `latents` are all rows without noise, in order and in batches, taken only if the upload is yet to be made. It
+        has `total` rows, V for each example; 0 ≤ first < stop ≤ total.
 
         Raises
         ------
@@ -102,8 +102,8 @@ class NoisyUpload:
         noise = self.budget.stream(LATENTS, self.request)
         given_N = randomised(train.y, self.local.classes, self.local.label_epsilon, labels).numpy()
         first = 0
-        for part in _gathered(self.local.noisy(part, sigma, noise) for part in latents):
-            codes, scales = pack(part, self.request.latent_dtype)
+        for batch in _gathered(self.local.noisy(batch, sigma, noise) for batch in latents):
+            codes, scales = pack(batch, self.request.latent_dtype)
             rows = np.arange(first, first + len(codes))
             chunk = Latents(
                 latents=codes,
@@ -119,11 +119,11 @@ class NoisyUpload:
         return store
 
 
-def _gathered(parts: Iterator[Tensor]) -> Iterator[Tensor]:
+def _gathered(batches: Iterator[Tensor]) -> Iterator[Tensor]:
     """Join rows that are written together; every write waits for the disk."""
     held: list[Tensor] = []
-    for part in parts:
-        held.append(part)
+    for batch in batches:
+        held.append(batch)
         if sum(rows.nbytes for rows in held) >= AT_ONCE:
             yield torch.cat(held)
             held = []

@@ -1,6 +1,6 @@
 """What one node owns: its name, data, device, state directory, policy and ledger.
 
-In a simulation an institution owns one part of a data set. In a deployment the node's own configuration names what it
+In a simulation an institution owns one shard of a data set. In a deployment the node's own configuration names what it
 owns: `--node-config 'name="a" data="/data/a" state="/var/lib/flwr-replay" policy="/etc/flwr-replay/policy.yaml"'`.
 """
 

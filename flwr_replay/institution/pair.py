@@ -69,8 +69,8 @@ class PairClient(ListeningClient):
         common = Learning(proxy, make_optimizer(proxy, self.training, request.lr))
         if travels:
             load_arrived(common.optimizer, state, unstepped(proxy, self.training))
-        for half, part in ((private, "optimizer"), (common, "proxy-optimizer")):
-            if request.optimizer_state == "keep" and (slots := saved[part]):
+        for half, key in ((private, "optimizer"), (common, "proxy-optimizer")):
+            if request.optimizer_state == "keep" and (slots := saved[key]):
                 load_optimizer_arrays(half.optimizer, slots)
         sampler, dp, rests = self.replay_sampler(request), None, False
         if self.budget and self.budget.plan.covers("proxy"):

@@ -141,8 +141,8 @@ class GenerativeStages:
 
     def keep_prior(self, request: KeepPrior) -> Kept:
         """Sample codes e from a prior and keep them with the decoder D."""
-        parts = unnested(opened(request.arrays), only=("decoder", "prior"))
-        decoder, prior = parts["decoder"], parts["prior"]
+        groups = unnested(opened(request.arrays), only=("decoder", "prior"))
+        decoder, prior = groups["decoder"], groups["prior"]
         counts = tuple(request.label_counts)
         packed = drawn(Drawing(digest(prior), counts, request.source, prior), self.replay_plan, self.institution.device)
         classes = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
@@ -238,8 +238,8 @@ class GenerativeStages:
     def codes_of(self, model: VQVAE2) -> Tensor:
         """Encode all of the institution's images: (n, N), on the CPU."""
         data = self.institution.train
-        parts = zip(*(torch.split(tensor, self.replay_plan.at_once) for tensor in (data.x, data.y)), strict=True)
-        return torch.cat([model.encode(self.replay_plan.generator_input(x_B, y_B)).cpu() for x_B, y_B in parts])
+        batches = zip(*(torch.split(tensor, self.replay_plan.at_once) for tensor in (data.x, data.y)), strict=True)
+        return torch.cat([model.encode(self.replay_plan.generator_input(x_B, y_B)).cpu() for x_B, y_B in batches])
 
     def classes(self, y: Tensor, request: TrainPrior) -> Tensor:
         """Return each label's class for the prior; in a regression, its bin."""

@@ -210,12 +210,12 @@ class SynthesisStages:
 
     def drawn(self, run: str, size: int, *purpose: object) -> StateDict:
         """Draw images, uint8, and labels. The same purpose draws the same: a smaller size has the first of them."""
-        generator, classes, parts = self.complete(run), self.classes(self.images()), list[Tensor]()
+        generator, classes, batches = self.complete(run), self.classes(self.images()), list[Tensor]()
         labels = classes[torch.arange(-(-size // DRAWN_TOGETHER) * DRAWN_TOGETHER) % len(classes)]
         for i, labels_B in enumerate(torch.split(labels, DRAWN_TOGETHER)):
             drawn = generator.sample(labels_B, torch_rng(self.identity, "drawn", *purpose, i))
-            parts.append(drawn.mul(255).round().clamp(0, 255).byte())
-        return {"images": torch.cat(parts)[:size].numpy(), "labels": labels[:size].numpy()}
+            batches.append(drawn.mul(255).round().clamp(0, 255).byte())
+        return {"images": torch.cat(batches)[:size].numpy(), "labels": labels[:size].numpy()}
 
     def keep_buffer(self, request: KeepBuffer) -> Kept:
         """Keep another institution's buffer; refuse one without a number, or with other images than the options say."""

@@ -202,9 +202,9 @@ class PriorTraining(ReplayTraining):
 
     def begin(self, weights: StateDict) -> None:
         """Load the prior's, and encode the images by the generator's."""
-        parts = unnested(weights, only=("generator", "prior"))
-        super().begin(parts["prior"])
-        self.codes = self.encode(parts["generator"])
+        groups = unnested(weights, only=("generator", "prior"))
+        super().begin(groups["prior"])
+        self.codes = self.encode(groups["generator"])
 
     def state(self) -> dict[str, StateDict]:
         """Add the codes: encoding all images again would cost every piece time."""
@@ -287,5 +287,5 @@ def train_piece(
         for released in training.releases:
             budget.rest(released, request)
     texts = {"given": brought, "around": around}
-    parts = {"bound": {name: np.frombuffer(text.encode(), np.uint8) for name, text in texts.items()}}
-    state.save(key, run, request.exchange, nested({**parts, **training.state()}), state.institution.durable)
+    groups = {"bound": {name: np.frombuffer(text.encode(), np.uint8) for name, text in texts.items()}}
+    state.save(key, run, request.exchange, nested({**groups, **training.state()}), state.institution.durable)

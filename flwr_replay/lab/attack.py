@@ -247,9 +247,9 @@ class Lab:
             yield from member_attacks(exhibit, self.evidence, self.originals, self.auxiliary, seed, self.seconds)
             yield from label_attacks(exhibit, self.evidence, trial, self.originals, attacker)
             yield from sum_attacks(exhibit, self.evidence, self.originals, seed)
-        for part in filter(None, (trial, trial.last()) if trial else ()):
-            for attempt in part.attempts(attacker):
-                yield attempt.attack.name, partial(self.seen, exhibit, attempt, part)
+        for tried in filter(None, (trial, trial.last()) if trial else ()):
+            for attempt in tried.attempts(attacker):
+                yield attempt.attack.name, partial(self.seen, exhibit, attempt, tried)
 
     def by_own(self, own: Attack, exhibit: Exhibit, seed: int) -> dict[str, Any]:
         """Try an attack of the user's own, and judge what it gives."""
@@ -308,8 +308,8 @@ class Lab:
                 why = NOT_ANEW if self.checked == DIGEST else str(error)
             except DataError as error:
                 why = str(error)
-        parts = (exhibit.institution, exhibit.stage, exhibit.field, attempt.attack.name)
-        plain = "-".join("".join(c if c.isalnum() else "-" for c in part) for part in parts)
+        words = (exhibit.institution, exhibit.stage, exhibit.field, attempt.attack.name)
+        plain = "-".join("".join(c if c.isalnum() else "-" for c in word) for word in words)
         path = self.place / f"{plain}.png"
         draw_grid(path, pictured)
         return {**result, "not-judged": why, "picture": path.name}
@@ -354,5 +354,5 @@ class Lab:
 def _finite(value: Any) -> Any:
     """Return scores as JSON holds them: a number that is not finite becomes a text."""
     if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
+        return {name: _finite(inner) for name, inner in value.items()}
     return str(value) if isinstance(value, float) and not isfinite(value) else value

@@ -83,17 +83,17 @@ def audit(
         If the run has no such institution, too few examples there, or nothing that such canaries test. Then nothing
         has run.
     """
-    names, config = simulation.part.names, simulation.job.config
+    names, config = simulation.partition.names, simulation.job.config
     name = institution or names[0]
     require(name in names, f"--institution must be one of the run's; got {name!r}: {nearest(name, names)}")
     check(simulation, kind)
     at = names.index(name)
-    tossed = Canaries.tossed(canaries, len(simulation.part.train[at]), config.seed)
+    tossed = Canaries.tossed(canaries, len(simulation.partition.train[at]), config.seed)
     probe: GradientCanaries | ImageCanaries = GradientCanaries(tossed, config.seed)
     if kind == "sums" and (plan := simulation.job.settings.privacy):
         probe = SumCanaries(tossed, config.seed, plan, name, names)
     elif kind != "gradients":
-        probe = ImageCanaries(tossed, simulation.part.examples(loaded(config.task), at), config, kind == "noise")
+        probe = ImageCanaries(tossed, simulation.partition.examples(loaded(config.task), at), config, kind == "noise")
     _, folder = simulate(simulation, overrides, display, audited_app(name, probe))
     require(
         not isinstance(probe, ImageCanaries) or probe.releases > 0,
@@ -224,7 +224,7 @@ def _claim(simulation: Simulation, name: str, folder: Path) -> tuple[dict[str, A
     plan = simulation.job.settings.privacy
     if plan is None:
         return {"epsilon": None, "delta": DELTA, "mechanisms": [], "unproven": ""}, []
-    examples = len(simulation.part.train[simulation.part.names.index(name)])
+    examples = len(simulation.partition.train[simulation.partition.names.index(name)])
     delta = min(DELTA, plan.checked_delta(examples))
     account = Account(home() / "state" / "simulation" / name / RUNS / read_run_id(folder), delta=delta)
     claim = {

@@ -34,17 +34,17 @@ def auxiliary_of(config: RunConfig, aux: str) -> Auxiliary | None:
     if not folder:
         if not config.nodes:
             raise ConfigError(f"--aux={aux} is for simulations; this run was deployed: give a data folder, or none")
-        part, dataset = dealt(config.task, config.partition, config.nodes, config.seed), loaded(config.task)
+        partition, dataset = dealt(config.task, config.partition, config.nodes, config.seed), loaded(config.task)
         if aux == UNDEALT:
-            rest = np.setdiff1d(np.arange(len(dataset.train.y)), np.concatenate(part.train))
+            rest = np.setdiff1d(np.arange(len(dataset.train.y)), np.concatenate(partition.train))
             examples, name = dataset.train.take(rest), "images of the same source that no institution has"
-        elif aux in part.names:
-            examples = part.examples(dataset, part.names.index(aux)).train
+        elif aux in partition.names:
+            examples = partition.examples(dataset, partition.names.index(aux)).train
             name = f"images of {aux} (which colludes)"
         else:
             raise ConfigError(
                 f"--aux must be none, {UNDEALT}, an institution or a data folder; got {aux!r}: "
-                f"{nearest(aux, ['none', UNDEALT, *part.names])}"
+                f"{nearest(aux, ['none', UNDEALT, *partition.names])}"
             )
     else:
         whole = replace(config.task, data_dir=aux, download=False, fit="exact", validation=False)  # none is held out

@@ -91,8 +91,8 @@ class Directions:
     def gradients(self, numbers_K: Tensor) -> list[Tensor]:
         """Return the vectors of K canaries, for each parameter (K, ...)."""
         vectors_Kd = (self.owner_d == numbers_K.to(self.owner_d.device)[:, None]) * self.values_d
-        parts = torch.split(vectors_Kd, [shape.numel() for shape in self.shapes], dim=1)
-        return [part.reshape(len(numbers_K), *shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        vectors = torch.split(vectors_Kd, [shape.numel() for shape in self.shapes], dim=1)
+        return [vector.reshape(len(numbers_K), *shape) for vector, shape in zip(vectors, self.shapes, strict=True)]
 
     def products(self, vector_d: Tensor) -> NDArray[np.float64]:
         """Return the inner product of a vector, float64, with each canary's, (m,)."""
@@ -186,15 +186,15 @@ class _WithGradients(DPTraining):
     def sums(
         self, module: nn.Module, losses: Callable[..., Tensor], batch: tuple[Tensor, ...], clip: float
     ) -> tuple[list[Tensor], Tensor]:
-        def larger(*part: Tensor) -> Tensor:
-            return losses(*part) * LARGER
+        def larger(*example: Tensor) -> Tensor:
+            return losses(*example) * LARGER
 
         canaries = self.audit.canaries
-        sums, loss = super().sums(module, larger, tuple(part[:1] for part in batch), clip)
+        sums, loss = super().sums(module, larger, tuple(tensor[:1] for tensor in batch), clip)
         self.most = float(torch.linalg.vector_norm(flat(sums)))
-        rest, others = super().sums(module, losses, tuple(part[1:] for part in batch), clip)
-        for summed, part in zip(sums, rest, strict=True):
-            summed += part
+        rest, others = super().sums(module, losses, tuple(tensor[1:] for tensor in batch), clip)
+        for summed, further in zip(sums, rest, strict=True):
+            summed += further
         self.real_d = flat(sums)
         number_B = canaries.number_D[self.rows_B]
         drawn = number_B[number_B >= 0]
@@ -202,7 +202,7 @@ class _WithGradients(DPTraining):
         drawn = drawn[torch.from_numpy(canaries.was_in_m)[drawn]]
         directions = self.audit.directions(sums)
         for numbers_K in torch.split(drawn, max(1, AT_ONCE // len(directions.owner_d))):
-            gradients = [part * (BEFORE_CLIPPING * clip) for part in directions.gradients(numbers_K)]
+            gradients = [vector * (BEFORE_CLIPPING * clip) for vector in directions.gradients(numbers_K)]
             add_clipped(sums, list(gradients), clip, len(numbers_K))
         self.sum_d = flat(sums)
         self.most = max(self.most, float(directions.products(self.sum_d - self.real_d).max()))
@@ -218,7 +218,7 @@ class _WithGradients(DPTraining):
         num_replayed: int = 0,
     ) -> None:
         parameters, audit, b = trained_parameters(model), self.audit, batch_size + num_replayed
-        own = tuple(part[num_replayed:] for part in batch)
+        own = tuple(tensor[num_replayed:] for tensor in batch)
         before = [parameter.detach().clone() for parameter in parameters]
         audit.trained |= {id(parameter): parameter for parameter in parameters}
         audit.within = True
@@ -226,9 +226,9 @@ class _WithGradients(DPTraining):
             # by which the weights move, whatever the run's optimizer makes of it, is the noisy sum in units of C
             super().step(model, torch.optim.SGD(parameters, lr=b / self.clip), losses, own, b)
             moved = [old - parameter.detach() for old, parameter in zip(before, parameters, strict=True)]
-            for parameter, old, part in zip(parameters, before, moved, strict=True):
+            for parameter, old, change in zip(parameters, before, moved, strict=True):
                 parameter.data.copy_(old)
-                parameter.grad = part * (self.clip / b)
+                parameter.grad = change * (self.clip / b)
             optimizer.step()
             optimizer.zero_grad()
         finally:
@@ -238,6 +238,6 @@ class _WithGradients(DPTraining):
         audit.saw(audit.directions(parameters).products(moved_d - self.real_d / self.clip), self.epoch_cost)
 
 
-def flat(parts: list[Tensor]) -> Tensor:
+def flat(tensors: list[Tensor]) -> Tensor:
     """Return the numbers of several tensors, (d,) float64."""
-    return torch.cat([part.detach().flatten() for part in parts]).double()
+    return torch.cat([tensor.detach().flatten() for tensor in tensors]).double()

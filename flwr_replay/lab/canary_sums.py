@@ -46,12 +46,12 @@ class SumCanaries(GradientCanaries):
         noisy = budget.noisy
 
         def noted(mechanism: str, sums: Mapping[str, Tensor], step: float, stream: Stream) -> StateDict:
-            added_d, parts = torch.zeros(0), list(sums.values())
+            added_d, tensors = torch.zeros(0), list(sums.values())
             if name == self.name:
-                directions = self.directions(parts)
+                directions = self.directions(tensors)
                 in_d = torch.tensor([*self.canaries.was_in_m, False])[directions.owner_d]
                 added_d = directions.values_d.double() * in_d
-                pieces = torch.split(added_d, [part.numel() for part in parts])
+                pieces = torch.split(added_d, [tensor.numel() for tensor in tensors])
                 sums = {key: of + new.view(of.shape) for (key, of), new in zip(sums.items(), pieces, strict=True)}
             noise = noisy(mechanism, sums, step, stream)
             if name in self.summed:
@@ -85,6 +85,6 @@ class SumCanaries(GradientCanaries):
         else:
             read, worth = {key: self.total[key] for key in own}, examples / self.plan.config.clip_of(mechanism)
         moved_d = flat([torch.from_numpy(of.astype(np.float64)) for of in read.values()]) * worth
-        cost, parts = self.plan.cost(mechanism, examples, 1), list(own.values())
-        self.seen_steps(cost, parts).saw(torch.arange(examples), examples, moved_d, sums_d, most=1.0)
-        self.saw(self.directions(parts).products(moved_d - sums_d + added_d), cost)
+        cost, tensors = self.plan.cost(mechanism, examples, 1), list(own.values())
+        self.seen_steps(cost, tensors).saw(torch.arange(examples), examples, moved_d, sums_d, most=1.0)
+        self.saw(self.directions(tensors).products(moved_d - sums_d + added_d), cost)

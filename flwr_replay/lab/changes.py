@@ -228,8 +228,8 @@ class OfChange(Trial):
         once = self.evidence.config.features_once  # then institutions had features of them
         number = math.ceil(len(x) / at_once(x, ROWS_AT_ONCE, None if once else self.model))
         batches = list(zip(torch.chunk(x, number), torch.chunk(y, number), strict=True))
-        parts = [(len(b) / len(y), change_of(self.model, self.task.loss, a, b, LocalSteps())) for a, b in batches]
-        return {name: sum((share * part[name] for share, part in parts), torch.tensor(0.0)) for name in self.change}
+        steps = [(len(b) / len(y), change_of(self.model, self.task.loss, a, b, LocalSteps())) for a, b in batches]
+        return {name: sum((share * step[name] for share, step in steps), torch.tensor(0.0)) for name in self.change}
 
     def _trained_anew(self, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Train as FedAvg's and CWT's institutions do; return the change of weights, and the rows of the first pass."""

@@ -38,7 +38,7 @@ __all__ = [
     "same_data",
 ]
 
-NEAR = 1e-3  # the largest distance from what was sent, as a part of its length; other threads give other last bits
+NEAR = 1e-3  # the largest distance from what was sent, as a share of its length; other threads give other last bits
 OTHERS = "originals must be the run's: what was sent, computed anew from them, is something else"
 FEWEST = 20  # members, and others, below which an interval says nothing
 Candidates = tuple[Tensor, Tensor]  # images and labels
@@ -108,14 +108,15 @@ def originals_of(config: RunConfig, institution: str, data: str = "") -> Origina
     if data:
         owned = [load_for("--data", own_task(config.task, data))]
     elif config.nodes and not config.clinics:  # which a deployment's study has
-        part = dealt(config.task, config.partition, config.nodes, config.seed)
-        if institution not in (*part.names, ALL):
+        partition = dealt(config.task, config.partition, config.nodes, config.seed)
+        if institution not in (*partition.names, ALL):
             raise DataError(
-                f"originals of {institution!r} are not the run's to deal; a simulation has {', '.join(part.names)}: "
+                f"originals of {institution!r} are not the run's to deal; a simulation has "
+                f"{', '.join(partition.names)}: "
                 "give the institution's own data with --data"
             )
-        names = part.names if institution == ALL else [institution]
-        owned = [part.examples(loaded(config.task), part.names.index(name)) for name in names]
+        names = partition.names if institution == ALL else [institution]
+        owned = [partition.examples(loaded(config.task), partition.names.index(name)) for name in names]
     else:
         raise DataError(
             "the run was deployed; only who has the data of all can judge: attack the same options, run in this process"
@@ -163,7 +164,7 @@ def rows_behind(sent_n: Tensor, anew: Callable[[], Tensor], others: bool = False
     """Return which original is behind each row that was sent, (n,): the one from which computing it anew gives it.
 
     `anew` computes the rows of all N originals. With `others` some rows may be of others' images; these are -1. `near`
-    is the largest distance, as a part of a row's length; 0 for whole numbers.
+    is the largest distance, as a share of a row's length; 0 for whole numbers.
 
     Raises
     ------

@@ -101,7 +101,7 @@ class SeenSteps:
     def p_values(self) -> dict[str, float]:
         """Return the p-value of each test, by its key in `FINDINGS`; many tests of a kind are corrected."""
         n, d, variance = self.steps, len(self.total_d), (self.cost.sigma * self.most) ** 2
-        layers = [part.sum() for part in np.split(self.squares_d, np.cumsum(self.sizes)[:-1])]
+        layers = [of_layer.sum() for of_layer in np.split(self.squares_d, np.cumsum(self.sizes)[:-1])]
         values = {
             "noise": chi2.cdf(sum(self.squares_n) / variance, n * d),
             "noise of a step": n * chi2.cdf(min(self.squares_n) / variance, d),

@@ -51,7 +51,7 @@ def sentence(result: Mapping[str, Any], least: int = 0) -> str:
         return f"{sent} Whether images are alone in a class, and found, is not told here (min-count).{unsure}"
     if "membership" in result:
         rates, members = result["membership"], result["membership"]["members"]
-        recognised = _part(round(rates["tpr_at_1_percent"]["value"] * members), members, least)
+        recognised = _some(round(rates["tpr_at_1_percent"]["value"] * members), members, least)
         if 0 < result.get("images", members + 1) - members < least:  # as many have no other of their label
             recognised = "an untold number of"
         return (
@@ -68,7 +68,7 @@ def sentence(result: Mapping[str, Any], least: int = 0) -> str:
         )
     if "labels" in result:
         tally = result["labels"]
-        counted, right = "equal-counts" in tally, _part(tally["right"], tally["number"], least)
+        counted, right = "equal-counts" in tally, _some(tally["right"], tally["number"], least)
         even = f" Equal counts would be right for {tally['equal-counts']:,}." if counted and not least else ""
         if counted and least:  # beside the guessed counts, which follow from what was sent, it tells those of classes
             right = "an untold number"
@@ -92,8 +92,8 @@ def sentence(result: Mapping[str, Any], least: int = 0) -> str:
             f"found {tried}, {_nearer(scores, result['images'], least)}. PSNR to the nearest of its own "
             f"{_number(scores['psnr'])}.{note}"
         )
-    right = _part(_hits(scores), scores["number"], least)
-    share = _part(_hits(control), control["number"], least) if control else ""
+    right = _some(_hits(scores), scores["number"], least)
+    share = _some(_hits(control), control["number"], least) if control else ""
     beside = f" As a control, the same pictures scored as if they were of other images: {share}." if control else ""
     beside += (
         " Which reconstruction is of which image, the judge chose as well as possible." if result["batch"] > 1 else ""
@@ -187,7 +187,7 @@ def _nearer(scores: Mapping[str, Any], images: int, least: int) -> str:
     if min(scores["own"], images - scores["own"] or least) < least:
         side = "(as many with the same labels)"
     return (
-        f"{_part(scores['nearer'], scores['number'], least)} are nearer to an image of its own than to any of other "
+        f"{_some(scores['nearer'], scores['number'], least)} are nearer to an image of its own than to any of other "
         f"people's {side}{'' if few else chance}"
     )
 
@@ -200,7 +200,7 @@ def _few(number: int, least: int) -> str:
     return f"{number:,}" if number >= least else f"fewer than {least}"
 
 
-def _part(number: int, of: int, least: int) -> str:
+def _some(number: int, of: int, least: int) -> str:
     """Say how many of how many; neither few nor all but few, if there is a floor, nor between what they are."""
     if of < 2 * least:
         return f"an untold number of {_few(of, least)}"

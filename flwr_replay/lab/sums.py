@@ -200,15 +200,15 @@ def _by_ratio(exhibit: Exhibit, evidence: Evidence, originals: Originals, seed: 
     stated = exhibit.answers[-1].content.scalars
     was_in = np.arange(2) == 0
     tried = [
-        guessed(scores.flatten().numpy(), was_in.repeat(len(rows)), max(2, round(part * scores.numel())))
-        for part in GUESSED
+        guessed(scores.flatten().numpy(), was_in.repeat(len(rows)), max(2, round(fraction * scores.numel())))
+        for fraction in GUESSED
     ]
     return {
         "membership": asdict(membership(*scores)),
         "stated": {"epsilon": stated["epsilon"], "delta": stated["delta"]},
         "allowed": allowed(stated["epsilon"], stated["delta"]),
         "shown": lower_bound(tried, stated["delta"])[0],  # of epsilon
-        "noise": float(np.mean(noise)),  # as a part of what it should be
+        "noise": float(np.mean(noise)),  # as a share of what it should be
     }
 
 
@@ -230,7 +230,7 @@ def _alone(exhibit: Exhibit, evidence: Evidence, originals: Originals, seed: int
     for i, c in enumerate(lone_C):
         labels = torch.tensor([c])
         each = (release.added(pool[j : j + 1], labels)[: release.by_class].clone() for j in among.tolist())
-        v_nd = torch.stack([*each])  # copies: a part would keep the products of all in memory
+        v_nd = torch.stack([*each])  # copies: a view would keep the products of all in memory
         places_d = v_nd.abs().sum(0) > 0  # of this class
         right += int((v_nd - release.sums_d[: release.by_class])[:, places_d].square().sum(1).argmin()) == i
     return {"alone": asdict(share(right, len(alone))), "number": len(alone), "among": len(among)}

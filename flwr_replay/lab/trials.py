@@ -199,9 +199,9 @@ class OfCodes(Trial):
 
     def rows(self, originals: Originals) -> Tensor:
         """Find each row's original by encoding all of them; -1 for those of others, which replay has put there."""
-        parts = (torch.split(array, self.plan.at_once) for array in (originals.x_NCHW, originals.y_N))
+        batches = (torch.split(array, self.plan.at_once) for array in (originals.x_NCHW, originals.y_N))
         with torch.no_grad():
-            codes = [self.generator.encode(self.plan.generator_input(x, y)) for x, y in zip(*parts, strict=True)]
+            codes = [self.generator.encode(self.plan.generator_input(x, y)) for x, y in zip(*batches, strict=True)]
         size = self.generator.codes_per_image, self.generator.codebook_size
         codes_n = torch.from_numpy(unpack_codes(self.packed, *size))
         return rows_behind(codes_n, partial(torch.cat, codes), others=True, near=0.0)

@@ -4,7 +4,7 @@
     rot90     by 0, 1, 2 or 3 quarters, with flip as Pennisi et al. 2023, section IV-B.1
     rotate    by up to 15 degrees to either side
     shift     by up to a tenth of height and width
-    crop      a part of 60 to 100 % of the area, its sides 3:4 to 4:3, resized to the whole (random resized crop)
+    crop      a share of 60 to 100 % of the area, its sides 3:4 to 4:3, resized to the whole (random resized crop)
 
 They come in this order. Rotations and shifts are one affine map, bilinear; black comes in at the border. Resizing is
 bilinear and antialiased (torchvision.transforms.v2). Masks move with their images, by the nearest pixel.
@@ -27,7 +27,7 @@ Uniform = Callable[[int, int], Tensor]  # from examples and numbers to (examples
 
 DEGREES = 15.0
 SHIFT = 0.1  # of height and of width
-AREA = 0.6  # the least part that is kept
+AREA = 0.6  # the least share that is kept
 RATIO = 4 / 3  # of height to width, and the other way round
 DRAWS = 7  # angle, right, down, area, ratio, top, left
 
@@ -102,9 +102,9 @@ def _moved(image_CHW: Tensor, draws: Sequence[float], changes: Sequence[str], ma
         pixels = pixels if "shift" in changes else [0, 0]
         image_CHW = functional.affine(image_CHW, degrees, pixels, 1.0, [0.0, 0.0], mapped)
     if "crop" in changes:
-        part, form = AREA + (1 - AREA) * area, RATIO ** (2 * ratio - 1)
-        high = max(1, min(height, round(height * math.sqrt(part * form))))
-        wide = max(1, min(width, round(width * math.sqrt(part / form))))
+        share, form = AREA + (1 - AREA) * area, RATIO ** (2 * ratio - 1)
+        high = max(1, min(height, round(height * math.sqrt(share * form))))
+        wide = max(1, min(width, round(width * math.sqrt(share / form))))
         corner = int(top * (height - high + 1)), int(left * (width - wide + 1))
         image_CHW = functional.resized_crop(image_CHW, *corner, high, wide, [height, width], resized, antialias=True)
     return image_CHW

@@ -75,7 +75,7 @@ class Draws(ReplaySampler):
         means, factor, counts = (np.asarray(arrays.get(name, ())) for name in ("means", "factor", "counts"))
         F = means.shape[-1] if means.ndim == 2 else 0
         whole = counts.ndim == 1 and counts.dtype == np.int64 and counts.min(initial=0) >= 0
-        small = all(np.abs(part).max(initial=0) <= norm * BEYOND for part in (means, factor))  # NaN is not
+        small = all(np.abs(array).max(initial=0) <= norm * BEYOND for array in (means, factor))  # NaN is not
         if not (F and factor.shape == (F, F) and whole and len(counts) == len(means) and small) or not (
             0 < float(counts.sum(dtype=np.float64)) <= MOST
         ):
@@ -83,7 +83,7 @@ class Draws(ReplaySampler):
                 f"draws have means (C, F) and a factor (F, F), of numbers up to {norm:g}, and counts (C,), 1 to "
                 f"{MOST:,} in all; got shapes {means.shape}, {factor.shape} and {counts.shape}: refused"
             )
-        means_CF, factor_FF = (torch.from_numpy(part.astype(np.float32)) for part in (means, factor))
+        means_CF, factor_FF = (torch.from_numpy(array.astype(np.float32)) for array in (means, factor))
         labels = torch.repeat_interleave(torch.arange(len(counts)), torch.from_numpy(counts.copy()))
         return cls(means_CF, factor_FF, labels, norm, torch_rng(*purpose, "draws"), options)
 

@@ -117,7 +117,7 @@ def variances(
     """Return the variances, (F,), and their axes, (F, F), one a column, of the covariance that all classes share.
 
     They are its eigenvalues, at least 0. Added to each are 0.25 times the norm of the noise, a symmetric matrix's of
-    this size, about √(2F) σ, and a part of the mean variance, `of_all`. Other arguments are as of `discriminants`.
+    this size, about √(2F) σ, and a share of the mean variance, `of_all`. Other arguments are as of `discriminants`.
     """
     n, features = n_C.sum(), mu_CF.shape[1]
     within_FF = (products_FF - (mu_CF.T * n_C) @ mu_CF) / n

@@ -89,7 +89,7 @@ class Task(ABC):
         n = sum(evaluation.num_examples for evaluation in evaluations)
         if n < 1:
             raise WireError(f"an evaluation must be of at least one example; got {n}")
-        losses = [(part.loss, part.num_examples) for part in evaluations if part.loss is not None]
+        losses = [(test.loss, test.num_examples) for test in evaluations if test.loss is not None]
         loss = {"loss": float(sum(loss * n_k for loss, n_k in losses) / n)} if len(losses) == len(evaluations) else {}
         return {**self.pooled(evaluations), **loss}
 
@@ -208,20 +208,20 @@ class Classification(Task):
         return np.zeros(n, np.int64)
 
 
-def _right(part: Evaluation, classes: int) -> int:
-    if part.hits is None:
-        return int(_summed([part], "confusion", classes**2)[:: classes + 1].sum()) if part.num_examples else 0
-    if len(part.confusion) or not 0 <= part.hits <= part.num_examples:
-        raise WireError(f"hits must count examples of the shard, without a confusion; got {part.hits}")
-    return part.hits
+def _right(test: Evaluation, classes: int) -> int:
+    if test.hits is None:
+        return int(_summed([test], "confusion", classes**2)[:: classes + 1].sum()) if test.num_examples else 0
+    if len(test.confusion) or not 0 <= test.hits <= test.num_examples:
+        raise WireError(f"hits must count examples of the shard, without a confusion; got {test.hits}")
+    return test.hits
 
 
 def _hits_in_group(evaluations: Sequence[Evaluation]) -> int:
     total = 0
-    for part in evaluations:
-        if part.hits_in_group is None or not 0 <= part.hits_in_group <= part.num_examples:
-            raise WireError(f"hits-in-group must count examples of the shard; got {part.hits_in_group}")
-        total += part.hits_in_group
+    for test in evaluations:
+        if test.hits_in_group is None or not 0 <= test.hits_in_group <= test.num_examples:
+            raise WireError(f"hits-in-group must count examples of the shard; got {test.hits_in_group}")
+        total += test.hits_in_group
     return total
 
 
@@ -284,7 +284,7 @@ class Regression(Task):
         {'mae': 2.5, 'rmse': 2.646, 'loss': 0.0}
         """
         n = sum(evaluation.num_examples for evaluation in evaluations)
-        errors = [(part.absolute_error, part.squared_error) for part in evaluations]
+        errors = [(test.absolute_error, test.squared_error) for test in evaluations]
         if any(a is None or s is None or min(a, s) < 0 for a, s in errors):
             raise WireError("an evaluation of a regression must hold absolute-error and squared-error, not below 0")
         absolute, squared = (sum(error or 0.0 for error in kind) for kind in zip(*errors, strict=True))
@@ -352,7 +352,7 @@ class Segmentation(Task):
         {'dice': 0.8, 'dice-mean': 0.4211, 'pixel-accuracy': 0.875}
         """
         counts_4 = _summed(evaluations, "confusion", 4)
-        own = [_dice(_summed([part], "confusion", 4)) for part in evaluations if part.num_examples]
+        own = [_dice(_summed([test], "confusion", 4)) for test in evaluations if test.num_examples]
         pixel_accuracy = float((counts_4[0] + counts_4[3]) / counts_4.sum())
         return {"dice": _dice(counts_4), "dice-mean": sum(own) / len(own), "pixel-accuracy": pixel_accuracy}
 

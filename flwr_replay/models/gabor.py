@@ -42,7 +42,7 @@ class Energies(nn.Module):
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return (B, F) with F = (8 + C) x places."""
-        if torch.compiler.is_exporting():  # parts would bound the number of images
+        if torch.compiler.is_exporting():  # batches would bound the number of images
             return self.features(x_BCHW)
         return torch.cat([self.features(x) for x in torch.split(x_BCHW, AT_ONCE)])
 

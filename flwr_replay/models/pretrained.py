@@ -41,7 +41,7 @@ NO_WEIGHTS = (
     (rb"version https://git-lfs", "it is a pointer of Git LFS, not the file itself, which `git lfs pull` fetches"),
     (rb"(\xef\xbb\xbf)?\s*<", "it is a web page, perhaps of a login: download the file itself"),
 )
-PARTS = (
+TENSORS = (
     ".weight",
     ".bias",
     ".running_var",
@@ -98,7 +98,7 @@ def load_pretrained(model: nn.Module, file: str, library: str = "", own_code: bo
     stages = {name.partition(".")[0] for name in known if not own_code}
     stages -= {"head"}  # a publisher's is for other classes
     for name in weights.arrays:
-        if name not in known and name.partition(".")[0] in stages and name.endswith(PARTS):
+        if name not in known and name.partition(".")[0] in stages and name.endswith(TENSORS):
             raise ConfigError(
                 f"model.weights must be of the model's own architecture, which has no {name!r}; {file}{weights.where} "
                 "has: choose the model, or model.name, as the file's publisher does"
@@ -210,8 +210,8 @@ def _views(state: Found, names: Collection[str]) -> Iterator[Found]:
     if not names or any(name in plain for name in names):
         yield Found(plain, state.where)
         return
-    parts = (name.split(".") for name in state.arrays)
-    prefixes = {".".join(part[:depth]) + "." for part in parts for depth in range(1, min(len(part), DEPTH + 1))}
+    paths = (name.split(".") for name in state.arrays)
+    prefixes = {".".join(path[:depth]) + "." for path in paths for depth in range(1, min(len(path), DEPTH + 1))}
     fits = False
     for prefix in sorted(prefixes):
         under = {name.removeprefix(prefix): a for name, a in state.arrays.items() if name.startswith(prefix)}

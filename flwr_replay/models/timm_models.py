@@ -168,12 +168,12 @@ def _stages(chain: Mapping[str, nn.Module], known: set[str]) -> Iterator[tuple[s
             loose[name] = module
             continue
         divided = any(block.startswith(f"{name}.") for block in known)
-        for part, block in module.named_children() if divided else [("", module)]:
+        for child, block in module.named_children() if divided else [("", module)]:
             if loose and not begun:
                 yield "stem", nn.Sequential(loose)
             elif loose:
                 block = nn.Sequential(loose | {"block": block})
             loose, begun = OrderedDict(), True
             sequence = block if isinstance(block, nn.Sequential) else stage(block=block)
-            yield (name + part if part.isdigit() or not part else part), sequence
+            yield (name + child if child.isdigit() or not child else child), sequence
     yield "features", nn.Sequential(loose)

@@ -324,8 +324,8 @@ def _outline(model: ModelConfig, task: TaskConfig) -> dict[str, int]:
             raise
         built = _whole(model, task, 0)
     return {
-        name: sum(value.numel() * value.element_size() for value in part.state_dict().values())
-        for name, part in built.named_children()
+        name: sum(value.numel() * value.element_size() for value in stage.state_dict().values())
+        for name, stage in built.named_children()
     }
 
 

@@ -244,14 +244,14 @@ def check_evaluation(evaluation: Evaluation, task: Task, input_shape: tuple[int,
     labels = task.blank_labels(1, input_shape or ())
     counted = evaluation.num_examples * labels.size if input_shape or labels.ndim == 1 else None
     blank = type(evaluation).empty(task)
-    for part in fields(blank):
-        wanted, value = getattr(blank, part.name), getattr(evaluation, part.name)
+    for item in fields(blank):
+        wanted, value = getattr(blank, item.name), getattr(evaluation, item.name)
         if not isinstance(wanted, (list, tuple)) or not len(value):  # the task checks which of them must be there
             continue
         if len(value) != len(wanted):
-            raise WireError(f"{part.name} must hold {len(wanted)} counts; got {len(value)}")
+            raise WireError(f"{item.name} must hold {len(wanted)} counts; got {len(value)}")
         if counted is not None and sum(value) != counted:
-            raise WireError(f"{part.name} must count {counted} of {evaluation.num_examples} examples; got {sum(value)}")
+            raise WireError(f"{item.name} must count {counted} of {evaluation.num_examples} examples; got {sum(value)}")
 
 
 def with_further(tested: Pooled, further: Pooled, prefix: str) -> Pooled:

@@ -299,7 +299,7 @@ class Parallel(AtOnce):
 
 def answer_form(request: Request) -> StateDict:
     """Return arrays of the form of an answer's: those of the request, and what it asks for beside them."""
-    sent, _, instructions = request.parts()
+    sent, _, instructions = request.contents()
     return {**opened(sent or {}), **request.added(instructions)}
 
 

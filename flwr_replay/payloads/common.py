@@ -137,7 +137,7 @@ class RollCall(Request, stage="roll-call", answer=Present, message_type="query")
 
 @dataclass(frozen=True, kw_only=True)
 class LabelScale(Payload):
-    """Part of a request where labels are standardised: mean and scale for all, computed from what all reported."""
+    """Fields of a request where labels are standardised: mean and scale for all, computed from what all reported."""
 
     label_mean: float | None = statistic("label's unit", default=None)
     label_scale: float | None = statistic("label's unit; standard deviation", default=None)
@@ -145,14 +145,14 @@ class LabelScale(Payload):
 
 @dataclass(frozen=True, kw_only=True)
 class Spending(Payload):
-    """Part of a request whose answer may be under DP: the epsilon last stated, which reveals a restored old account."""
+    """Field of a request whose answer may be under DP: the last ε stated, which reveals a restored old account."""
 
     stated: float = instruction("epsilon that the institution stated last in this run; 0: none yet", default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spent(Payload):
-    """Part of an answer that is under DP: its epsilon and delta, computed from numbers of examples alone."""
+    """Fields of an answer that is under DP: its epsilon and delta, computed from numbers of examples alone."""
 
     epsilon: float | None = statistic(
         "of all releases of the institution in this run; by Renyi DP, or exactly, of latents and where steps take all "
@@ -210,7 +210,7 @@ def whole_number(name: str, number: Any, least: int = 1) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectsReplay(Payload):
-    """Part of a request to train with replay: how many examples the institution should have kept for it."""
+    """Fields of a request to train with replay: how many examples the institution should have kept for it."""
 
     replayed: int | None = instruction("examples that the institution keeps for replay; none: no replay", default=None)
     buffers: Sequence[int] | None = instruction("replay=buffer: numbers of the buffers to replay", default=None)
@@ -218,7 +218,7 @@ class ExpectsReplay(Payload):
 
 @dataclass(frozen=True, kw_only=True)
 class Summed(Payload):
-    """Part of a request whose answers the server only sums, so that they can be masked."""
+    """Fields of a request whose answers the server only sums, so that they can be masked."""
 
     total: int | None = instruction("examples of all institutions together; none: not under masks", default=None)
     cohort: Sequence[str] = instruction("whose answers are summed, where some may be missing", default=())

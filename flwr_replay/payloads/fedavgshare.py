@@ -24,7 +24,7 @@ class Given(Payload):
 
 @dataclass(frozen=True, kw_only=True)
 class Give(Request, stage="give", answer=Given):
-    """Share this part of your training examples with all institutions."""
+    """Give this share of your training examples with all institutions."""
 
     run: str = instruction()
     share: float = instruction("fraction of the examples")

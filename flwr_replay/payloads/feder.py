@@ -14,7 +14,7 @@ __all__ = ["TrainOwnWithBuffers", "TrainWithBuffers", "WithBuffers"]
 
 @dataclass(frozen=True, kw_only=True)
 class WithBuffers(Payload):
-    """Part of a request to train on an institution's own examples and on buffers that it has received."""
+    """Fields of a request to train on an institution's own examples and on buffers that it has received."""
 
     run: str = instruction()
     lr: float = instruction("per step")

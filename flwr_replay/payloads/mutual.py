@@ -31,7 +31,7 @@ PROXY_STEPS = "steps of the proxy, by DP-SGD or plain; 0: the institution's budg
 
 @dataclass(frozen=True, kw_only=True)
 class Listening(LabelScale):
-    """Part of a request: how the private model listens to the proxy."""
+    """Fields of a request: how the private model listens to the proxy."""
 
     listen: str = instruction("loss or pool", default="loss")
     holdout: float = instruction("share of the own examples by which a pool's weights are chosen", default=0.1)
@@ -39,7 +39,7 @@ class Listening(LabelScale):
 
 @dataclass(frozen=True, kw_only=True)
 class Mutual(Listening, ExpectsReplay):
-    """Part of a request to train: options of the private model and of mutual learning (Kalra et al. 2023, eq. 4-5)."""
+    """Fields of a request to train: the private model's options and mutual learning's (Kalra et al. 2023, eq. 4-5)."""
 
     alpha: float = instruction("weight of the proxy's predictions in the private model's loss")
     beta: float = instruction("weight of the private model's predictions in the proxy's loss")

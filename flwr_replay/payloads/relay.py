@@ -33,7 +33,7 @@ class Released(Spent):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainPeer(Spending, LabelScale):
-    """Part of a request to train a model that is stored at the institution."""
+    """Fields of a request to train a model that is stored at the institution."""
 
     run: str = instruction()
     lr: float = instruction("per step")

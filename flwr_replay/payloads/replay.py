@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Trains(Spent):
-    """Part of an answer to a message of a training that may take several: how far it is."""
+    """Fields of an answer to a message of a training that may take several: how far it is."""
 
     steps: int = statistic("steps made so far", public=True)
     steps_left: int = statistic("steps to the end of the training", public=True)

@@ -63,7 +63,7 @@ class Half(Payload):
 
 @dataclass(frozen=True, kw_only=True)
 class VisitRequest(ExpectsReplay):
-    """Part of every request of a visit: its place in the visit, and how to train. No process has to remember them."""
+    """Fields of every request of a visit: its place in the visit, and how to train. No process has to remember them."""
 
     run: str = instruction()
     cut: str = instruction("stage")

@@ -11,7 +11,7 @@ __all__ = ["TwoEvaluations"]
 
 @dataclass(frozen=True, kw_only=True)
 class TwoEvaluations(Evaluation):
-    """Base of such an evaluation; a subclass declares the parts of the other model's, with that model's name before.
+    """Base of such an evaluation; a subclass declares the fields of the other model's, with that model's name before.
 
     Attributes
     ----------
@@ -46,9 +46,9 @@ class TwoEvaluations(Evaluation):
     @classmethod
     def pool(cls, task: Any, evaluations: Sequence[Any]) -> dict[str, float]:
         """Compute the own models' metrics, and those of the others if they left."""
-        parts = cls.of_other()
+        names = cls.of_other()
         others = [
-            Evaluation(num_examples=both.num_examples, **{part: getattr(both, f"{cls.other}_{part}") for part in parts})
+            Evaluation(num_examples=both.num_examples, **{name: getattr(both, f"{cls.other}_{name}") for name in names})
             for both in evaluations
         ]
         if any(not len(other.confusion) and other.absolute_error is None for other in others):

@@ -195,8 +195,8 @@ def _rdp(steps: tuple[tuple[tuple[float, float], int], ...], delta: float, order
         rdp = sum(count * _rdp_of_step(rate, sigma, float(orders_A[middle])) for (rate, sigma), count in steps)
         if finite := isfinite(rdp):
             best = min(best, float(rdp + first_A[middle] - second_A[middle]))
-        for part in (*between(low, middle, below), *between(middle + 1, high, rdp if finite else below)):
-            heappush(left, part)
+        for interval in (*between(low, middle, below), *between(middle + 1, high, rdp if finite else below)):
+            heappush(left, interval)
     return max(0.0, best)
 
 
@@ -237,9 +237,9 @@ def _composed(steps: Mapping[Sampling, int], grids: Mapping[Sampling, int], delt
         from opacus.accountants.analysis.prv import compose_heterogeneous
 
     try:
-        error, parts = _discrete(tuple(grids.items()), delta, SHARE * 2.0 ** floor(log2(max(bound, 0.25))))
+        error, losses = _discrete(tuple(grids.items()), delta, SHARE * 2.0 ** floor(log2(max(bound, 0.25))))
         with np.errstate(all="ignore"):
-            whole = compose_heterogeneous(list(parts), [steps[sampling] for sampling in grids])
+            whole = compose_heterogeneous(list(losses), [steps[sampling] for sampling in grids])
             return max(0.0, float(whole.compute_epsilon(delta, delta / DELTAS, error)[2]))  # Gopi et al., Theorem 5.5
     except (RuntimeError, ValueError):  # means that differ, an epsilon off the grid, a delta too small
         return inf

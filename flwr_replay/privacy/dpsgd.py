@@ -144,18 +144,18 @@ def clipped_sums(
     if Ghost.serves(module):
         ghost = Ghost(module)
         by_id = {id(parameter): summed for parameter, summed in zip(parameters, sums, strict=True)}
-        for part in zip(*(torch.split(tensor, at_once) for tensor in batch), strict=True):
-            if len(part[0]):
-                total += ghost.add(by_id, losses, part, partial(scales, clip, len(part[0]), sums[0].dtype))
+        for chunk in zip(*(torch.split(tensor, at_once) for tensor in batch), strict=True):
+            if len(chunk[0]):
+                total += ghost.add(by_id, losses, chunk, partial(scales, clip, len(chunk[0]), sums[0].dtype))
         return sums, total
     with _single_gradients(module) as forget, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Full backward hook is firing")  # no gradient at the images is wanted
-        for part in zip(*(torch.split(tensor, at_once) for tensor in batch), strict=True):
-            if len(part[0]):
-                loss = losses(*part).sum()
+        for chunk in zip(*(torch.split(tensor, at_once) for tensor in batch), strict=True):
+            if len(chunk[0]):
+                loss = losses(*chunk).sum()
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
-                add_clipped(sums, [parameter.grad_sample for parameter in parameters], clip, len(part[0]))
+                add_clipped(sums, [parameter.grad_sample for parameter in parameters], clip, len(chunk[0]))
                 forget()
     return sums, total
 
@@ -222,8 +222,8 @@ def scales(clip: float, examples: int, dtype: torch.dtype, norms_B: Tensor) -> t
 def add_clipped(sums: list[Tensor], gradients: list[Tensor | None], clip: float, examples: int) -> None:
     """Add the clipped gradients of some examples, each (B, ...); None where the loss does not depend on a parameter."""
     kept = [(summed, gradient) for summed, gradient in zip(sums, gradients, strict=True) if gradient is not None]
-    parts = [norms_of(gradient) for _, gradient in kept]
-    scale_B, finite_B = scales(clip, examples, sums[0].dtype, torch.linalg.vector_norm(torch.stack(parts), dim=0))
+    norms = [norms_of(gradient) for _, gradient in kept]
+    scale_B, finite_B = scales(clip, examples, sums[0].dtype, torch.linalg.vector_norm(torch.stack(norms), dim=0))
     for summed, gradient in kept:
         summed += torch.tensordot(scale_B[finite_B], gradient if finite_B.all() else gradient[finite_B], dims=1)
 

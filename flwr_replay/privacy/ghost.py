@@ -64,7 +64,7 @@ class Ghost:
         return isinstance(module, StagedModel) and len(trained) == len({*map(id, trained)} & {*map(id, parameters)})
 
     def add(
-        self, sums: dict[int, Tensor], losses: Callable[..., Tensor], part: tuple[Tensor, ...], scales: Scales
+        self, sums: dict[int, Tensor], losses: Callable[..., Tensor], batch: tuple[Tensor, ...], scales: Scales
     ) -> Tensor:
         """Add the clipped gradients of some examples to the sums, by the parameters' ids; return their summed loss.
 
@@ -74,7 +74,7 @@ class Ghost:
             For each trained parameter.
         losses : Callable
             As for `flwr_replay.privacy.dpsgd.clipped_sums`.
-        part : tuple[Tensor, ...]
+        batch : tuple[Tensor, ...]
             Examples, labels, ….
         scales : Callable
             Maps norms (B,) to factors (B,), and to which examples count, bool (B,).
@@ -85,15 +85,15 @@ class Ghost:
             From `scales`, if a layer sees parts of an example as rows of its batch.
         """
         with self._watched() as seen:
-            loss = losses(*part).sum()
+            loss = losses(*batch).sum()
         called = [(layer, seen[layer]) for layer in self.layers if layer in seen]
         gradients = torch.autograd.grad(loss, [call.outputs for _, call in called], allow_unused=True)
         used = [(*pair, g) for pair, g in zip(called, gradients, strict=True) if g is not None]
-        parts: list[Tensor] = []
+        norms_of_layers: list[Tensor] = []
         for layer, call, g in used:
             call.a_BpT, call.g_BqT = matrices(layer, call.inputs, g)
-            parts.append(norms(call, layer.weight.requires_grad, trains_bias(layer)))
-        factors_B, counts_B = scales(torch.linalg.vector_norm(torch.stack(parts), dim=0))
+            norms_of_layers.append(norms(call, layer.weight.requires_grad, trains_bias(layer)))
+        factors_B, counts_B = scales(torch.linalg.vector_norm(torch.stack(norms_of_layers), dim=0))
         rows = slice(None) if counts_B.all() else counts_B
         for layer, call, _ in used:
             if layer.weight.requires_grad:
@@ -160,13 +160,13 @@ def norms(seen: LayerSeen, weight: bool, bias: bool) -> Tensor:
     """Return each example's gradient norm at a layer, (B,), float64: products of squares leave float32's range."""
     seen.g_Bq = seen.g_BqT.squeeze(2) if seen.g_BqT.shape[2] == 1 else seen.g_BqT.sum(2)
     of_bias_B = norms_of(seen.g_Bq)
-    parts = [of_bias_B] if bias else []
+    norms_of_layers = [of_bias_B] if bias else []
     if weight and seen.a_BpT.shape[2] == 1:
-        parts.append(norms_of(seen.a_BpT) * of_bias_B)
+        norms_of_layers.append(norms_of(seen.a_BpT) * of_bias_B)
     elif weight:
         seen.single_Bqp = seen.g_BqT @ seen.a_BpT.transpose(1, 2)
-        parts.append(norms_of(seen.single_Bqp))
-    whole: Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0)
+        norms_of_layers.append(norms_of(seen.single_Bqp))
+    whole: Tensor = torch.linalg.vector_norm(torch.stack(norms_of_layers), dim=0)
     return whole
 
 

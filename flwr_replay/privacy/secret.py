@@ -64,10 +64,10 @@ class Stream:
         """Return standard normal numbers, float64, by Box and Muller's transform; the largest possible is 8.6."""
         n = shape.numel()
         drawn = torch.empty(n + n % 2, dtype=torch.float64)
-        for part in torch.split(drawn, AT_ONCE):
-            radius, angle = self.uniform(len(part)).chunk(2)
+        for chunk in torch.split(drawn, AT_ONCE):
+            radius, angle = self.uniform(len(chunk)).chunk(2)
             radius, angle = radius.log_().mul_(-2).sqrt_(), angle.mul_(2 * math.pi)
-            cosines, sines = part.chunk(2)
+            cosines, sines = chunk.chunk(2)
             torch.cos(angle, out=cosines).mul_(radius)
             torch.sin(angle, out=sines).mul_(radius)
         return drawn[:n].reshape(shape)

@@ -302,7 +302,7 @@ def _stem(label: str, key: str) -> str:
     'deep:local-epochs=2'
     """
     names = {key, key.rpartition(".")[2]}
-    return ":".join(part for part in label.split(":") if part.partition("=")[0].replace("-", "_") not in names)
+    return ":".join(word for word in label.split(":") if word.partition("=")[0].replace("-", "_") not in names)
 
 
 def _number(text: str) -> float | None:

@@ -21,7 +21,7 @@ from flwr_replay.config.strict_yaml import LOADER
 from flwr_replay.errors import DamagedError
 from flwr_replay.files.atomic import NAME, Form, fits, read_bytes, read_json, read_text, tally, write_json
 from flwr_replay.files.disk import entries, there
-from flwr_replay.files.lines import LEDGER, check_begin, parts, read_lines
+from flwr_replay.files.lines import LEDGER, check_begin, read_lines, segments
 from flwr_replay.files.tensors import OF_RUN, StateDict, read_tensors, read_texts, read_with_texts
 
 __all__ = [
@@ -238,7 +238,7 @@ def read_result(folder: Path) -> dict[str, Any]:
 def check_grown(folder: Path, name: str) -> None:
     """Refuse a file, by `DamagedError`, that is not as the run left it or, while that goes on, begins in another way.
 
-    Closed parts of a ledger may be missing, since they may be archived.
+    Closed segments of a ledger may be missing, since they may be archived.
     """
     path = folder / name
     if there(folder / RESULT):
@@ -246,8 +246,8 @@ def check_grown(folder: Path, name: str) -> None:
             return
         if name in grown and not there(path):
             raise DamagedError(f"there is no {path}, which the run has written: restore it from a backup")
-        present = filter(there, parts(path))
-        if changed := [part for part in present if [*tally(part)] != grown.get(_named(part, folder))]:
+        present = filter(there, segments(path))
+        if changed := [segment for segment in present if [*tally(segment)] != grown.get(_named(segment, folder))]:
             raise DamagedError(
                 f"{changed[0]} must be as it was when the run ended; it has changed: restore it from a backup, or wait "
                 "if the run goes on"
@@ -272,7 +272,7 @@ def write_of(folder: Path, name: str, values: Mapping[str, Any], indent: int | N
 
 def write_result(folder: Path, result: Mapping[str, Any]) -> None:
     """Write a run's result, which vouches for the files that have grown."""
-    grown = [part for name in GROWING for part in parts(folder / name) if there(part)]
+    grown = [segment for name in GROWING for segment in segments(folder / name) if there(segment)]
     models = [path for place in ("models", "best") for path in entries(folder / place, "*.safetensors")]
     vouched = {_named(path, folder): tally(path) for path in (*grown, *models)}
     write_of(folder, RESULT, {**result, FILES: vouched}, indent=2)

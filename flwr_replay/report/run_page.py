@@ -352,13 +352,13 @@ def travelled_by_kind(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def _lacking(folder: Path, sums: Mapping[str, Mapping[str, int]], sent: Mapping[str, int]) -> str:
-    """Say that the ledger has not all bytes that were sent, as where one of its parts is missing."""
+    """Say that the ledger has not all bytes that were sent, as where one of its segments is missing."""
     down, both = (sum(own.get(DOWN, 0) for own in sums.values()), sum(sum(own.values()) for own in sums.values()))
     if (down, both - down) == (sent["down"], sent["up"]):
         return ""
     return (
         f"{folder.name}: the ledger's lines have {shown_bytes(both)}, {shown_bytes(sent['up'] + sent['down'])} were "
-        "sent. So the table of what left the institutions is wrong: restore the ledger and its parts from a backup."
+        "sent. So the table of what left the institutions is wrong: restore the ledger and its segments from a backup."
     )
 
 

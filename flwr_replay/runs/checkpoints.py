@@ -1,7 +1,7 @@
 """What a run keeps to go on: its last two checkpoints, each written while the next exchange runs, and its best model.
 
-Some files of a run only grow, and some of these in parts. Each checkpoint records the lengths and checksums of all
-parts, so that a resumed run notices damage. They are on the disk before the checkpoint is.
+Some files of a run only grow, and some of these in segments. Each checkpoint records the lengths and checksums of all
+segments, so that a resumed run notices damage. They are on the disk before the checkpoint is.
 
 One is `members.jsonl`, with a line whenever something about an institution changes. So a checkpoint after each of many
 visits does not write all institutions again; it records how much of the file belongs to it.
@@ -23,7 +23,7 @@ from typing import IO, Any, NamedTuple
 from flwr_replay.errors import DamagedError, RunError
 from flwr_replay.files.atomic import fits, private_folder, read_bytes, tally, write_atomic
 from flwr_replay.files.disk import entries, reading, remove, writing
-from flwr_replay.files.lines import Lines, check_begin, parts, read_lines
+from flwr_replay.files.lines import Lines, check_begin, read_lines, segments
 from flwr_replay.files.tensors import OF_RUN, read_own, read_texts, write_tensors
 from flwr_replay.report.run_files import FORMS, MEMBERS, mark_of, tensors_of
 from flwr_replay.server.recorder import Snapshot
@@ -51,14 +51,14 @@ class Checkpoints:
     folder : Path
         The run directory.
     growing : Sequence[str]
-        Names of its files that only grow, line by line; some may not exist, some be divided into parts.
+        Names of its files that only grow, line by line; some may not exist, some be divided into segments.
     """
 
     def __init__(self, folder: Path, growing: Sequence[str]) -> None:
         self.folder = private_folder(folder / "checkpoints")
         self._mark = mark_of(folder)
         self._growing = [folder / name for name in growing]
-        self._tallies: dict[Path, tuple[int, int]] = {}  # of each part
+        self._tallies: dict[Path, tuple[int, int]] = {}  # of each segment
         self._writer = ThreadPoolExecutor(max_workers=1)  # so that the next round need not wait for the disk
         self._writing: Future[None] = self._writer.submit(lambda: None)
 
@@ -79,11 +79,11 @@ class Checkpoints:
             If the previous checkpoint or a growing file could not be written.
         """
         self.wait()
-        growing = [part for path in self._growing for part in self._parts(path)]
-        grown = {part: tally(part, self._tallies.get(part, (0, 0))) for part in growing}
-        changed = [_opened(part) for part, counted in grown.items() if counted != self._tallies.get(part)]
+        growing = [segment for path in self._growing for segment in self._segments(path)]
+        grown = {segment: tally(segment, self._tallies.get(segment, (0, 0))) for segment in growing}
+        changed = [_opened(segment) for segment, counted in grown.items() if counted != self._tallies.get(segment)]
         self._tallies = grown
-        values = {**values, "files": {part.name: counted for part, counted in grown.items()}}
+        values = {**values, "files": {segment.name: counted for segment, counted in grown.items()}}
         file = self.folder / f"{exchange:06d}.safetensors"
         texts = {"values": json.dumps(values), OF_RUN: self._mark}
         self._writing = self._writer.submit(_write, file, arrays, texts, changed, first)
@@ -123,16 +123,16 @@ class Checkpoints:
             raise RunError(f"a run resumes from a checkpoint; {self.folder} has no complete one: begin a new run")
         return None
 
-    def _parts(self, path: Path) -> list[Path]:
-        """Return the parts of a growing file that exist; if it was closed since, its tally becomes the next part's."""
-        all_parts = parts(path)
-        if new := [part for part in all_parts[:-1] if part not in self._tallies]:
+    def _segments(self, path: Path) -> list[Path]:
+        """Return a growing file's segments that exist; if it was closed since, its tally becomes the next segment's."""
+        all_segments = segments(path)
+        if new := [segment for segment in all_segments[:-1] if segment not in self._tallies]:
             self._tallies[new[0]] = self._tallies.pop(path, (0, 0))
-        return [part for part in all_parts if part.exists()]
+        return [segment for segment in all_segments if segment.exists()]
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """Open a growing file at once, since its path may be the next part's when it is flushed."""
+    """Open a growing file at once, since its path may be the next segment's when it is flushed."""
     with reading(path):
         return open(path, "rb")
 

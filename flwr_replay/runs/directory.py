@@ -274,12 +274,12 @@ class RunDirectory(Recorder):
         self.examples_seen, self.seconds = values["examples-seen"], values["seconds"]
         self._rewind(values["server-round"])
         self.confusion = confusion_of(self.path)
-        parts = unnested(arrays, mark="/")
+        groups = unnested(arrays, mark="/")
         scale = tuple(values["label-scale"]) if values["label-scale"] else None
         return Snapshot(
             values["server-round"],
-            parts["arrays"],
-            parts["state"],
+            groups["arrays"],
+            groups["state"],
             values["state"],
             label_scale=scale,
             **self._members.restore(values),

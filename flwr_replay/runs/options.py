@@ -158,7 +158,7 @@ def _institutions(config: RunConfig) -> int:
 
         return len(site_names(loaded(config.task)))
     if config.partition.name == "index":
-        from flwr_replay.data.by_index import listed_parts
+        from flwr_replay.data.by_index import listed_shards
 
-        return len(listed_parts(config.partition.file)[1])
+        return len(listed_shards(config.partition.file)[1])
     return 0

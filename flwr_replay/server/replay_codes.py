@@ -355,9 +355,9 @@ class GenerativeReplay(Replay):
         """Write a file of a visit; the next checkpoint refers to it."""
         write_tensors(self.path(what, visit), arrays, {OF_RUN: self.run})
 
-    def keep_all(self, parts: list[StateDict]) -> None:
+    def keep_all(self, answers: list[StateDict]) -> None:
         """Write the union of codes and labels to a new file; the last checkpoint still refers to the old one."""
-        union = {key: np.concatenate([part[key] for part in parts]) for key in ("codes", "labels")}
+        union = {key: np.concatenate([own[key] for own in answers]) for key in ("codes", "labels")}
         self.codes_at, self.rows = max(self.visits, self.codes_at + 1), len(union["labels"])
         self.keep("codes", self.codes_at, union)
 

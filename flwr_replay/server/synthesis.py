@@ -171,8 +171,8 @@ class Buffers:
         """Send a buffer."""
         run, file = self.exchanger.settings.run, self.exchanger.recorder.folder(FOLDER) / f"{number:06d}.safetensors"
         buffer = read_own(file, run)
-        parts: Any = {"images": buffer.get("images", buffer), "labels": buffer.get("labels")}  # sealed: all of it
-        return KeepBuffer(exchange=exchange, run=run, number=number, buffer=self.size, **parts)
+        content: Any = {"images": buffer.get("images", buffer), "labels": buffer.get("labels")}  # sealed: all of it
+        return KeepBuffer(exchange=exchange, run=run, number=number, buffer=self.size, **content)
 
     # --- forecast -----------------------------------------------------------------------------------------------------
 

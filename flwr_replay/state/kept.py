@@ -1,7 +1,7 @@
 """What an institution keeps in its state directory, with bytes; and how it removes what runs that are over have left.
 
 Models, optimizer states, codes, latents and pictures of a run can go. What shows what has left, and what it has cost,
-stays: the ledger with all its parts, each run's account, its options, its counted tests and the parcels that came.
+stays: the ledger with all its segments, each run's account, its options, its counted tests and the parcels that came.
 Decoded images and features can go, too, as if they were a run's; those of simulations lie in the home folder.
 
 An institution that leaves for good removes all of it, keys too; a receipt keeps what shows what has left.
@@ -20,7 +20,7 @@ from flwr_replay.errors import RunError, nearest
 from flwr_replay.files.atomic import new_folder, private_folder, read_bytes, sweep, write_atomic, write_json
 from flwr_replay.files.disk import entries, files_below, looked, looked_below, writing
 from flwr_replay.files.disk import remove as unlink
-from flwr_replay.files.lines import parts
+from flwr_replay.files.lines import segments
 from flwr_replay.state.spent import FOLDER as SPENT
 from flwr_replay.state.store import REMOVED, RUNS
 from flwr_replay.wire.ledger import LEDGER
@@ -46,7 +46,7 @@ class KeptOfRun:
 
 def kept(state: Path) -> list[KeptOfRun]:
     """Look at the runs in an institution's state directory, the oldest first; another folder is a RunError."""
-    if not (state / RUNS).is_dir() or not ((state / LEDGER).exists() or parts(state / LEDGER)[:-1]):
+    if not (state / RUNS).is_dir() or not ((state / LEDGER).exists() or segments(state / LEDGER)[:-1]):
         if (state / DECODED).is_dir():  # the home folder
             return []
         advice = "give another"
@@ -72,8 +72,8 @@ def bytes_of(files: Sequence[Path]) -> int:
 
 
 def ledger_bytes(state: Path) -> tuple[int, int, int]:
-    """Return the number of the ledger's parts and their bytes, and the bytes of recorded messages."""
-    ledger = [part for part in parts(state / LEDGER) if part.exists()]
+    """Return the number of the ledger's segments and their bytes, and the bytes of recorded messages."""
+    ledger = [segment for segment in segments(state / LEDGER) if segment.exists()]
     return len(ledger), bytes_of(ledger), bytes_of(list((state / FOLDER).glob("*")))
 
 
@@ -118,7 +118,7 @@ def retire(state: Path, receipt: Path) -> None:
     below += entries(state / SPENT, "*.json")
     with new_folder(receipt) as new:
         sums = {}
-        ledger = (part for part in parts(state / LEDGER) if part.exists())
+        ledger = (segment for segment in segments(state / LEDGER) if segment.exists())
         for file in [*ledger, *sorted(state.glob(EVIDENCE)), *below]:
             name, content = file.relative_to(state), read_bytes(file)
             private_folder((new / name).parent)

@@ -264,7 +264,7 @@ def _naming(method: Method, methods: Sequence[Method]) -> Iterator[None]:
 
 def _noise(simulation: Simulation) -> list[dict[str, Any]]:
     """Return the noise with which the smallest institution trains; nothing without differential privacy."""
-    plan, counts = PrivacyPlan.of(simulation.job.config), [len(own) for own in simulation.part.train]
+    plan, counts = PrivacyPlan.of(simulation.job.config), [len(own) for own in simulation.partition.train]
     return [] if plan is None else noise_of(plan, sum(counts) if plan.pooled else min(counts))
 
 

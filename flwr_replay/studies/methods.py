@@ -179,7 +179,7 @@ def seeds_of(text: str) -> tuple[int, ...]:
     )
     try:
         ranges = [
-            [int(digits(end)) for end in part.split("-", 1)] for part in text.strip().removesuffix(",").split(",")
+            [int(digits(end)) for end in span.split("-", 1)] for span in text.strip().removesuffix(",").split(",")
         ]
     except ValueError:
         raise ConfigError(rule) from None

@@ -9,19 +9,19 @@ from typing import Any
 
 from flwr_replay.files.atomic import Form, write_atomic
 from flwr_replay.files.disk import looked, there
-from flwr_replay.files.lines import LEDGER, Lines, each_line, lines_of, moved, opened, parts
+from flwr_replay.files.lines import LEDGER, Lines, each_line, lines_of, moved, opened, segments
 from flwr_replay.wire.payload import LedgerRow
 
 __all__ = ["LEDGER", "Ledger", "Traffic", "ledger_lines", "unanswered"]
 
 BEGUN = "ledger.begun"  # a folder's file: its ledger has lines
-PART = 64 * 2**20  # bytes from which on a ledger is closed to the next part
+SEGMENT = 64 * 2**20  # bytes from which on a ledger is closed to the next segment
 RAW = "raw-bytes-they-stand-for"
 SAMPLE_KINDS = ("per-sample", "per-sample-raw", "synthetic")
 
 
 class Ledger(Lines):
-    """A folder's ledger, which only grows, in parts.
+    """A folder's ledger, which only grows, in segments.
 
     If it had lines and has none, a new one would not be the record of what left: a RunError.
     """
@@ -29,9 +29,9 @@ class Ledger(Lines):
     def __init__(self, folder: Path) -> None:
         self._begun = folder / BEGUN
         self._marked = there(self._begun)
-        if self._marked and not any(status.st_size for status in looked(parts(folder / LEDGER)).values()):
+        if self._marked and not any(status.st_size for status in looked(segments(folder / LEDGER)).values()):
             raise moved(folder / LEDGER)
-        super().__init__(folder / LEDGER, PART)
+        super().__init__(folder / LEDGER, SEGMENT)
 
     def flush(self, to_disk: bool = False) -> None:
         """Write the added lines to the file, as `Lines.flush`, and that it has lines."""
@@ -55,17 +55,17 @@ class Ledger(Lines):
 
 
 def ledger_lines(folder: Path, form: Form | None = None) -> Iterator[dict[str, Any]]:
-    """Read the lines of a folder's ledger one by one, the oldest part first, though it grows; as `each_line`."""
+    """Read the lines of a folder's ledger one by one, the oldest segment first, though it grows; as `each_line`."""
     path, read = folder / LEDGER, set[Path]()
     while True:
-        last = opened(path)  # before the parts are listed: it may be closed to a further one at any moment
+        last = opened(path)  # before the segments are listed: it may be closed to a further one at any moment
         with last or nullcontext():
-            if not (closed := [part for part in parts(path)[:-1] if part not in read]):
+            if not (closed := [segment for segment in segments(path)[:-1] if segment not in read]):
                 yield from lines_of(last, path, form) if last else ()
                 return
-        for part in closed:
-            read.add(part)
-            yield from each_line(part, form)
+        for segment in closed:
+            read.add(segment)
+            yield from each_line(segment, form)
 
 
 class Traffic:

@@ -52,7 +52,7 @@ def fixed_point(weights: StateDict, share: float, dither: Mapping[str, NDArray[n
 
     If one is not finite, or too large, all are random, and the check is [r, 0] with a random r.
 
-    `share` is n_k / n, the institution's part of all examples; `dither` is 2^32 u_k, by the weights' names.
+    `share` is n_k / n, the institution's share of all examples; `dither` is 2^32 u_k, by the weights' names.
     """
     fits = all(largest({name: array}) < 2.0 ** (63 - _bits(name, array)) for name, array in weights.items())
     if not fits:  # NaN does not, either

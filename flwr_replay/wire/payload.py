@@ -41,11 +41,11 @@ class ScalarType:
     @classmethod
     def of(cls, hint: Any) -> ScalarType:
         """Read an annotation: `int`, `float | None`, `Sequence[int]`."""
-        parts = [part for part in get_args(hint) if part is not type(None)]
-        if not parts:
+        kinds = [kind for kind in get_args(hint) if kind is not type(None)]
+        if not kinds:
             return cls(hint, False)
         optional = type(None) in get_args(hint)
-        return cls.of(parts[0]) if optional else cls(parts[0], True)
+        return cls.of(kinds[0]) if optional else cls(kinds[0], True)
 
     def fits(self, values: Sequence[Any], kind: Kind) -> bool:
         """Say whether all values are of this type; a number's size is bounded, and no count is negative."""
@@ -116,7 +116,7 @@ class Payload:
 
     def encode(self) -> RecordDict:
         """Translate to Flower's records; arrays are copied, and the payload is unchanged."""
-        arrays, metrics, config = self.parts()
+        arrays, metrics, config = self.contents()
         content = RecordDict()
         if arrays is not None:
             content["arrays"] = array_record(arrays)
@@ -126,7 +126,7 @@ class Payload:
             content["config"] = ConfigRecord(config)
         return content
 
-    def parts(self) -> tuple[Weights | None, dict[str, Any], dict[str, Any]]:
+    def contents(self) -> tuple[Weights | None, dict[str, Any], dict[str, Any]]:
         """Split into named arrays (None if the payload declares none), metrics and config, with hyphens in keys."""
         arrays: Weights | None = None
         metrics: dict[str, Any] = {}

@@ -73,7 +73,7 @@ class Recording:
         """
         if about["direction"] not in self.directions:
             return ""
-        arrays, scalars = _parts(content)
+        arrays, scalars = _contents(content)
         texts = {"about": json.dumps(dict(about)), "scalars": json.dumps(scalars, default=bytes.hex)}
         header = len(json.dumps(texts)) + ENTRY
         header += sum(len(json.dumps(name)) + len(str(array.shape)) + ENTRY for name, array in arrays.items())
@@ -115,7 +115,7 @@ def read_message(path: Path) -> Recorded:
         raise RunError(f"{path} must be a recorded message; it is another file: leave it out") from None
 
 
-def _parts(content: RecordDict) -> tuple[StateDict, dict[str, Any]]:
+def _contents(content: RecordDict) -> tuple[StateDict, dict[str, Any]]:
     """Return the arrays and scalars of all records of a message."""
     arrays: StateDict = {}
     scalars: dict[str, Any] = {}

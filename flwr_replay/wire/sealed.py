@@ -75,7 +75,7 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True)
 class SealedParcel:
-    """A sealed parcel, in parts."""
+    """A sealed parcel, before it is packed."""
 
     head: bytes
     salt: bytes
@@ -85,8 +85,8 @@ class SealedParcel:
 
 def pack(parcel: SealedParcel) -> ArrayRecord:
     """Write a parcel as a record of one array."""
-    parts = [MARK, LENGTH.pack(len(parcel.head)), parcel.head, parcel.salt, *parcel.wrapped, parcel.body]
-    return array_record({SEALED_NAME: np.frombuffer(b"".join(parts), np.uint8)})
+    chunks = [MARK, LENGTH.pack(len(parcel.head)), parcel.head, parcel.salt, *parcel.wrapped, parcel.body]
+    return array_record({SEALED_NAME: np.frombuffer(b"".join(chunks), np.uint8)})
 
 
 def head_of(array: Array) -> tuple[Head, memoryview, int]:

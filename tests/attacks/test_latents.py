@@ -56,7 +56,7 @@ def test_a_batch_that_was_normalised_together_is_inverted_together(digits: torch
 
 
 @pytest.mark.sampled(2, of="slow learning")
-def test_many_images_are_inverted_in_parts(digits: torch.Tensor) -> None:
+def test_many_images_are_inverted_in_batches(digits: torch.Tensor) -> None:
     encoder = orthogonal()
     recovered = invert(encoder, latents_of(encoder, digits[:300]), FORM, Search(alpha=0), seed=0)
     assert psnr(recovered, digits[:300]).min() >= 60

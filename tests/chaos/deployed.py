@@ -1,4 +1,4 @@
-"""Kill the parts of a real deployment on the loopback, and print what happened: `python tests/chaos/deployed.py`.
+"""Kill processes of a real deployment on the loopback, and print what happened: `python tests/chaos/deployed.py`.
 
 superlink      SIGKILL in the middle of a run; started again with its database, the run goes on
 fresh          the same, and the database is lost: keys are registered again
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import subprocess
 
-from chaos_outer import PARTS, OnDeployment, having
+from chaos_outer import PROCESSES, OnDeployment, having
 from deployed import CLINICS, COORDINATOR, REFUSES, TASK, deployed, until
 
 from flwr_replay.deploy.coordinator import examine_coordinator
@@ -213,7 +213,7 @@ def of_left(deployment):
 
 
 def left(engine):
-    return [process for process in having(PARTS["clientapp"], engine.of(CLINICS)) if engine.waits(process)]
+    return [process for process in having(PROCESSES["clientapp"], engine.of(CLINICS)) if engine.waits(process)]
 
 
 def left_by(engine, name):
@@ -222,9 +222,9 @@ def left_by(engine, name):
         with engine.deployment.begun(f"{name}-{number}", *WIDE) as streamed:
             answered = set()
             while streamed.poll() is None and len(answered) <= len(CLINICS):  # the roll call's, and one more
-                answered |= {process.pid for process in having(PARTS["clientapp"], engine.of(CLINICS))}
+                answered |= {process.pid for process in having(PROCESSES["clientapp"], engine.of(CLINICS))}
                 time.sleep(0.02)
-            for process in having(PARTS["serverapp"], engine.of([COORDINATOR])):
+            for process in having(PROCESSES["serverapp"], engine.of([COORDINATOR])):
                 process.kill()
             streamed.communicate()
         time.sleep(20)
@@ -236,7 +236,7 @@ def left_by(engine, name):
 def later(deployment, name):
     """Say how a further run goes."""
     began = time.monotonic()
-    output = deployment.said(name, *WIDE).strip().splitlines()[-2:]
+    output = deployment.output_of(name, *WIDE).strip().splitlines()[-2:]
     failures = read_lines(deployment.runs / name / "failures.jsonl")
     lacked = [failure for failure in failures if failure["institution"] != REFUSES]
     say(f"{name}: {time.monotonic() - began:.0f} s; lacked: {lacked};", *output)

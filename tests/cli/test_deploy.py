@@ -271,7 +271,7 @@ def sealed(tmp_path_factory):
     return place
 
 
-def found(place):
+def line_on_seals(place):
     """Return the doctor's line on keys to seal with."""
     [line] = [line for line in examine_clinic(place)[1].splitlines() if line[4:].startswith("seal:")]
     return line
@@ -284,11 +284,11 @@ def test_a_sealed_study_has_keys_that_the_clinics_make_and_pin(sealed, monkeypat
     assert not any(key in file.read_text() for key in keys for file in (sealed / "coordinator").rglob("*.*"))
     assert read_policy(sealed / "north" / "policy.yaml").sealed
     assert "seal-peers" in (sealed / "north" / "start.sh").read_text()
-    assert found(sealed / "north").startswith("ok  seal: 2 pinned keys (north, south)")
+    assert line_on_seals(sealed / "north").startswith("ok  seal: 2 pinned keys (north, south)")
     words = ["--key", str(sealed / "south" / "seal.key"), "--peers", str(sealed / "south" / "peers.txt")]
     assert command(monkeypatch, "deploy", "seal-key", "south", *words) == 0
     output = capsys.readouterr().out
-    assert output.split()[-1] == found(sealed / "north").split()[-1]  # the digests are compared by telephone
+    assert output.split()[-1] == line_on_seals(sealed / "north").split()[-1]  # the digests are compared by telephone
     assert not any(key in output for key in keys)
     assert command(monkeypatch, "deploy", "seal-key", "north", *words) == 2
     captured = capsys.readouterr()
@@ -305,15 +305,15 @@ def test_the_doctor_finds_keys_that_are_missing_wrong_or_open(sealed):
     ):
         before = (north / file).read_text()
         (north / file).write_text(text)
-        line = found(north)
+        line = line_on_seals(north)
         (north / file).write_text(before)
         assert line.startswith("NO  seal:")
         assert fault in line
     (north / "seal.key").chmod(0o640)
-    assert "only its owner may read seal.key" in found(north)
+    assert "only its owner may read seal.key" in line_on_seals(north)
     (north / "seal.key").chmod(0o600)
     (north / "seal.key").rename(north / "away")
-    assert "is missing: flwr-replay deploy seal-key north" in found(north)
+    assert "is missing: flwr-replay deploy seal-key north" in line_on_seals(north)
     (north / "away").rename(north / "seal.key")
 
 
@@ -331,4 +331,4 @@ def test_a_masked_study_needs_three_clinics_and_their_keys(monkeypatch, tmp_path
         readme = (clinic / "README.md").read_text()
         assert "The run is masked" in readme
         assert "validates" not in readme
-    assert found(clinic).startswith("NO  seal: the study needs keys, and ")
+    assert line_on_seals(clinic).startswith("NO  seal: the study needs keys, and ")

@@ -90,7 +90,7 @@ def test_the_doctor_names_a_serverapp_that_hangs_and_a_full_disk(written, tmp_pa
     lines = [json.dumps({**sent, "institution": name}) for name in ("north", "south")]
     (run / "ledger.jsonl").write_text("\n".join([*lines, lines[0].replace("down", "up")]) + "\n")
 
-    def said(check):
+    def finding_of(check):
         return dict(line.split(": ", 1) for line in examine_coordinator(home)[1].splitlines())[check]
 
     def lists(*live, nodes=()):
@@ -103,14 +103,16 @@ def test_the_doctor_names_a_serverapp_that_hangs_and_a_full_disk(written, tmp_pa
     lists()
     with alone(run):
         resume = f"./run.sh --run-config 'resume=\"{run}\"' goes on"
-        assert "a ServerApp works on first, and the SuperLink has no live run" in (line := said("NO  ServerApps"))
+        assert "a ServerApp works on first, and the SuperLink has no live run" in (line := finding_of("NO  ServerApps"))
         assert line.endswith(f"end process {os.getpid()}, then {resume}")
-        assert said("ok  run directories") == "0 finished, one goes on"
+        assert finding_of("ok  run directories") == "0 finished, one goes on"
         lists("running")
-        assert said("ok  ServerApps").endswith("after its last line; it waits for south")
+        assert finding_of("ok  ServerApps").endswith("after its last line; it waits for south")
         for file in (run / "ledger.jsonl", run / "config.yaml"):
             os.utime(file, (0, 0))
-        assert "answers are waited for timeout=60 s (it waits for south): see `flwr log`" in said("NO  ServerApps")
+        assert "answers are waited for timeout=60 s (it waits for south): see `flwr log`" in finding_of(
+            "NO  ServerApps"
+        )
     for name, told in (
         ("north", "SuperNode 77 registered successfully.\n"),
         ("south", ""),
@@ -118,11 +120,14 @@ def test_the_doctor_names_a_serverapp_that_hangs_and_a_full_disk(written, tmp_pa
         (home / "state" / f"{name}.registered").write_text(told)
     away = [{"node-id": "77", "status": "offline", "offline-at": "noon"}]
     lists("running", nodes=[*away, {"node-id": "78", "status": "registered", "offline-at": "N/A"}])
-    assert said("NO  SuperNodes").startswith("0 of 2 SuperNodes are online (north offline since noon; 78 registered):")
-    assert said("NO  run directories") == f"not finished: first: {resume} where it was"
+    assert finding_of("NO  SuperNodes").startswith(
+        "0 of 2 SuperNodes are online (north offline since noon; 78 registered):"
+    )
+    assert finding_of("NO  run directories") == f"not finished: first: {resume} where it was"
     monkeypatch.setattr(examining.shutil, "disk_usage", lambda folder: SimpleNamespace(free=5e8))
-    assert "is nearly full, 500 MB are free: `flwr-replay runs clean` says what can go; the largest: first" in said(
-        "NO  disk"
+    assert (
+        "is nearly full, 500 MB are free: `flwr-replay runs clean` says what can go; the largest: first"
+        in finding_of("NO  disk")
     )
     assert "is nearly full" in examine_clinic(written / "north")[1]
 
@@ -134,21 +139,21 @@ def test_a_run_directory_or_a_folder_that_is_damaged_is_named(written, tmp_path,
     options = ["strategy=local", "nodes=2", "rounds=1", "model=mlp", "model.width=4", "run_name=small"]
     _, run = run_inline([*options, f"runs_dir='{home / 'runs'}'"], Display())
 
-    def said(check):
+    def finding_of(check):
         return dict(line.split(": ", 1) for line in examine_coordinator(home)[1].splitlines())[check]
 
-    assert said("ok  run directories") == "1 finished"
+    assert finding_of("ok  run directories") == "1 finished"
     (run / "result.json").write_text("")
-    assert f"{run / 'result.json'} must be as it was written; it is damaged" in said("NO  run directories")
+    assert f"{run / 'result.json'} must be as it was written; it is damaged" in finding_of("NO  run directories")
     (run / "result.json").unlink()
-    assert said("NO  run directories").startswith("not finished: small: ./run.sh ")
+    assert finding_of("NO  run directories").startswith("not finished: small: ./run.sh ")
     with open(run / "config.yaml", "a") as file:
         file.write("rounds: 99")
-    assert f"{run / 'config.yaml'} must be as the run wrote it" in said("NO  run directories")
+    assert f"{run / 'config.yaml'} must be as the run wrote it" in finding_of("NO  run directories")
     for file in ("run.sh", "study/pyproject.toml"):
         (home / file).unlink()
-    assert said("NO  folder").startswith("run.sh, study/pyproject.toml must lie in ")
+    assert finding_of("NO  folder").startswith("run.sh, study/pyproject.toml must lie in ")
     subprocess.run(["sh", "-c", ". ./connect.sh"], cwd=home, check=True)
-    assert "must answer" in said("NO  runs") or "is refused" in said("NO  runs")
+    assert "must answer" in finding_of("NO  runs") or "is refused" in finding_of("NO  runs")
     (home / "state" / ".flower" / "config.toml").write_text('[superlink.superlink]\naddress = "nowhere')
-    assert said("NO  runs").endswith("not so: run ./register.sh")
+    assert finding_of("NO  runs").endswith("not so: run ./register.sh")

@@ -43,7 +43,7 @@ def test_help_explains_every_argument():
             if param.param_type_name == "argument":
                 seen += 1
                 name = (param.metavar or param.name.upper()).strip("[]…")
-                if name != "OPTION=VALUE" and not any(part in known for part in name.split("|")):
+                if name != "OPTION=VALUE" and not any(word in known for word in name.split("|")):
                     lacking.append((*words, name))
     assert seen > 10
     assert lacking == []

@@ -33,7 +33,7 @@ def test_several_mistakes_are_a_line_each(flwr_replay, words):
     code, out, err = flwr_replay("run", *words)
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert (code, out, len(errors)) == (2, "", len(SEVERAL[words]))
-    assert all(any(part in line for line in errors) for part in SEVERAL[words])
+    assert all(any(needed in line for line in errors) for needed in SEVERAL[words])
 
 
 @pytest.mark.parametrize("words", [["encoder=file", "encoder-file="], ["masked=true", "nodes=2"]])

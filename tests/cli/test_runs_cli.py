@@ -32,30 +32,30 @@ def runs(tmp_path_factory):
         yield place / "runs"
 
 
-def said(capsys, *words):
+def output_of(capsys, *words):
     app(list(map(str, words)), standalone_mode=False)
     return capsys.readouterr().out
 
 
 def test_runs_are_listed_and_shown(runs, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")  # else the terminal's, and without one no limit
-    listed = said(capsys, "runs", "list", "--runs-dir", runs)
+    listed = output_of(capsys, "runs", "list", "--runs-dir", runs)
     assert [line for line in listed.splitlines() if not line.startswith(" ")] == ["fedavg", "cwt"]
     assert listed.count("accuracy 0.") == 2
-    assert "Nothing here is differentially private" in said(capsys, "runs", "show", runs / "cwt")
-    table = said(capsys, "runs", "compare", runs / "cwt", runs / "fedavg")
+    assert "Nothing here is differentially private" in output_of(capsys, "runs", "show", runs / "cwt")
+    table = output_of(capsys, "runs", "compare", runs / "cwt", runs / "fedavg")
     assert "fedavg" in table
     assert table.endswith("metrics: different; final global weights: different\n")
-    same = said(capsys, "runs", "compare", runs / "cwt", runs / "cwt")
+    same = output_of(capsys, "runs", "compare", runs / "cwt", runs / "cwt")
     assert same.endswith("metrics: identical; final global weights: identical\n")
     assert all(max(map(len, listing.splitlines())) <= 80 for listing in (table, listed))
     with pytest.raises(RunError, match="it has none"):
-        said(capsys, "runs", "list", "--runs-dir", tmp_path)
+        output_of(capsys, "runs", "list", "--runs-dir", tmp_path)
 
 
 def test_runs_of_different_tasks_are_said_to_be_so(runs, capsys, tmp_path):
     run({"task": "diabetes", "nodes": 2, "rounds": 1}, strategy="cwt", run_name="numbers", runs_dir=tmp_path)
-    *table, last = said(capsys, "runs", "compare", runs / "cwt", tmp_path / "numbers").splitlines()
+    *table, last = output_of(capsys, "runs", "compare", runs / "cwt", tmp_path / "numbers").splitlines()
     assert last == "different tasks (digits, diabetes): these metrics cannot be compared"
     assert any("mae" in line for line in table)
 
@@ -63,13 +63,13 @@ def test_runs_of_different_tasks_are_said_to_be_so(runs, capsys, tmp_path):
 def test_an_unfinished_run_is_listed_but_neither_compared_nor_cleaned(runs, capsys, tmp_path):
     shutil.copytree(runs / "cwt", tmp_path / "cwt")
     (tmp_path / "cwt" / "result.json").unlink()
-    assert "not finished, last written 0:00:0" in said(capsys, "runs", "list", "--runs-dir", tmp_path)
-    assert "not finished" in said(capsys, "runs", "show", tmp_path / "cwt")
+    assert "not finished, last written 0:00:0" in output_of(capsys, "runs", "list", "--runs-dir", tmp_path)
+    assert "not finished" in output_of(capsys, "runs", "show", tmp_path / "cwt")
     with pytest.raises(RunError, match="finished runs are compared"):
-        said(capsys, "runs", "compare", runs / "fedavg", tmp_path / "cwt")
+        output_of(capsys, "runs", "compare", runs / "fedavg", tmp_path / "cwt")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(RunError, match="only finished runs are cleaned"):
-        said(capsys, "runs", "clean", "--yes", tmp_path / "cwt")
+        output_of(capsys, "runs", "clean", "--yes", tmp_path / "cwt")
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -77,7 +77,7 @@ def test_a_damaged_result_hides_no_other_run(runs, capsys, tmp_path):
     for name in ("fedavg", "cwt"):
         shutil.copytree(runs / name, tmp_path / name)
     (tmp_path / "fedavg" / "result.json").write_text("{")
-    listed = " ".join(said(capsys, "runs", "list", "--runs-dir", tmp_path).split())
+    listed = " ".join(output_of(capsys, "runs", "list", "--runs-dir", tmp_path).split())
     assert "damaged: " in listed
     assert "accuracy 0." in listed
 
@@ -101,7 +101,7 @@ def test_why_a_run_ended_is_listed_until_it_goes_on(capsys, tmp_path, monkeypatc
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     with pytest.raises(DivergedError):
         run(TINY | {"lr": 1e30, "rounds": 3}, strategy="fedavg", run_name="nan", runs_dir=tmp_path / "runs")
-    listed = " ".join(said(capsys, "runs", "list", "--runs-dir", tmp_path / "runs").split())
+    listed = " ".join(output_of(capsys, "runs", "list", "--runs-dir", tmp_path / "runs").split())
     assert "ago: failed: institution-1: the loss must stay finite" in listed
     ended = []
 
@@ -123,24 +123,26 @@ def test_why_a_run_ended_is_listed_until_it_goes_on(capsys, tmp_path, monkeypatc
 
 def test_runs_are_drawn_in_one_picture(runs, capsys, tmp_path):
     out = tmp_path / "both.svg"
-    assert said(capsys, "runs", "plot", runs / "cwt", runs / "fedavg", "--metric", "loss", "--out", out) == f"{out}\n"
+    assert (
+        output_of(capsys, "runs", "plot", runs / "cwt", runs / "fedavg", "--metric", "loss", "--out", out) == f"{out}\n"
+    )
     figure = plot([Run(runs / name, read_result(runs / name)) for name in ("cwt", "fedavg")])
     drawn = {line.get_label(): line.get_ydata()[-1] for line in figure.axes[0].lines}
     assert drawn == {n: read_result(runs / n)["final"]["global"]["validation-accuracy"] for n in ("cwt", "fedavg")}
-    assert said(capsys, "runs", "plot", runs / "cwt", "--out", tmp_path / "one.png")
+    assert output_of(capsys, "runs", "plot", runs / "cwt", "--out", tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
     assert out.read_bytes().count(b"<!-- fedavg: ") == 1
     for options, fault in ((["--metric", "acuracy"], "metric must be one of"), (["--out", "a.doc"], "--out must end")):
         with pytest.raises(ConfigError, match=fault):
-            said(capsys, "runs", "plot", runs / "cwt", *options)
+            output_of(capsys, "runs", "plot", runs / "cwt", *options)
 
 
 def test_cleaning_keeps_what_a_result_needs(runs, capsys, tmp_path):
     folder = shutil.copytree(runs / "cwt", tmp_path / "cwt")
-    assert "checkpoints" in said(capsys, "runs", "clean", "--yes", folder)
+    assert "checkpoints" in output_of(capsys, "runs", "clean", "--yes", folder)
     assert not (folder / "messages").exists()
     assert (folder / "models" / "global.safetensors").exists()
-    assert "cwt on digits" in said(capsys, "runs", "show", folder)
+    assert "cwt on digits" in output_of(capsys, "runs", "show", folder)
     assert spare([folder]) == []
     shutil.copytree(runs / "cwt", tmp_path / "compare-x" / "cwt-seed0")
     asked = subprocess.run(
@@ -161,7 +163,7 @@ def test_cleaning_keeps_what_a_result_needs(runs, capsys, tmp_path):
     assert "cwt-seed0/checkpoints" in asked.stdout
     assert "replay" not in asked.stdout.replace(str(tmp_path), "")
     assert spare([tmp_path / "compare-x"])
-    assert "cwt-seed0" in said(capsys, "runs", "clean", "--yes", tmp_path / "compare-x")
+    assert "cwt-seed0" in output_of(capsys, "runs", "clean", "--yes", tmp_path / "compare-x")
     assert not spare([tmp_path / "compare-x"])
 
 

@@ -17,7 +17,7 @@ def test_what_a_run_has_left_can_go_but_for_its_evidence(tmp_path, flwr_replay):
     assert [line for line in lines if not line.startswith(" ")][:-3] == [first, second]
     assert lines[-3] == "decoded images and features, made again when they are missing: 0 B"
     assert lines[-2].startswith("ledger: ")
-    assert lines[-2].endswith("parts: 1; recorded messages: 0 B")
+    assert lines[-2].endswith("segments: 1; recorded messages: 0 B")
     assert lines[-1] == "all runs together, 2 of them with an epsilon: epsilon inf and delta 0.002"  # seeded
     kept = [own / "ledger.jsonl", *(own / "runs" / first / name for name in ("privacy.jsonl", "options.json"))]
     before = [file.read_bytes() for file in kept]

@@ -66,7 +66,7 @@ def test_of_numbers_all_external_examples_count():
 def test_an_institution_may_bring_external_examples_of_its_own(tmp_path):
     write_slides(tmp_path, sites={"a": (0, 1)}, external=True)
     dataset = load(task(tmp_path))
-    assert [len(part) for part in (dataset.train, dataset.test, dataset.external)] == [10, 5, 5]
+    assert [len(examples) for examples in (dataset.train, dataset.test, dataset.external)] == [10, 5, 5]
     stranger = Examples(np.concatenate([dataset.external.x] * 2), np.r_[dataset.external.y, [3] * 5])
     institution = Institution("a", lambda: replace(dataset, external=stranger), torch.device("cpu"))
     assert len(institution.external) == 5  # none of a class that it has never seen

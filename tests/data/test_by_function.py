@@ -36,18 +36,18 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_institutions_get_what_the_function_deals(module: Any) -> None:
     module.deal = lambda labels, nodes, seed: [np.flatnonzero(labels % nodes == k)[seed:] for k in range(nodes)]
     config = compose(["task=digits", "partition=handed:deal", "nodes=3", "seed=2"])
-    part = dealt(config.task, config.partition, config.nodes, config.seed)
-    assert part.names == ("institution-1", "institution-2", "institution-3")
-    assert part.ks > 0.2
+    dealing = dealt(config.task, config.partition, config.nodes, config.seed)
+    assert dealing.names == ("institution-1", "institution-2", "institution-3")
+    assert dealing.ks > 0.2
     check_partition("handed:deal")
 
 
 def test_names_drops_and_classes_of_the_function_reach_the_run(module: Any, tmp_path: Any) -> None:
     def deal(labels: Any, nodes: int, seed: int) -> Dealt:
-        parts = [np.flatnonzero((labels % nodes == k) & (labels > 0))[:40] for k in range(nodes)]
-        counts_KC = np.stack([np.bincount(labels[part], minlength=10) for part in parts])
+        shards = [np.flatnonzero((labels % nodes == k) & (labels > 0))[:40] for k in range(nodes)]
+        counts_KC = np.stack([np.bincount(labels[shard], minlength=10) for shard in shards])
         classes = ClassCounts(np.arange(10), counts_KC, counts_KC.argmax(1), equal=100)
-        return Dealt(parts, [f"ward {k}" for k in "cab"[:nodes]], int((labels == 0).sum()), classes)
+        return Dealt(shards, [f"ward {k}" for k in "cab"[:nodes]], int((labels == 0).sum()), classes)
 
     module.deal = deal
     words = [

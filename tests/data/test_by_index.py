@@ -44,7 +44,7 @@ def test_each_has_what_the_file_says_under_its_name(tmp_path: Path, form: str) -
     }[form]
     found = by(written(tmp_path / f"p.{'json' if form in ('json', 'lists') else 'csv'}", content), data(9))
     assert found.names == (("institution-1", "institution-2") if form == "lists" else ("St. B", "A"))
-    assert [part.tolist() for part in found.train] == [[0, 7], [2, 3, 4]]
+    assert [shard.tolist() for shard in found.train] == [[0, 7], [2, 3, 4]]
     assert (found.dropped, sum(map(len, found.test))) == (4, 6)
 
 
@@ -53,14 +53,14 @@ def test_held_out_examples_shift_no_index(tmp_path: Path) -> None:
     file = written(tmp_path / "p.json", {"b": list(range(0, 400)), "a": list(range(700, 1100)), "c": [1437]})
     _, config = resolve(["task=digits", "partition=index", f"partition.file={file}"], "", "")
     assert config.nodes == 3  # as the file says
-    part, held = dealt(config.task, config.partition, config.nodes, 0), loaded(config.task)
-    assert part.names == ("b", "a", "c")
-    assert part.val is not None
+    dealing, held = dealt(config.task, config.partition, config.nodes, 0), loaded(config.task)
+    assert dealing.names == ("b", "a", "c")
+    assert dealing.val is not None
     assert held.val is not None
     for k, own in enumerate((slice(0, 400), slice(700, 1100), slice(1437, 1438))):
-        mine = [*held.train.x[part.train[k]], *held.val.x[part.val[k]]]
+        mine = [*held.train.x[dealing.train[k]], *held.val.x[dealing.val[k]]]
         assert sorted(x.tobytes() for x in mine) == sorted(x.tobytes() for x in plain.train.x[own])
-    assert part.dropped == len(held.train) - sum(map(len, part.train)) > 0
+    assert dealing.dropped == len(held.train) - sum(map(len, dealing.train)) > 0
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,9 @@ def majority(**options: Any) -> PartitionConfig:
     return PartitionConfig(name="majority", **options)
 
 
-def count(data: Dataset, part: Partition) -> Any:
+def count(data: Dataset, dealing: Partition) -> Any:
     classes = int(data.train.y.max()) + 1
-    return np.stack([np.bincount(data.train.y[own], minlength=classes) for own in part.train])
+    return np.stack([np.bincount(data.train.y[own], minlength=classes) for own in dealing.train])
 
 
 # ------------------------------------------------------------------------------------------------------- the rules
@@ -77,16 +77,16 @@ def test_a_uniform_rest_has_as_many_of_every_other_class(
         assert "room for 0" in str(error) or nodes > len(counts)  # noqa: PT017
         return
     for size in {largest, max(1, int(share * largest))}:
-        part = partition(data, replace(config, size=size), nodes, seed)
-        assert len(np.unique(np.concatenate(part.train))) == size * nodes
+        dealing = partition(data, replace(config, size=size), nodes, seed)
+        assert len(np.unique(np.concatenate(dealing.train))) == size * nodes
         major, rest = _sizes(size, p)
-        assert part.classes is not None
-        for counts_C, own in zip(count(data, part), part.classes.majors_K, strict=True):
+        assert dealing.classes is not None
+        for counts_C, own in zip(count(data, dealing), dealing.classes.majors_K, strict=True):
             others = np.delete(counts_C, own)
             assert counts_C[own] == major
             assert others.sum() == rest
             assert np.ptp(others) <= 1
-        assert warnings(part.skew) == []
+        assert warnings(dealing.skew) == []
     with pytest.raises(ConfigError, match=rf"rest=uniform .* at most partition\.size={largest}(, or |$)"):
         partition(data, replace(config, size=largest + 1), nodes, seed)
 
@@ -134,11 +134,11 @@ def test_who_gets_one_more_is_drawn_and_majors_are_those_of_as_left(dataset: Mak
     data, config = dataset(4000), majority(p=0.8, size=100, rest="uniform")  # 20 of 9 classes: three of two classes
     more = set()
     for seed in range(5):
-        part, left = (partition(data, replace(config, rest=rest), 8, seed) for rest in ("uniform", "as-left"))
-        assert part.classes is not None
+        dealing, left = (partition(data, replace(config, rest=rest), 8, seed) for rest in ("uniform", "as-left"))
+        assert dealing.classes is not None
         assert left.classes is not None
-        assert part.classes.majors_K.tolist() == left.classes.majors_K.tolist()
-        more |= {tuple(np.flatnonzero(row == 3)) for row in count(data, part)}
+        assert dealing.classes.majors_K.tolist() == left.classes.majors_K.tolist()
+        more |= {tuple(np.flatnonzero(row == 3)) for row in count(data, dealing)}
     assert len(more) > 20  # of 45 pairs, 40 draws
     assert {c for pair in more for c in pair} == set(range(10))
 
@@ -146,8 +146,8 @@ def test_who_gets_one_more_is_drawn_and_majors_are_those_of_as_left(dataset: Mak
 @pytest.mark.parametrize("majors", ["distinct", "random"])
 def test_of_two_classes_the_rest_is_the_other_one(dataset: Make, majors: str) -> None:
     data = dataset(400, classes=2)
-    part = partition(data, majority(p=0.7, majors=majors, rest="uniform", size=50), 2, 1)
-    assert np.sort(count(data, part)).tolist() == [[15, 35]] * 2
+    dealing = partition(data, majority(p=0.7, majors=majors, rest="uniform", size=50), 2, 1)
+    assert np.sort(count(data, dealing)).tolist() == [[15, 35]] * 2
     assert partition(data, majority(p=1, majors=majors, rest="uniform", size=50), 2, 1).classes.equal == 0
 
 
@@ -175,10 +175,10 @@ def scarce(examples: Make, size: int = 0, **options: Any) -> tuple[Dataset, Part
 
 
 def test_classes_that_starve_are_said_in_one_line(examples: Make, tmp_path: Path) -> None:
-    data, part = scarce(examples, 120)
-    skew, counts_KC = part.skew, count(data, part)
-    for k, name in enumerate(part.names):
-        classes, own = skew["classes"]["institutions"][name], part.classes.majors_K[k]
+    data, dealing = scarce(examples, 120)
+    skew, counts_KC = dealing.skew, count(data, dealing)
+    for k, name in enumerate(dealing.names):
+        classes, own = skew["classes"]["institutions"][name], dealing.classes.majors_K[k]
         assert classes["largest"] == {"class": own, "examples": 96}
         assert classes["smallest"]["examples"] == counts_KC[k].min() == counts_KC[k, classes["smallest"]["class"]]
         assert classes["starved"] == {str(c): n for c, n in enumerate(counts_KC[k]) if n < 2 and c != own}  # of 8
@@ -186,7 +186,7 @@ def test_classes_that_starve_are_said_in_one_line(examples: Make, tmp_path: Path
     assert "less than a quarter of an equal remainder's 8 examples" in warning
     assert "\n" not in warning
     (told,) = [line for line in summary(skew) if "most 96 of class" in line]
-    text = show(data, part, tmp_path)
+    text = show(data, dealing, tmp_path)
     assert all(line in text.splitlines() for line in [*extremes(skew), warning])
     assert len(extremes(skew)) == 3
 
@@ -234,23 +234,23 @@ def test_all_of_mnist_as_kalra_et_al_have_it(shared: Path, task: Callable[..., T
         pytest.skip("no folder shared/data/mnist-full beside the repository: all of MNIST is not here")
     mnist = load(task("mnist", data_dir=str(folder)))
     assert (len(mnist.train), len(mnist.test)) == (60_000, 10_000)
-    part = partition(mnist, majority(p=0.8, majors="random", size=1000, rest=rest), 8, 0)
-    counts_KC = np.sort(count(mnist, part))
+    dealing = partition(mnist, majority(p=0.8, majors="random", size=1000, rest=rest), 8, 0)
+    counts_KC = np.sort(count(mnist, dealing))
     assert (counts_KC.sum(axis=1) == 1000).all()
     assert (counts_KC[:, -1] == 800).all()
-    assert len(np.unique(np.concatenate(part.train))) == 8000
-    assert warnings(part.skew) == []
+    assert len(np.unique(np.concatenate(dealing.train))) == 8000
+    assert warnings(dealing.skew) == []
     if rest == "uniform":
         assert counts_KC[:, :-1].tolist() == [[22] * 7 + [23] * 2] * 8
 
 
 def test_mnists_test_files_starve_eight_institutions_of_900(shared: Path, task: Callable[..., TaskConfig]) -> None:
     mnist = load(task("mnist", data_dir=str(shared / "mnist")))
-    part = partition(mnist, majority(size=900), 8, 0)
-    (warning,) = warnings(part.skew)
+    dealing = partition(mnist, majority(size=900), 8, 0)
+    (warning,) = warnings(dealing.skew)
     assert "at 8 of 8 institutions" in warning
-    assert part.classes is not None
-    nobodys = np.setdiff1d(np.arange(10), part.classes.majors_K)
-    assert 0.7 < count(mnist, part)[:, nobodys].sum() / (8 * 180) < 0.8
+    assert dealing.classes is not None
+    nobodys = np.setdiff1d(np.arange(10), dealing.classes.majors_K)
+    assert 0.7 < count(mnist, dealing)[:, nobodys].sum() / (8 * 180) < 0.8
     with pytest.raises(ConfigError, match=r"at most partition\.size=\d+, or partition\.rest=as-left$"):
         partition(mnist, majority(size=900, rest="uniform"), 8, 0)

@@ -26,7 +26,7 @@ def dealt(dataset: Dataset, nodes: int, seed: int = 0, **options: object) -> Par
 
 
 def counts(dataset: Dataset, partition: Partition) -> list[list[int]]:
-    return [np.bincount(dataset.train.y[part], minlength=2).tolist() for part in partition.train]
+    return [np.bincount(dataset.train.y[shard], minlength=2).tolist() for shard in partition.train]
 
 
 def table(path: Path, *lines: str) -> str:
@@ -57,7 +57,7 @@ def test_as_many_as_there_are(tmp_path: Path) -> None:
     dataset = data(300, 400)
     partition = dealt(dataset, 4, shares=TABLE_1)
     size = len(partition.train[0])
-    assert {len(part) for part in partition.train} == {size}
+    assert {len(shard) for shard in partition.train} == {size}
     with pytest.raises(ConfigError, match=f"at most partition.size={size}"):
         dealt(dataset, 4, shares=TABLE_1, size=size + 1)
 
@@ -65,7 +65,7 @@ def test_as_many_as_there_are(tmp_path: Path) -> None:
 def test_counts_are_by_largest_remainders() -> None:
     dataset = data(50, 50, 50)
     partition = dealt(dataset, 2, shares=("0.333 0.333 0.334", "0.5 0.25 0.25"), size=10)
-    assert [np.bincount(dataset.train.y[part]).tolist() for part in partition.train] == [[3, 3, 4], [5, 3, 2]]
+    assert [np.bincount(dataset.train.y[shard]).tolist() for shard in partition.train] == [[3, 3, 4], [5, 3, 2]]
 
 
 def test_a_table_names_institutions_and_sizes(tmp_path: Path) -> None:

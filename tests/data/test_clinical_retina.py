@@ -39,7 +39,7 @@ def test_left_eyes_without_grade_1(folder):
         assert [int(graded[x.tobytes()] >= 2) for x in split.x] == split.y.tolist()
 
 
-def test_balanced_sizes_and_the_published_test_part(folder):
+def test_balanced_sizes_and_the_published_test_set(folder):
     refused(
         "retina", folder, "train on 4, validate on 0 and test on 2", "got 4 in 2 classes", overrides=(*SIZE, *BALANCED)
     )

@@ -43,8 +43,8 @@ def test_labels_and_sites_come_from_the_names(folder):
 def test_balanced_tests_have_as_many_of_both_classes_and_all_others_train(folder):
     for n in range(12, 19):  # Shenzhen: 14 normal, 6 with tuberculosis after these are renamed
         old = folder / SHENZHEN / "CXR_png" / f"CHNCXR_{n:04d}_1.png"
-        for part, end in (("CXR_png", "png"), ("ClinicalReadings", "txt")):
-            path = folder / SHENZHEN / part / f"{old.stem}.{end}"
+        for inner, end in (("CXR_png", "png"), ("ClinicalReadings", "txt")):
+            path = folder / SHENZHEN / inner / f"{old.stem}.{end}"
             path.rename(path.with_name(f"CHNCXR_{n:04d}_0.{end}"))
     data = read("tuberculosis", folder, *SIZE, "task.balanced=true")
     assert sorted(levels(data.train) + levels(data.test)) == [*range(1, 11), *range(101, 121)]
@@ -58,8 +58,8 @@ def test_balanced_tests_have_as_many_of_both_classes_and_all_others_train(folder
 
 
 def test_a_class_of_one_cannot_be_tested_in_balance(folder):
-    for part in ("CXR_png", "ClinicalReadings"):
-        for path in sorted((folder / MONTGOMERY / part).glob("*_1.*"))[1:]:
+    for inner in ("CXR_png", "ClinicalReadings"):
+        for path in sorted((folder / MONTGOMERY / inner).glob("*_1.*"))[1:]:
             path.unlink()
     words = ("two subjects of every class at montgomery",)
     refused("tuberculosis", folder, *words, overrides=(*SIZE, "task.balanced=true"))

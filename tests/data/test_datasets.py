@@ -174,8 +174,8 @@ def write_cifar(folder: Path, per_batch: int = 4) -> NDArray[np.uint8]:
     folder.mkdir(parents=True, exist_ok=True)
     x = images(6 * per_batch, 3, 32, 32)
     for n, name in enumerate([*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]):
-        part = x[n * per_batch : (n + 1) * per_batch].reshape(per_batch, -1)
-        batch = {"data": part, "labels": [n] * per_batch, "filenames": ["a.png"] * per_batch}
+        rows = x[n * per_batch : (n + 1) * per_batch].reshape(per_batch, -1)
+        batch = {"data": rows, "labels": [n] * per_batch, "filenames": ["a.png"] * per_batch}
         (folder / name).write_bytes(pickle.dumps(batch, protocol=2))
     return x
 
@@ -225,10 +225,10 @@ def as_python_2(x: NDArray[np.uint8], y: list[int]) -> bytes:
 def test_cifar10_batches_of_any_writer(tmp_path: Path, task: Task, protocol: Any, n: int) -> None:
     folder = tmp_path / "cifar-10-batches-py"
     x = write_cifar(folder, n)
-    part, y = x[-n:].reshape(n, -1), list(range(n))
-    batches = [{"data": part, "labels": y, "filenames": ["a.png"] * n}, {b"data": part, b"labels": y}]
+    rows, y = x[-n:].reshape(n, -1), list(range(n))
+    batches = [{"data": rows, "labels": y, "filenames": ["a.png"] * n}, {b"data": rows, b"labels": y}]
     old = protocol == "as Python 2"
-    for data in [as_python_2(part, y)] if old else [pickle.dumps(batch, protocol=protocol) for batch in batches]:
+    for data in [as_python_2(rows, y)] if old else [pickle.dumps(batch, protocol=protocol) for batch in batches]:
         assert pickle.loads(data, encoding="bytes" if old else "ASCII")  # it is what Python reads
         (folder / "test_batch").write_bytes(data)
         test = load(task("cifar10", data_dir=str(tmp_path))).test

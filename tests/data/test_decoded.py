@@ -83,7 +83,7 @@ def test_the_second_time_nothing_is_decoded_and_the_bits_are_the_same(tmp_path, 
 def test_the_splits_of_a_map_are_slices_of_it_and_not_copies(tmp_path, make):
     dataset = load(make(validation=True), cache(tmp_path))
     assert all(
-        part.x.base is not None and part.x.flags.c_contiguous for part in (dataset.train, dataset.test, dataset.val)
+        held.x.base is not None and held.x.flags.c_contiguous for held in (dataset.train, dataset.test, dataset.val)
     )
 
 

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from flwr_replay.rng import derived_rng, derived_seed
 
-PARTS = st.lists(st.integers() | st.text(max_size=8), max_size=4)
+KEYS = st.lists(st.integers() | st.text(max_size=8), max_size=4)
 
 
-@given(PARTS, PARTS)
+@given(KEYS, KEYS)
 def test_seeds_are_63_bit_and_tell_purposes_apart(a: list[int | str], b: list[int | str]) -> None:
     assert 0 <= derived_seed(*a) < 2**63
     assert (derived_seed(*a) == derived_seed(*b)) == (a == b)
 
 
-def test_parts_are_not_joined() -> None:
+def test_keys_are_not_joined() -> None:
     assert len({derived_seed("a", "b"), derived_seed("ab"), derived_seed("a,b"), derived_seed("b", "a")}) == 4
 
 

@@ -29,8 +29,8 @@ def test_class_folders(tmp_path: Path, make: Task) -> None:
     (tmp_path / "ill" / "notes.txt").write_text("no image")
     data = load(make(class_names=("healthy", "ill")))
     assert (len(data.train) + len(data.test), data.val, data.train.sites) == (10, None, None)
-    for part in (data.train, data.test):
-        assert (part.x[:, 0, 0, 0] % 2 == part.y).all()
+    for examples in (data.train, data.test):
+        assert (examples.x[:, 0, 0, 0] % 2 == examples.y).all()
     swapped = load(make(class_names=("ill", "healthy")))
     np.testing.assert_array_equal(swapped.train.y, 1 - data.train.y)
 
@@ -199,7 +199,7 @@ def test_colour_and_grey_follow_the_channels(tmp_path: Path, make: Task) -> None
     for channels in (1, 3):
         data = load(make(channels=channels))
         assert data.train.x.shape == (1, channels, 8, 8)
-        assert {int(part.x.mean()) for part in (data.train, data.test)} == {7, 9}
+        assert {int(examples.x.mean()) for examples in (data.train, data.test)} == {7, 9}
     with pytest.raises(ConfigError, match="got 2"):
         load(make(channels=2))
 

@@ -119,16 +119,16 @@ def test_one_site_alone_gets_the_bits_it_has_among_all(tmp_path: Path, make: Tas
     manifest(tmp_path / "all", "image,label,site", rows)
     names = ("healthy", "ill")
     whole = load(make(data_dir=str(tmp_path / "all"), class_names=names))
-    part = partition(whole, PartitionConfig(name="natural"), 3, 0)
-    assert part.names == ("c", "a", "b")  # of the training rows in their order
-    for k, name in enumerate(part.names):
+    dealing = partition(whole, PartitionConfig(name="natural"), 3, 0)
+    assert dealing.names == ("c", "a", "b")  # of the training rows in their order
+    for k, name in enumerate(dealing.names):
         own = [row.removeprefix(f"{name}/") for row in rows if row.endswith(f",{name}")]  # a site has its own folders
         for kind, header in (("with", "image,label,site"), ("without", "image,label")):
             folder = tmp_path / f"{name}-{kind}"
             manifest(folder, header, own if kind == "with" else [row.rpartition(",")[0] for row in own])
             for row in own:
                 shutil.copy(tmp_path / "all" / name / row.split(",")[0], folder)
-            alone, among = load(make(data_dir=str(folder), class_names=names)), part.examples(whole, k)
+            alone, among = load(make(data_dir=str(folder), class_names=names)), dealing.examples(whole, k)
             for split in ("train", "test"):
                 a, b = getattr(alone, split), getattr(among, split)
                 np.testing.assert_array_equal(a.x, b.x)

@@ -40,19 +40,19 @@ CONFIGS = st.one_of(
 )
 
 
-def check_owners(dataset: Dataset, part: Partition) -> None:
+def check_owners(dataset: Dataset, dealing: Partition) -> None:
     """No example twice; every test example once, and every validation example if all train; nobody empty."""
-    train, test = np.concatenate(part.train), np.concatenate(part.test)
-    assert part.val is not None
+    train, test = np.concatenate(dealing.train), np.concatenate(dealing.test)
+    assert dealing.val is not None
     assert dataset.val is not None
-    val = np.concatenate(part.val)
+    val = np.concatenate(dealing.val)
     assert all(len(np.unique(dealt)) == len(dealt) for dealt in (train, test, val))
     assert len(test) == len(dataset.test)
     assert len(val) == len(dataset.val) or len(train) < len(dataset.train)
-    for shards in (part.train, part.test, part.val):
+    for shards in (dealing.train, dealing.test, dealing.val):
         assert all(len(shard) and shard.dtype == np.int64 and (np.diff(shard) > 0).all() for shard in shards)
-    assert list(part.names) == sorted(part.names)
-    assert part.ks == pytest.approx(mean_pairwise(ks_matrix([dataset.train.y[shard] for shard in part.train])))
+    assert list(dealing.names) == sorted(dealing.names)
+    assert dealing.ks == pytest.approx(mean_pairwise(ks_matrix([dataset.train.y[shard] for shard in dealing.train])))
 
 
 def same(a: Partition, b: Partition) -> bool:
@@ -64,18 +64,18 @@ def same(a: Partition, b: Partition) -> bool:
 @given(config=CONFIGS, nodes=st.integers(2, 5), seed=st.integers(0, 99))
 def test_invariants_of_every_partition(dataset: Make, config: PartitionConfig, nodes: int, seed: int) -> None:
     data = dataset(600, seed=seed)
-    part = partition(data, config, nodes, seed)
-    check_owners(data, part)
-    sizes = [len(shard) for shard in part.train]
+    dealing = partition(data, config, nodes, seed)
+    check_owners(data, dealing)
+    sizes = [len(shard) for shard in dealing.train]
     assert max(sizes) - min(sizes) <= (config.name != "majority")
     if config.size:
         assert sizes == [config.size] * nodes
     elif config.name != "majority":
         assert sum(sizes) == 600
     if config.test == "iid":
-        assert np.ptp([len(shard) for shard in part.test]) <= 1
-    assert same(part, partition(data, config, nodes, seed))
-    assert not same(part, partition(data, config, nodes, seed + 100))
+        assert np.ptp([len(shard) for shard in dealing.test]) <= 1
+    assert same(dealing, partition(data, config, nodes, seed))
+    assert not same(dealing, partition(data, config, nodes, seed + 100))
 
 
 def test_sorted_names_are_in_numeric_order(dataset: Make) -> None:
@@ -88,13 +88,13 @@ def test_sorted_names_are_in_numeric_order(dataset: Make) -> None:
 
 def test_examples_of_an_institution(dataset: Make) -> None:
     data = dataset()
-    part = partition(data, PartitionConfig(name="iid"), 3, 0)
-    own = part.examples(data, 1)
+    dealing = partition(data, PartitionConfig(name="iid"), 3, 0)
+    own = dealing.examples(data, 1)
     assert own.name == "institution-2"
-    np.testing.assert_array_equal(own.train.x, data.train.x[part.train[1]])
-    np.testing.assert_array_equal(own.test.y, data.test.y[part.test[1]])
+    np.testing.assert_array_equal(own.train.x, data.train.x[dealing.train[1]])
+    np.testing.assert_array_equal(own.test.y, data.test.y[dealing.test[1]])
     assert own.val is not None
-    assert part.examples(replace(data, val=None), 1).val is None
+    assert dealing.examples(replace(data, val=None), 1).val is None
     assert partition(dataset(val=False), PartitionConfig(name="iid"), 3, 0).val is None
 
 
@@ -128,9 +128,9 @@ def test_an_institution_left_empty_is_an_error(dataset: Make, name: str) -> None
 @given(p=st.floats(0.05, 1), nodes=st.integers(1, 10), seed=st.integers(0, 99), size=st.integers(1, 30))
 def test_majority_gives_each_its_own_major(dataset: Make, p: float, nodes: int, seed: int, size: int) -> None:
     data = dataset(500)
-    part = partition(data, PartitionConfig(name="majority", p=p, size=size), nodes, seed)
+    dealing = partition(data, PartitionConfig(name="majority", p=p, size=size), nodes, seed)
     wanted = int(p * size + 0.5)
-    counts_KC = np.stack([np.bincount(data.train.y[shard], minlength=10) for shard in part.train])
+    counts_KC = np.stack([np.bincount(data.train.y[shard], minlength=10) for shard in dealing.train])
     assert (counts_KC.sum(1) == size).all()
     majors = [set(np.flatnonzero(row == wanted)) for row in counts_KC]
     assert all(majors)
@@ -153,20 +153,20 @@ def test_the_largest_size_works_and_one_more_does_not(
     data = Dataset("made", examples(y), examples(np.zeros(50, np.int64)))
     config = PartitionConfig(name="majority", p=p, majors=majors)
     try:
-        part = partition(data, config, nodes, seed)
+        dealing = partition(data, config, nodes, seed)
     except ConfigError as error:
         assert "room for 0" in str(error) or nodes > len(counts)  # noqa: PT017
         return
-    largest = len(part.train[0])
-    assert len(np.unique(np.concatenate(part.train))) == largest * nodes
+    largest = len(dealing.train[0])
+    assert len(np.unique(np.concatenate(dealing.train))) == largest * nodes
     with pytest.raises(ConfigError, match=rf"at most partition\.size={largest}$"):
         partition(data, replace(config, size=largest + 1), nodes, seed)
 
 
 def test_the_rest_is_drawn_evenly_from_the_other_classes(dataset: Make) -> None:
     data = dataset(4000)
-    part = partition(data, PartitionConfig(name="majority", p=0.5, size=360), 4, 0)
-    for shard in part.train:
+    dealing = partition(data, PartitionConfig(name="majority", p=0.5, size=360), 4, 0)
+    for shard in dealing.train:
         others = np.sort(np.bincount(data.train.y[shard], minlength=10))[:-1]
         assert others.min() > 5  # 20 are expected, fewer of the classes that others have as major
         assert others.max() < 40
@@ -186,9 +186,9 @@ def test_more_nodes_than_classes_need_random_majors(dataset: Make) -> None:
 @given(ks=st.floats(0.2, 1), nodes=st.integers(2, 6), seed=st.integers(0, 99), test=st.sampled_from(["iid", "mirror"]))
 def test_ks_of_continuous_labels_is_reached(dataset: Make, ks: float, nodes: int, seed: int, test: str) -> None:
     data = dataset(800, continuous=True, seed=seed)
-    part = partition(data, PartitionConfig(name="ks", ks=ks, test=test), nodes, seed)
-    assert part.ks == pytest.approx(ks, abs=0.02)
-    check_owners(data, part)
+    dealing = partition(data, PartitionConfig(name="ks", ks=ks, test=test), nodes, seed)
+    assert dealing.ks == pytest.approx(ks, abs=0.02)
+    check_owners(data, dealing)
 
 
 @quick
@@ -205,15 +205,15 @@ def test_ks_is_reached_or_refused_with_the_range(
     data = Dataset("made", examples(y), examples(y))
     config = PartitionConfig(name="ks", ks=ks, drop=drop)
     try:
-        part = partition(data, config, nodes, 0)
+        dealing = partition(data, config, nodes, 0)
     except ConfigError as error:
         low, high = map(float, str(error).split("lies in ")[1].split(" here")[0].split("-"))
         assert not low <= ks <= high or "come no nearer" in str(error)  # noqa: PT017
         return
-    assert part.ks == pytest.approx(ks, abs=0.02)
-    assert sum(map(len, part.train)) + part.dropped == len(y)
-    assert np.ptp([len(shard) for shard in part.train]) <= 1
-    assert drop or not part.dropped
+    assert dealing.ks == pytest.approx(ks, abs=0.02)
+    assert sum(map(len, dealing.train)) + dealing.dropped == len(y)
+    assert np.ptp([len(shard) for shard in dealing.train]) <= 1
+    assert drop or not dealing.dropped
 
 
 def test_drop_leaves_out_the_most_frequent_class_only_and_as_few_as_needed(examples: Make) -> None:
@@ -221,11 +221,11 @@ def test_drop_leaves_out_the_most_frequent_class_only_and_as_few_as_needed(examp
     data = Dataset("made", examples(y), examples(y))
     with pytest.raises(ConfigError, match=r"in 0\.0\d-0\.20 here.*drop=true, which reaches 0\.50 .* 600 of 1000"):
         partition(data, PartitionConfig(name="ks", ks=0.5), 4, 0)
-    part = partition(data, PartitionConfig(name="ks", ks=0.5, drop=True), 4, 0)
+    dealing = partition(data, PartitionConfig(name="ks", ks=0.5, drop=True), 4, 0)
     # A quarter of the examples left must be of class 0, so that it fills one block of four: 3 of 6 pairs differ.
-    assert part.dropped == 600
-    assert part.ks == pytest.approx(0.5)
-    assert np.count_nonzero(y[np.concatenate(part.train)] == 0) == 100
+    assert dealing.dropped == 600
+    assert dealing.ks == pytest.approx(0.5)
+    assert np.count_nonzero(y[np.concatenate(dealing.train)] == 0) == 100
     assert partition(data, PartitionConfig(name="ks", ks=0.2, drop=True), 4, 0).dropped == 0
 
 
@@ -242,8 +242,10 @@ def test_ks_needs_two_institutions_and_drop_needs_classes(dataset: Make) -> None
 @pytest.mark.parametrize(("nodes", "most"), [(2, 1.0), (3, 2 / 3), (4, 2 / 3), (8, 4 / 7)])
 def test_most_that_a_balanced_binary_label_allows(examples: Make, nodes: int, most: float) -> None:
     y = np.arange(960) % 2
-    part = partition(Dataset("made", examples(y), examples(y)), PartitionConfig(name="ks", ks=round(most, 3)), nodes, 0)
-    assert part.ks == pytest.approx(most, abs=0.02)
+    dealing = partition(
+        Dataset("made", examples(y), examples(y)), PartitionConfig(name="ks", ks=round(most, 3)), nodes, 0
+    )
+    assert dealing.ks == pytest.approx(most, abs=0.02)
     if nodes > 2:
         with pytest.raises(ConfigError, match=f"-{most:.2f} here"):
             partition(Dataset("made", examples(y), examples(y)), PartitionConfig(name="ks", ks=0.9), nodes, 0)
@@ -255,12 +257,12 @@ def test_most_that_a_balanced_binary_label_allows(examples: Make, nodes: int, mo
 def test_natural_deals_by_site(examples: Make) -> None:
     train = examples(np.arange(6) % 2, ["b", "a", "b", "c", "a", "c"])
     data = Dataset("made", train, examples([0, 1, 1], ["c", "b", "a"]), examples([0], ["b"]))
-    part = partition(data, PartitionConfig(name="natural"), 3, 0)
-    assert part.names == ("b", "a", "c")  # as the data have them
-    assert [shard.tolist() for shard in part.train] == [[0, 2], [1, 4], [3, 5]]
-    assert [shard.tolist() for shard in part.test] == [[1], [2], [0]]
-    assert part.val is not None
-    assert [len(shard) for shard in part.val] == [1, 0, 0]
+    dealing = partition(data, PartitionConfig(name="natural"), 3, 0)
+    assert dealing.names == ("b", "a", "c")  # as the data have them
+    assert [shard.tolist() for shard in dealing.train] == [[0, 2], [1, 4], [3, 5]]
+    assert [shard.tolist() for shard in dealing.test] == [[1], [2], [0]]
+    assert dealing.val is not None
+    assert [len(shard) for shard in dealing.val] == [1, 0, 0]
     with pytest.raises(ConfigError, match=r"sites, 3; got nodes=4"):
         partition(data, PartitionConfig(name="natural"), 4, 0)
     with pytest.raises(ConfigError, match=r"partition\.size=2"):
@@ -275,9 +277,9 @@ def test_dirichlet(dataset: Make) -> None:
     pytest.importorskip("flwr_datasets", reason="flwr-datasets is an extra")
     data = dataset(2000)
     skewed, even = (partition(data, PartitionConfig(name="dirichlet", alpha=alpha), 4, 0) for alpha in (0.1, 1000.0))
-    for part in (skewed, even):
-        check_owners(data, part)
-        assert sum(map(len, part.train)) == 2000
+    for dealing in (skewed, even):
+        check_owners(data, dealing)
+        assert sum(map(len, dealing.train)) == 2000
     assert even.tv < 0.15 < 0.5 < skewed.tv
     assert same(even, partition(data, PartitionConfig(name="dirichlet", alpha=1000.0), 4, 0))
     cut = partition(data, PartitionConfig(name="dirichlet", alpha=10.0, size=300), 4, 0)
@@ -299,11 +301,11 @@ def test_dirichlet_without_its_package(dataset: Make, monkeypatch: pytest.Monkey
 @given(nodes=st.integers(2, 6), seed=st.integers(0, 99), p=st.floats(0.2, 1))
 def test_mirrored_test_examples_have_their_institutions_mix(dataset: Make, nodes: int, seed: int, p: float) -> None:
     data = dataset(600)
-    part = partition(data, PartitionConfig(name="majority", p=p, test="mirror"), nodes, seed)
-    check_owners(data, part)
+    dealing = partition(data, PartitionConfig(name="majority", p=p, test="mirror"), nodes, seed)
+    check_owners(data, dealing)
     train_KC, test_KC = (
         np.stack([np.bincount(split.y[shard], minlength=10) for shard in shards])
-        for split, shards in ((data.train, part.train), (data.test, part.test))
+        for split, shards in ((data.train, dealing.train), (data.test, dealing.test))
     )
     held_C = train_KC.sum(0)
     shares_KC = np.where(held_C > 0, train_KC / np.maximum(held_C, 1), 1 / nodes)
@@ -317,12 +319,12 @@ def test_validation_examples_have_their_institutions_mix(
 ) -> None:
     """Also where most training examples are nobody's: a class without a major has no more than it would have had."""
     data = dataset(4000)
-    part = partition(data, replace(config, size=size), nodes, seed)
+    dealing = partition(data, replace(config, size=size), nodes, seed)
     assert data.val is not None
-    assert part.val is not None
+    assert dealing.val is not None
     train_KC, val_KC = (
         np.stack([np.bincount(split.y[shard], minlength=10) for shard in shards])
-        for split, shards in ((data.train, part.train), (data.val, part.val))
+        for split, shards in ((data.train, dealing.train), (data.val, dealing.val))
     )
     rate = len(data.val) / len(data.train)  # the same in every class of these data
     assert np.abs(val_KC.sum(0) - rate * train_KC.sum(0)).max() < 1
@@ -331,10 +333,10 @@ def test_validation_examples_have_their_institutions_mix(
 
 def test_mirror_of_continuous_labels_goes_by_deciles(dataset: Make) -> None:
     data = dataset(800, continuous=True)
-    part = partition(data, PartitionConfig(name="ks", ks=1.0, test="mirror"), 4, 0)
+    dealing = partition(data, PartitionConfig(name="ks", ks=1.0, test="mirror"), 4, 0)
     assert data.val is not None
-    assert part.val is not None
-    for held, shards in ((data.test, part.test), (data.val, part.val)):
+    assert dealing.val is not None
+    for held, shards in ((data.test, dealing.test), (data.val, dealing.val)):
         means = [held.y[shard].mean() for shard in shards]
         assert all(a < b for a, b in pairwise(means))
 
@@ -351,20 +353,20 @@ def pneumonia(shared: Any, task: Callable[..., TaskConfig]) -> Dataset:
 def test_pneumonia_allows_little_without_and_more_with_drop(pneumonia: Dataset, nodes: int, most: float) -> None:
     with pytest.raises(ConfigError, match=r"-0\.20 here"):
         partition(pneumonia, PartitionConfig(name="ks", ks=0.5), nodes, 0)
-    part = partition(pneumonia, PartitionConfig(name="ks", ks=round(most, 3), drop=True), nodes, 0)
-    assert part.ks == pytest.approx(most, abs=0.02)
-    assert 2700 < part.dropped <= 3106  # 3,494 - 388 at the most: both classes alike; two to one suffices for three
-    assert part.dropped + sum(map(len, part.train)) == 3882
+    dealing = partition(pneumonia, PartitionConfig(name="ks", ks=round(most, 3), drop=True), nodes, 0)
+    assert dealing.ks == pytest.approx(most, abs=0.02)
+    assert 2700 < dealing.dropped <= 3106  # 3,494 - 388 at the most: both classes alike; two to one suffices for three
+    assert dealing.dropped + sum(map(len, dealing.train)) == 3882
 
 
 def test_mnist_reaches_what_ten_classes_in_four_blocks_allow(shared: Any, task: Callable[..., TaskConfig]) -> None:
     mnist = load(task("mnist", data_dir=str(shared / "mnist")))
-    part = partition(mnist, PartitionConfig(name="ks", ks=0.93), 4, 0)
-    assert part.ks == pytest.approx(0.93, abs=0.005)
+    dealing = partition(mnist, PartitionConfig(name="ks", ks=0.93), 4, 0)
+    assert dealing.ks == pytest.approx(0.93, abs=0.005)
     with pytest.raises(ConfigError, match=r"-0\.93 here"):
         partition(mnist, PartitionConfig(name="ks", ks=1.0), 4, 0)
-    part = partition(mnist, PartitionConfig(name="majority", size=900), 8, 0)
-    assert [len(shard) for shard in part.train] == [900] * 8
+    dealing = partition(mnist, PartitionConfig(name="majority", size=900), 8, 0)
+    assert [len(shard) for shard in dealing.train] == [900] * 8
     assert len(partition(mnist, PartitionConfig(name="majority"), 8, 0).train[0]) < 910
 
 

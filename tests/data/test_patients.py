@@ -40,10 +40,10 @@ SHARES = ("0.7 0.1 0.1 0.1", "0.1 0.7 0.1 0.1", "0.1 0.1 0.4 0.4")
     ids=lambda config: config.name,
 )
 def test_a_patients_examples_lie_at_one_institution(config, test):
-    part = partition(DATASET, PartitionConfig(**{**vars(config), "test": test}), 3, 0)
+    dealing = partition(DATASET, PartitionConfig(**{**vars(config), "test": test}), 3, 0)
     assert DATASET.val is not None
-    assert part.val is not None
-    for held, shards in ((DATASET.train, part.train), (DATASET.test, part.test), (DATASET.val, part.val)):
+    assert dealing.val is not None
+    for held, shards in ((DATASET.train, dealing.train), (DATASET.test, dealing.test), (DATASET.val, dealing.val)):
         assert held.patients is not None
         owners = [set(held.patients[shard]) for shard in shards]
         assert not owners[0] & owners[1] | owners[0] & owners[2] | owners[1] & owners[2]
@@ -52,17 +52,17 @@ def test_a_patients_examples_lie_at_one_institution(config, test):
 
 
 def test_the_skew_is_near_the_one_asked_for():
-    part = partition(DATASET, PartitionConfig(name="ks", ks=0.6), 3, 0)
-    skew = mean_pairwise(ks_matrix([DATASET.train.labels[own] for own in part.train]))
-    assert part.ks == skew
+    dealing = partition(DATASET, PartitionConfig(name="ks", ks=0.6), 3, 0)
+    skew = mean_pairwise(ks_matrix([DATASET.train.labels[own] for own in dealing.train]))
+    assert dealing.ks == skew
     assert abs(skew - 0.6) < 0.08  # 300 patients, one label in ten is not the patient's own
 
 
 def test_sizes_count_patients():
-    part = partition(DATASET, PartitionConfig(name="iid", size=50), 3, 0)
+    dealing = partition(DATASET, PartitionConfig(name="iid", size=50), 3, 0)
     assert DATASET.train.patients is not None
-    assert [len(set(DATASET.train.patients[own])) for own in part.train] == [50, 50, 50]
-    assert [len(own) for own in part.train] != [50, 50, 50]
+    assert [len(set(DATASET.train.patients[own])) for own in dealing.train] == [50, 50, 50]
+    assert [len(own) for own in dealing.train] != [50, 50, 50]
 
 
 def test_continuous_labels_are_dealt_by_their_means():
@@ -73,8 +73,8 @@ def test_continuous_labels_are_dealt_by_their_means():
         assert len(set(held.patients[own])) == 1
         assert label == held.y[own].mean()
     dataset = Dataset("seen", held, examples(30, continuous=True))
-    part = partition(dataset, PartitionConfig(name="ks", ks=0.5), 2, 0)
-    assert not {*held.patients[part.train[0]]} & {*held.patients[part.train[1]]}
+    dealing = partition(dataset, PartitionConfig(name="ks", ks=0.5), 2, 0)
+    assert not {*held.patients[dealing.train[0]]} & {*held.patients[dealing.train[1]]}
 
 
 def test_one_example_of_each_patient_is_dealt_as_without_patients():

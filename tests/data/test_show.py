@@ -25,12 +25,12 @@ Make = Callable[..., Any]
 )
 def test_text_and_picture(dataset: Make, tmp_path: Path, nodes: int, made: dict[str, Any]) -> None:
     data = dataset(400, **made)
-    part = partition(data, PartitionConfig(name="iid"), nodes, 0)
-    text = show(data, part, tmp_path / "new")
+    dealing = partition(data, PartitionConfig(name="iid"), nodes, 0)
+    text = show(data, dealing, tmp_path / "new")
     assert f"{nodes} institutions, 400 training examples" in text
-    assert f"KS {part.ks:.3f}" in text
-    assert f"variation {part.tv:.3f}" in text
-    assert all(name in text for name in part.names)
+    assert f"KS {dealing.ks:.3f}" in text
+    assert f"variation {dealing.tv:.3f}" in text
+    assert all(name in text for name in dealing.names)
     path = Path(text.splitlines()[-1].removeprefix("picture: "))
     assert [path] == list((tmp_path / "new").iterdir())
     with Image.open(path) as picture:
@@ -39,22 +39,22 @@ def test_text_and_picture(dataset: Make, tmp_path: Path, nodes: int, made: dict[
 
 def test_every_count_stands_in_the_table(dataset: Make, tmp_path: Path) -> None:
     data = dataset(400, classes=5)
-    part = partition(data, PartitionConfig(name="majority", p=0.7, size=50), 4, 0)
-    lines = show(data, part, tmp_path).splitlines()
+    dealing = partition(data, PartitionConfig(name="majority", p=0.7, size=50), 4, 0)
+    lines = show(data, dealing, tmp_path).splitlines()
     assert "200 unused" in lines[0]
-    for k, name in enumerate(part.names):
-        counts = np.bincount(data.train.y[part.train[k]], minlength=5)
+    for k, name in enumerate(dealing.names):
+        counts = np.bincount(data.train.y[dealing.train[k]], minlength=5)
         row = next(line for line in lines if f" {name} " in line)
         cells = [cell.strip() for cell in row.split("│")[2:-1]]
-        assert cells == [str(n) for n in (50, len(part.val[k]), len(part.test[k]), *counts)]
+        assert cells == [str(n) for n in (50, len(dealing.val[k]), len(dealing.test[k]), *counts)]
 
 
 def test_classes_have_their_names_and_not_the_number_of_another(dataset: Make) -> None:
     data = replace(dataset(400, classes=4), classes=("1", "2", "3", "4"))
-    part = partition(data, PartitionConfig(name="majority", p=0.7, size=50), 2, 0)
-    text = show(data, part)
-    for k, classes in enumerate(part.skew["classes"]["institutions"].values()):
-        majority = np.bincount(data.train.y[part.train[k]]).argmax()
+    dealing = partition(data, PartitionConfig(name="majority", p=0.7, size=50), 2, 0)
+    text = show(data, dealing)
+    for k, classes in enumerate(dealing.skew["classes"]["institutions"].values()):
+        majority = np.bincount(data.train.y[dealing.train[k]]).argmax()
         assert classes["largest"]["class"] == str(majority + 1)
         assert f"largest {classes['largest']['examples']} of class {majority + 1}" in text
     heads = next(line for line in text.splitlines() if " train " in line).split("┃")
@@ -65,9 +65,9 @@ def test_dropped_examples_are_said(examples: Make, tmp_path: Path) -> None:
     from flwr_replay.data import Dataset
 
     data = Dataset("rare", examples(np.repeat([0, 1], [40, 360])), examples(np.arange(40) % 2))
-    part = partition(data, PartitionConfig(name="ks", ks=0.5, drop=True), 4, 0)
-    first = show(data, part, tmp_path).splitlines()[0]
-    assert f"{part.dropped} left out" in first
+    dealing = partition(data, PartitionConfig(name="ks", ks=0.5, drop=True), 4, 0)
+    first = show(data, dealing, tmp_path).splitlines()[0]
+    assert f"{dealing.dropped} left out" in first
     assert "unused" not in first
 
 

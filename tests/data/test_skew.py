@@ -19,26 +19,26 @@ SCALES = st.lists(st.lists(st.floats(-9, 9, width=32), min_size=1, max_size=30),
 
 
 def arrays(labels: list[list[float]], dtype: type) -> list[NDArray[np.generic]]:
-    return [np.asarray(part, dtype) for part in labels]
+    return [np.asarray(own, dtype) for own in labels]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # scipy's p-value, which is not used
 @settings(max_examples=60)
 @given(CLASSES | SCALES)
 def test_ks_is_scipys(labels: list[list[float]]) -> None:
-    parts = arrays(labels, np.float32)
-    matrix = ks_matrix(parts)
-    for i, j in combinations(range(len(parts)), 2):
-        assert matrix[i, j] == pytest.approx(ks_2samp(parts[i], parts[j]).statistic)
-    pairs = [matrix[i, j] for i, j in combinations(range(len(parts)), 2)]
+    shards = arrays(labels, np.float32)
+    matrix = ks_matrix(shards)
+    for i, j in combinations(range(len(shards)), 2):
+        assert matrix[i, j] == pytest.approx(ks_2samp(shards[i], shards[j]).statistic)
+    pairs = [matrix[i, j] for i, j in combinations(range(len(shards)), 2)]
     assert mean_pairwise(matrix) == pytest.approx(np.mean(pairs) if pairs else 0)
 
 
 @settings(max_examples=60)
 @given(CLASSES)
 def test_matrices_are_distances_and_tv_is_at_least_ks(labels: list[list[float]]) -> None:
-    parts = arrays(labels, np.int64)
-    ks, tv = ks_matrix(parts), tv_matrix(parts)
+    shards = arrays(labels, np.int64)
+    ks, tv = ks_matrix(shards), tv_matrix(shards)
     for matrix in (ks, tv):
         np.testing.assert_array_equal(matrix, matrix.T)
         np.testing.assert_array_equal(matrix.diagonal(), 0)
@@ -49,9 +49,9 @@ def test_matrices_are_distances_and_tv_is_at_least_ks(labels: list[list[float]])
 @settings(max_examples=40)
 @given(CLASSES, st.permutations(range(-3, 7)))
 def test_tv_ignores_the_order_of_the_classes(labels: list[list[float]], renamed: list[int]) -> None:
-    parts = arrays(labels, np.int64)
-    other = [np.asarray([renamed[label + 3] for label in part]) for part in parts]
-    np.testing.assert_allclose(tv_matrix(parts), tv_matrix(other), atol=1e-12)
+    shards = arrays(labels, np.int64)
+    other = [np.asarray([renamed[label + 3] for label in own]) for own in shards]
+    np.testing.assert_allclose(tv_matrix(shards), tv_matrix(other), atol=1e-12)
 
 
 def test_order_matters_to_ks_only() -> None:

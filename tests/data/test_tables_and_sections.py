@@ -46,7 +46,7 @@ def test_a_patient_at_the_centre_is_zeros_and_one_category_of_each(tmp_path):
     assert x[ca] == -1
     codes = x[len(NUMBERS) :]
     ends = np.cumsum([len(values) for _, values in CATEGORIES.values()])
-    assert [part.sum() for part in np.split(codes, ends[:-1])] == [1, 1, 1, 1]
+    assert [codes_of.sum() for codes_of in np.split(codes, ends[:-1])] == [1, 1, 1, 1]
 
 
 def test_missing_values_are_the_training_medians_of_the_same_hospital(tmp_path):
@@ -116,9 +116,9 @@ def test_the_four_real_hospitals():
     config = compose(["task=heart_disease", "split=test", f"task.data-dir={SHARED / 'heart-disease'}"])
     dataset = load(config.task)
     assert len(dataset.train) + len(dataset.test) == 303 + 294 + 123 + 200
-    part = partition(dataset, config.partition, 4, 0)
-    assert part.names == ("cleveland", "hungarian", "switzerland", "va")
-    assert part.ks == pytest.approx(0.34, abs=0.02)
+    dealing = partition(dataset, config.partition, 4, 0)
+    assert dealing.names == ("cleveland", "hungarian", "switzerland", "va")
+    assert dealing.ks == pytest.approx(0.34, abs=0.02)
     assert np.isfinite(dataset.train.x).all()
 
 
@@ -164,11 +164,11 @@ def test_institutions_can_differ_in_the_share_of_cells_and_in_contrast(sections)
         ["task=isbi2012", f"task.data-dir={sections}", "task.size=32", "partition=ks", "ks=0.9", "contrast=0.5"]
     )
     dataset = load(config.task)
-    part = partition(dataset, config.partition, 3, 0)
-    assert part.ks == pytest.approx(0.9, abs=0.03)
-    spread = [int(part.examples(dataset, k).train.x.max()) for k in range(3)]
+    dealing = partition(dataset, config.partition, 3, 0)
+    assert dealing.ks == pytest.approx(0.9, abs=0.03)
+    spread = [int(dealing.examples(dataset, k).train.x.max()) for k in range(3)]
     assert spread == sorted(spread)
-    assert (part.examples(dataset, 1).train.x == dataset.train.take(part.train[1]).x).all()
+    assert (dealing.examples(dataset, 1).train.x == dataset.train.take(dealing.train[1]).x).all()
     assert scaled_contrast(np.array([0, 127, 128, 255], np.uint8), 0.5).tolist() == [64, 127, 128, 191]
     assert scaled_contrast(np.array([0, 100, 255], np.uint8), 1.5).tolist() == [0, 86, 255]
 

@@ -112,7 +112,7 @@ def test_a_process_forked_while_a_file_is_written_does_not_keep_its_lock(tmp_pat
         os.close(end)
         os.read(waiting, 1)
 
-    write_atomic(tmp_path / "old", Parts(lambda: children.append(forked(until_the_test_closes_its_end))))
+    write_atomic(tmp_path / "old", Chunks(lambda: children.append(forked(until_the_test_closes_its_end))))
     with open(tmp_path / "old", "rb") as file:
         assert lock(file, wait=False)
     os.close(end)
@@ -258,7 +258,7 @@ def kill(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Parts(list):
+class Chunks(list):
     """Parts of a file of which the second comes never, or kills."""
 
     def __init__(self, then):
@@ -272,10 +272,10 @@ class Parts(list):
 def test_leftovers_of_the_killed_are_removed_and_of_the_living_are_not(tmp_path):
     state = tmp_path / "state" / "a" / "run"
     state.mkdir(parents=True)
-    killed = forked(write_atomic, state / "private.safetensors", Parts(kill))
+    killed = forked(write_atomic, state / "private.safetensors", Chunks(kill))
     os.waitpid(killed, 0)
     living = forked(
-        write_atomic, state / "shared.safetensors", Parts(lambda: ((tmp_path / "begun").touch(), time.sleep(60)))
+        write_atomic, state / "shared.safetensors", Chunks(lambda: ((tmp_path / "begun").touch(), time.sleep(60)))
     )
     try:
         while not (tmp_path / "begun").exists():  # it holds the lock of its file then

@@ -19,7 +19,7 @@ from flwr_replay.data.readers import read_medmnist
 from flwr_replay.errors import DataError, PrivacyError, RunError
 from flwr_replay.files.atomic import write_json, write_once
 from flwr_replay.files.disk import entries, files_below, there
-from flwr_replay.files.lines import Lines, parts, read_lines
+from flwr_replay.files.lines import Lines, read_lines, segments
 from flwr_replay.learning.latents import LatentStore
 from flwr_replay.payloads.fedreplay import Latents
 from flwr_replay.privacy.secret import KEY, secret_key
@@ -74,10 +74,10 @@ def test_only_where_processes_work_may_a_folder_go_while_it_is_listed(tmp_path, 
             work()
 
 
-def test_a_closed_part_is_not_overwritten(tmp_path, unreadable, monkeypatch):
+def test_a_closed_segment_is_not_overwritten(tmp_path, unreadable, monkeypatch):
     path = tmp_path / "ledger.jsonl"
     lines = Lines(path, most=20)
-    for number in range(3):  # two parts are closed
+    for number in range(3):  # two segments are closed
         lines.append([{"n": number, "text": "x" * 20}])
         lines.flush()
     lines.append([{"n": 3}])
@@ -85,7 +85,7 @@ def test_a_closed_part_is_not_overwritten(tmp_path, unreadable, monkeypatch):
     with pytest.raises(RunError, match="must be a readable folder; Permission denied"):
         lines.flush()
     monkeypatch.undo()
-    assert [row["n"] for part in parts(path) for row in read_lines(part)] == [0, 1, 2]
+    assert [row["n"] for segment in segments(path) for row in read_lines(segment)] == [0, 1, 2]
 
 
 def test_a_run_does_not_begin_anew(tmp_path, unreadable):
@@ -183,8 +183,8 @@ def test_a_run_does_not_go_on_from_an_earlier_checkpoint(tmp_path, refusing):
 
 @pytest.mark.parametrize("name", ["upload.json", "latents.npy"])
 def test_whole_latents_are_not_called_damaged(tmp_path, refusing, name):
-    parts = {"num_examples": 1, "first": 0, "total": 1, "raw_bytes": 0, "scales": None}
-    LatentStore(tmp_path).add("a", Latents(latents=np.zeros((1, 2), np.float32), labels=np.zeros(1, np.int64), **parts))
+    more = {"num_examples": 1, "first": 0, "total": 1, "raw_bytes": 0, "scales": None}
+    LatentStore(tmp_path).add("a", Latents(latents=np.zeros((1, 2), np.float32), labels=np.zeros(1, np.int64), **more))
     refusing(name, spare=1)
     assert str(tmp_path / "a") in refused(lambda: LatentStore(tmp_path))
 

@@ -1,4 +1,4 @@
-"""A ledger that only grows is divided into parts: every line stays, once, whoever writes and whoever is killed."""
+"""A ledger that only grows is divided into segments: every line stays, once, whoever writes and whoever is killed."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ from harness import forked
 
 from flwr_replay.errors import RunError
 from flwr_replay.files import lines as module
-from flwr_replay.files.lines import Lines, parts, read_lines
+from flwr_replay.files.lines import Lines, read_lines, segments
 
 LONG = "x" * 30
 MOST = 150  # bytes: three lines
@@ -29,28 +29,28 @@ def write(lines, *numbers):
 
 
 def kept(path):
-    return [row["n"] for part in parts(path) for row in read_lines(part)]
+    return [row["n"] for file in segments(path) for row in read_lines(file)]
 
 
 def test_a_file_is_divided_and_all_lines_stay_in_order(path):
     lines = Lines(path, most=MOST)
     write(lines, *range(10))
-    assert [part.name for part in parts(path)] == [*(f"ledger-{n:04d}.jsonl" for n in (1, 2, 3)), "ledger.jsonl"]
+    assert [file.name for file in segments(path)] == [*(f"ledger-{n:04d}.jsonl" for n in (1, 2, 3)), "ledger.jsonl"]
     assert kept(path) == list(range(10))
-    assert all(part.stat().st_mode & 0o077 == 0 for part in parts(path))
-    path.with_name("ledger-0001.jsonl").rename(path.with_name("archive"))  # its owner takes a part away
+    assert all(file.stat().st_mode & 0o077 == 0 for file in segments(path))
+    path.with_name("ledger-0001.jsonl").rename(path.with_name("archive"))  # its owner takes a segment away
     path.with_name("ledger-notes.jsonl").touch()  # and has a file of a similar name
     write(lines, *range(10, 13))
-    assert [part.name for part in parts(path)] == [*(f"ledger-{n:04d}.jsonl" for n in (2, 3, 4)), "ledger.jsonl"]
+    assert [file.name for file in segments(path)] == [*(f"ledger-{n:04d}.jsonl" for n in (2, 3, 4)), "ledger.jsonl"]
     assert kept(path) == list(range(3, 13))
 
 
-def test_of_two_processes_none_writes_to_a_closed_part(path):
+def test_of_two_processes_none_writes_to_a_closed_segment(path):
     first, second = Lines(path, most=MOST), Lines(path, most=100)
     write(first, *range(3))
     write(second, 3)  # divides
     write(first, 4)
-    assert [len(read_lines(part)) for part in parts(path)] == [3, 2]
+    assert [len(read_lines(file)) for file in segments(path)] == [3, 2]
 
 
 def rotated(path):
@@ -102,7 +102,7 @@ def test_a_file_that_another_program_takes_away_gets_no_line_and_none_begins_in_
         assert kept(path) == [1, 2, 3]
 
 
-def test_who_opens_a_file_while_another_process_divides_it_writes_to_the_next_part(path, monkeypatch):
+def test_who_opens_a_file_while_another_process_divides_it_writes_to_the_next_segment(path, monkeypatch):
     def closed_meanwhile(*words, **more):
         file = open(*words, **more)  # noqa: SIM115 - the caller closes it
         monkeypatch.undo()
@@ -112,14 +112,14 @@ def test_who_opens_a_file_while_another_process_divides_it_writes_to_the_next_pa
     write(Lines(path, most=MOST), *range(3))
     monkeypatch.setattr(module, "open", closed_meanwhile, raising=False)
     write(Lines(path, most=MOST), 3)
-    assert [len(read_lines(part)) for part in parts(path)] == [3, 1]
+    assert [len(read_lines(file)) for file in segments(path)] == [3, 1]
 
 
 def test_without_locks_nothing_is_divided(path, monkeypatch):
-    """Two processes could give two parts one name."""
+    """Two processes could give two segments one name."""
     monkeypatch.setattr(module, "lock", lambda file, wait: False)
     write(Lines(path, most=MOST), *range(10))
-    assert parts(path) == [path]
+    assert segments(path) == [path]
     assert kept(path) == list(range(10))
 
 
@@ -170,11 +170,11 @@ def test_a_kill_at_any_moment_loses_no_line_that_was_written(path):
     assert len(lines_kept) == len(set(lines_kept))
     assert set(promised) <= set(lines_kept)
     assert len(lines_kept) <= len(promised) + 12  # written, and killed before that was said
-    assert len(parts(path)) > 5
-    assert all(part.read_bytes().endswith(b"\n") for part in parts(path) if part.stat().st_size)
+    assert len(segments(path)) > 5
+    assert all(file.read_bytes().endswith(b"\n") for file in segments(path) if file.stat().st_size)
 
 
-def test_a_next_part_that_cannot_be_opened_is_one_line_and_is_opened_later(path, monkeypatch):
+def test_a_next_segment_that_cannot_be_opened_is_one_line_and_is_opened_later(path, monkeypatch):
     lines = Lines(path, most=1)
 
     def full():

@@ -34,8 +34,8 @@ from flwr_replay.runs.options import resolve
 def shards_of(folder):
     """Return each institution's test examples."""
     _, config = resolve([], ".", str(folder))
-    part = dealt(config.task, config.partition, config.nodes, config.seed)
-    return {name: part.examples(loaded(config.task), k).test for k, name in enumerate(part.names)}
+    dealing = dealt(config.task, config.partition, config.nodes, config.seed)
+    return {name: dealing.examples(loaded(config.task), k).test for k, name in enumerate(dealing.names)}
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from flwr_replay.config.compose import compose
 from flwr_replay.data.dealt import loaded
 from flwr_replay.errors import ConfigError, RefusedError
 from flwr_replay.files.lines import add_line
-from flwr_replay.forecast.officer import NO_PART, findings, planned, study_options
+from flwr_replay.forecast.officer import NOT_IN_IT, findings, planned, study_options
 from flwr_replay.report.officer_page import sums, write_officer_page
 from flwr_replay.runs.options import INLINE_NODES
 from flwr_replay.state.counts import FILE
@@ -74,7 +74,7 @@ def test_a_refusal_has_the_words_that_the_institution_then_sends(hospitals, tmp_
     assert set(left) == {"name"}  # as the headline says, and the sums
     assert f" {left['name']} B may leave; " in sums(verdicts)[0]
     asked = {line["field"]: line["reason"] for line in verdicts["fields"] if line["stage"] == "roll-call"}
-    assert asked == {"name": "", "num-examples": NO_PART, "raw-bytes": NO_PART, "proof": NO_PART}
+    assert asked == {"name": "", "num-examples": NOT_IN_IT, "raw-bytes": NOT_IN_IT, "proof": NOT_IN_IT}
     page = write_officer_page(tmp_path, verdicts)[0].read_text()
     assert "<details open><summary>Every rule, and every field" in page
     held = dict(re.findall(r">what stage ([\w-]+) sends</t.>\s*<td>(\w+)", page))

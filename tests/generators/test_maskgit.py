@@ -89,7 +89,7 @@ def test_drawing_takes_tens_of_passes_and_keeps_what_is_drawn():
     hidden = [(tokens == prior.codebook_size).flatten(1).sum(1) for tokens in shown]
     of_top = [64, *(int(64 * cos(pi / 2 * t / 6)) for t in range(1, 6))]
     of_bottom = [256, *(int(256 * cos(pi / 2 * t / 6)) for t in range(1, 6))]
-    assert [part.tolist() for part in hidden] == [[n, n] for n in [*(256 + n for n in of_top), *of_bottom]]
+    assert [codes_at.tolist() for codes_at in hidden] == [[n, n] for n in [*(256 + n for n in of_top), *of_bottom]]
     for before, after in pairwise(shown):
         known = before != prior.codebook_size
         assert torch.equal(before[known], after[known])

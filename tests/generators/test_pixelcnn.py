@@ -138,8 +138,8 @@ def test_no_example_depends_on_another():
         return [parameter.grad.clone() for parameter in prior.parameters()]
 
     single = [gradients(slice(i, i + 1)) for i in range(3)]
-    for whole, *parts in zip(gradients(slice(None)), *single, strict=True):
-        torch.testing.assert_close(whole, torch.stack(parts).mean(0), rtol=1e-4, atol=1e-7)
+    for whole, *each in zip(gradients(slice(None)), *single, strict=True):
+        torch.testing.assert_close(whole, torch.stack(each).mean(0), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -44,9 +44,9 @@ def batch(prior, n=3):
     return codes, torch.tensor([2, 0, 1])[:n], prior.uniform(n, torch_rng("draws"))
 
 
-def single_gradients(prior, parts):
+def single_gradients(prior, tensors):
     gradients = []
-    for example in zip(*(torch.split(part, 1) for part in parts), strict=True):
+    for example in zip(*(torch.split(tensor, 1) for tensor in tensors), strict=True):
         prior.zero_grad()
         prior.loss(*example).backward()
         gradients.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in prior.parameters()])
@@ -59,8 +59,8 @@ def test_no_example_depends_on_another(name):
     assert dict(prior.named_buffers()) == {}
     single = single_gradients(prior, batch(prior))
     prior.loss(*batch(prior)).backward()
-    for parameter, *parts in zip(prior.parameters(), *single, strict=True):
-        torch.testing.assert_close(parameter.grad, torch.stack(parts).mean(0), rtol=1e-4, atol=1e-7)
+    for parameter, *tensors in zip(prior.parameters(), *single, strict=True):
+        torch.testing.assert_close(parameter.grad, torch.stack(tensors).mean(0), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("size", [8, 16])
@@ -68,14 +68,14 @@ def test_dp_sgd_clips_the_gradient_of_every_example(name, size):
     """Twin: each example alone, its gradient clipped by hand."""
     prior, clip = tiny(name, size), 0.05
     codes, labels, _ = batch(prior)
-    parts = codes[:, : 5 * (size // 8) ** 2], labels, prior.uniform(3, torch_rng("draws"))
+    tensors = codes[:, : 5 * (size // 8) ** 2], labels, prior.uniform(3, torch_rng("draws"))
     expected = [torch.zeros_like(parameter) for parameter in prior.parameters()]
-    for gradients in single_gradients(prior, parts):
+    for gradients in single_gradients(prior, tensors):
         norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
         assert norm > clip
         for summed, gradient in zip(expected, gradients, strict=True):
             summed += gradient * (clip / norm)
-    sums, _ = clipped_sums(prior, lambda *part: summed_nats(prior, *part), parts, clip)
+    sums, _ = clipped_sums(prior, lambda *tensor: summed_nats(prior, *tensor), tensors, clip)
     for summed, twin in zip(sums, expected, strict=True):
         torch.testing.assert_close(summed, twin, rtol=1e-3, atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""Distances of images by features, and the privacy loss of StyleGAN2's second part."""
+"""Distances of images by features, and the privacy loss of StyleGAN2's second phase."""
 
 import numpy as np
 import pytest
@@ -184,7 +184,7 @@ def test_a_step_on_the_loss_moves_images_away_and_the_printed_one_moves_them_nea
 def test_precision_sees_noise_and_not_real_images():
     x = torch.from_numpy(load_digits().images / 16).float()[:, None]
     look = LocalFeatures(ImageForm(1, 8, 10), 0).freeze()
-    real, others, noise = (look.embed_all(part, CPU) for part in (x[:512], x[512:672], torch.rand(160, 1, 8, 8)))
+    real, others, noise = (look.embed_all(images, CPU) for images in (x[:512], x[512:672], torch.rand(160, 1, 8, 8)))
     few = real[:20]
     radii = [sorted(float((a - b).square().sum()) for b in few)[3] for a in few]
     slow = [any(float((a - b).square().sum()) <= r for b, r in zip(few, radii, strict=True)) for a in others]
@@ -237,7 +237,7 @@ def test_the_privacy_loss_sees_images_without_their_noise():
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("broken", [2, 3, 5])
-def test_a_training_that_breaks_off_before_or_within_the_second_part_ends_with_the_same_bits(broken):
+def test_a_training_that_breaks_off_before_or_within_the_second_phase_ends_with_the_same_bits(broken):
     x, y = images()
     whole, first, then = gan(), gan(), gan()
     whole.train(x, y, range(8))
@@ -247,7 +247,7 @@ def test_a_training_that_breaks_off_before_or_within_the_second_part_ends_with_t
     assert same(state_of(whole), state_of(then))
 
 
-def test_steps_count_both_parts():
+def test_steps_count_both_phases():
     assert gan().steps(100) == 8
     assert gan(privacy_loss="none").steps(100) == 3
 

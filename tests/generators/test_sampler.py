@@ -19,7 +19,7 @@ def rng():
     return torch.Generator().manual_seed(0)
 
 
-def parts(replay_plan, sizes=(7, 4)):
+def pairs(replay_plan, sizes=(7, 4)):
     """Return sources with decoders of their own; labels are numbers of codes, over all sources."""
     sources, before = [], 0
     for number, n in enumerate(sizes):
@@ -35,7 +35,7 @@ def parts(replay_plan, sizes=(7, 4)):
 
 def sampler(*options):
     replay_plan = ReplayPlan.of(compose([*JOB, "replay=vqvae2", *options]))
-    return CodeSampler(parts(replay_plan), replay_plan)
+    return CodeSampler(pairs(replay_plan), replay_plan)
 
 
 @pytest.mark.parametrize("size", [3, 11, 30])

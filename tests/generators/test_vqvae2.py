@@ -68,18 +68,18 @@ def test_decoding_codes_gives_the_forward_passs_reconstruction(codebook, size):
     codes = model.encode(x)
     decoded = []
     hook = model.decoder.register_forward_hook(lambda *call: decoded.append(call[-1]))
-    _, parts = model.eval().loss(x, torch_rng("draws"))
+    _, terms = model.eval().loss(x, torch_rng("draws"))
     hook.remove()
     pad = (decoded[0].shape[-1] - size) // 2
     forward = decoded[0][..., pad : pad + size, pad : pad + size]
     torch.testing.assert_close(model.decode(codes), forward.clamp(0, 1))
-    torch.testing.assert_close(parts["reconstruction"], (forward - x).square().mean())
+    torch.testing.assert_close(terms["reconstruction"], (forward - x).square().mean())
     assert torch.equal(model.train().encode(x), codes)
 
 
 def test_the_loss_is_the_sum_of_its_terms():
     model, x = tiny(codebook="gradient", beta=0.25), images(5)
-    loss, parts = model.loss(x, torch_rng("draws"))
+    loss, terms = model.loss(x, torch_rng("draws"))
     squares = {}
     for name in ("top", "bottom"):
         book = getattr(model, name)
@@ -90,9 +90,9 @@ def test_the_loss_is_the_sum_of_its_terms():
         )
     model.loss(x, torch_rng("draws"))
     distance = squares["top"] + squares["bottom"]
-    torch.testing.assert_close(loss, 4 * parts["reconstruction"] + 1.25 * distance)
-    torch.testing.assert_close(parts["commitment"], distance.detach())
-    assert all(1 <= parts[f"perplexity-{level}"] <= 8 for level in ("top", "bottom"))
+    torch.testing.assert_close(loss, 4 * terms["reconstruction"] + 1.25 * distance)
+    torch.testing.assert_close(terms["commitment"], distance.detach())
+    assert all(1 <= terms[f"perplexity-{level}"] <= 8 for level in ("top", "bottom"))
 
 
 def trained(steps=5, seed=0, draws=0, codebook="ema"):
@@ -168,8 +168,8 @@ def test_no_example_of_a_private_generator_depends_on_another():
         return [parameter.grad.clone() for parameter in model.parameters()]
 
     single = [gradients(slice(i, i + 1)) for i in range(4)]
-    for whole, *parts in zip(gradients(slice(None)), *single, strict=True):
-        torch.testing.assert_close(whole, torch.stack(parts).mean(0), rtol=1e-4, atol=1e-6)
+    for whole, *each in zip(gradients(slice(None)), *single, strict=True):
+        torch.testing.assert_close(whole, torch.stack(each).mean(0), rtol=1e-4, atol=1e-6)
     assert same(model.state_dict(), before)
     assert torch.equal(model.encode(x), torch.cat([model.encode(image[None]) for image in x]))
 

@@ -134,9 +134,9 @@ def test_what_rounds_to_zero_leaves_nobody_elses_update(tmp_path):
     """
     crowd, n = institutions(tmp_path, "abc", EQUAL), 20000
     counts = []
-    for exchange, parts in enumerate(((0.6, 0.0, 0.0), (0.2, 0.2, 0.2), (-0.4, 0.9, 0.1)), 1):
+    for exchange, shares in enumerate(((0.6, 0.0, 0.0), (0.2, 0.2, 0.2), (-0.4, 0.9, 0.1)), 1):
         trained = {
-            name: {"w": np.full(n, part * 3 * 2.0**-43, np.float32)} for name, part in zip("abc", parts, strict=True)
+            name: {"w": np.full(n, share * 3 * 2.0**-43, np.float32)} for name, share in zip("abc", shares, strict=True)
         }
         array = sums(crowd, request(crowd, trained["a"], exchange), trained)["w.masked"].view(np.int64)
         assert abs(array.mean() - 0.6) < 0.03

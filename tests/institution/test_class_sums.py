@@ -65,12 +65,12 @@ def test_weights_cannot_make_one_patient_show_in_the_features_of_others(tmp_path
     change = {"hidden1.fc.weight": layer, "hidden2.fc.weight": np.float32(second)}
     change |= {name: np.zeros(width, np.float32) for name in ("hidden1.fc.bias", "hidden2.fc.bias")}
     write_shards(tmp_path, {"a": many})
-    parts, draws = dict(np.load(tmp_path / "a.npz")), torch.from_numpy(rng.random(many))
+    arrays, draws = dict(np.load(tmp_path / "a.npz")), torch.from_numpy(rng.random(many))
     options = [f"model.width={width}", "dp=statistics", "delta=0.001", f"privacy.sigma={SIGMA}"]
     for gone in range(4):
         kept = slice(gone, many) if left == "first" else slice(many - gone)
         (hospital := tmp_path / f"without {gone}").mkdir()
-        np.savez(hospital / "a.npz", **{name: of[kept] if "train" in name else of for name, of in parts.items()})
+        np.savez(hospital / "a.npz", **{name: of[kept] if "train" in name else of for name, of in arrays.items()})
         drawn = partial(drawn_at, draws[kept])
         monkeypatch.setattr("flwr_replay.clients.fedstats.drawn_places", drawn)
         answers.append(sums_in(ask(HostileServer(hospital, *PLAIN, *options), change), many - gone))

@@ -55,8 +55,8 @@ def test_a_later_process_decodes_nothing_and_its_tensors_are_the_map(folder, mon
     again = institution(folder)
     data = again.data
     assert isinstance(data.train.x, np.memmap)
-    for shard, part in ((again.train, data.train), (again.test, data.test)):
-        assert shard.x.data_ptr() == part.x.ctypes.data
+    for shard, examples in ((again.train, data.train), (again.test, data.test)):
+        assert shard.x.data_ptr() == examples.x.ctypes.data
         assert shard.x.is_contiguous()
     assert torch.equal(again.train.x, x)
     assert torch.equal(again.train.y, y)

@@ -45,9 +45,9 @@ def passes(monkeypatch):
     passed, plain = [], FeatureSource.examples
 
     def counted(source, members):
-        for part in plain(source, members):
-            passed.append(len(part))
-            yield part
+        for batch in plain(source, members):
+            passed.append(len(batch))
+            yield batch
 
     monkeypatch.setattr(FeatureSource, "examples", counted)
     return passed
@@ -253,11 +253,11 @@ class Own(torch.nn.Module):
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
 def test_an_own_encoder_in_half_numbers_that_shows_a_function_is_found_again(tmp_path, passes, kind):
     x = np.random.default_rng(0).integers(0, 256, (10, 1, 16, 16), np.uint8)
-    part, task = Examples(x, np.zeros(10, np.int64)), of(CNN)[1]
+    own, task = Examples(x, np.zeros(10, np.int64)), of(CNN)[1]
     for count in (10, 0):
         passes.clear()
         encoder = Frozen(OrderedDict(own=Own(kind)), torch.zeros(1, 1, 16, 16), alone=True)
-        made = featured(Dataset("own", part, part.take(np.arange(0))), task, encoder, CPU, DecodedImages(tmp_path, 1e9))
+        made = featured(Dataset("own", own, own.take(np.arange(0))), task, encoder, CPU, DecodedImages(tmp_path, 1e9))
         assert sum(passes) == count
     assert isinstance(made.train.x, np.memmap)
     with torch.no_grad():

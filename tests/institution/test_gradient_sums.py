@@ -86,11 +86,11 @@ def test_weights_cannot_make_one_example_show_in_the_gradients_of_others(
     change |= {f"{layer}.fc.bias": np.zeros(width) for layer in ("hidden1", "hidden2")}
     change = {name: np.float32(of) for name, of in change.items()}
     write_shards(tmp_path, {"a": many})
-    parts, draws = dict(np.load(tmp_path / "a.npz")), torch.from_numpy(rng.random(many))
+    arrays, draws = dict(np.load(tmp_path / "a.npz")), torch.from_numpy(rng.random(many))
     for gone in range(2):
         kept = slice(gone, many) if left == "first" else slice(many - gone)
         (hospital := tmp_path / f"without {gone}").mkdir()
-        np.savez(hospital / "a.npz", **{name: of[kept] if "train" in name else of for name, of in parts.items()})
+        np.savez(hospital / "a.npz", **{name: of[kept] if "train" in name else of for name, of in arrays.items()})
         monkeypatch.setattr(
             "flwr_replay.clients.fedsgd.drawn_places",
             lambda n, size, stream, own=draws[kept]: drawn_at(own, n, size, stream),

@@ -105,7 +105,7 @@ def test_no_epsilon_is_said_to_cover_tests_of_an_own_model(tmp_path):
 def test_what_is_tested_is_the_pool_that_fits_what_is_held_out(tmp_path, options):
     data, replays = hospitals(tmp_path), options is OWN_MODEL
     ran = run(tmp_path, *options)
-    fresh = backbone(*(getattr(compose([*JOB]), part) for part in ("model", "task")))
+    fresh = backbone(*(getattr(compose([*JOB]), section) for section in ("model", "task")))
     right = 0
     for name, (x, y) in data.items():
         phi, theta, held = fresh(0), fresh(0), held_rows(name)

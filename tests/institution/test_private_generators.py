@@ -130,8 +130,8 @@ def test_the_summary_says_what_bounds_synthetic_images(once):
 @pytest.mark.parametrize("name", ["feder, codes", "buffer-only, stylegan2"])
 def test_the_forecast_says_what_the_ledger_will_say(tmp_path, name):
     more = ["task=digits", "classes=10", "partition=iid", "partition.size=40", "model.width=4", "nodes=2"]
-    parts = [{"partition-id": k, "num-partitions": 2, "state": str(tmp_path / "state")} for k in range(2)]
-    ran = run(tmp_path, [*RUNS[name], *more], parts)
+    nodes = [{"partition-id": k, "num-partitions": 2, "state": str(tmp_path / "state")} for k in range(2)]
+    ran = run(tmp_path, [*RUNS[name], *more], nodes)
     expected, counted = Counter(), Counter()
     for line in forecast(Simulation.of(compose(overrides_of(ran.folder / "config.yaml")))):
         expected[line.institution, line.direction, line.stage, line.field] += line.bytes

@@ -249,7 +249,7 @@ def test_another_encoder_is_refused_at_the_roll_call_by_both_hashes_and_who_has_
         config = compose([*plain, *model, f"model.weights={file}"])
         hashes.append(encoder_digest(config.model, config.task))
     words = (*model, f"model.weights={deployment.data.parent / CLINICS[0]}.safetensors", "strategy=fedavg", "rounds=1")
-    output = replace(deployment, task=plain).said("encoder", *words, *BRIEF, further='width=""')
+    output = replace(deployment, task=plain).output_of("encoder", *words, *BRIEF, further='width=""')
     assert (deployment.runs / "encoder" / "result.json").exists(), output
     refused = {
         line.split(" takes no part")[0].split()[-1]: line for line in output.splitlines() if "takes no part" in line
@@ -331,7 +331,7 @@ def _models(name: str, run: Path, state: Callable[[str], Path]) -> dict[str, Any
     files = [
         (c, key, state(c) / "runs" / run_id / f"{key}-000001.safetensors") for c in CLINICS for key in ("pair", "mixed")
     ]
-    return {f"{c} {key} {part}": array for c, key, file in files for part, array in load_file(file).items()}
+    return {f"{c} {key} {name_in}": array for c, key, file in files for name_in, array in load_file(file).items()}
 
 
 def _what_left(row: dict[str, Any]) -> tuple[str, str, str, int]:

@@ -153,8 +153,8 @@ def unclipped(clip, examples, dtype, norms_B):
     return torch.ones(examples, dtype=dtype), norms_B.isfinite()
 
 
-def unclipped_by_ghost(self, sums, losses, part, scales):
-    return GHOST(self, sums, losses, part, lambda norms_B: unclipped(0, len(norms_B), torch.float32, norms_B))
+def unclipped_by_ghost(self, sums, losses, batch, scales):
+    return GHOST(self, sums, losses, batch, lambda norms_B: unclipped(0, len(norms_B), torch.float32, norms_B))
 
 
 def to_more(*args, clip, sigma, **rest):
@@ -315,7 +315,7 @@ def test_a_canary_adds_exactly_c_where_its_row_is_drawn_and_its_coin_says_in():
 def test_directions_are_unit_vectors_without_common_coordinates():
     shapes = [torch.zeros(7, 3), torch.zeros(5)]
     directions = Directions(shapes, 6, seed=1)
-    vectors = torch.cat([part.flatten(1) for part in directions.gradients(torch.arange(6))], dim=1)
+    vectors = torch.cat([vector.flatten(1) for vector in directions.gradients(torch.arange(6))], dim=1)
     assert torch.allclose(vectors @ vectors.T, torch.eye(6), atol=1e-6)
     other = Directions(shapes, 6, seed=2)
     assert not torch.equal(other.owner_d, directions.owner_d)

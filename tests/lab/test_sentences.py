@@ -38,7 +38,7 @@ TRIED = {"auxiliary": "none", "seconds": 2.0, "note": "", "picture": "p.png", "b
 AUC = {"value": 0.6, "low": 0.5, "high": 0.7}
 
 
-def found(what, number, of):
+def result_of(what, number, of):
     """Return an attack's result of which `number` of `of` images is the count."""
     share = {"value": number / of, "low": 0.0, "high": 1.0}
     told = {
@@ -103,15 +103,15 @@ EVERY = (
 @pytest.mark.parametrize(("of", "numbers"), [(60, (1, 3, 9)), (60, (51, 55, 59)), (12, (2, 4, 11))])
 def test_under_a_floor_nobody_tells_small_counts_apart(what, of, numbers):
     """Neither these, nor all but these, nor a rate of few."""
-    results = [found(what, number, of) for number in numbers]
+    results = [result_of(what, number, of) for number in numbers]
     assert len({sentence(result) for result in results}) == 3
     assert len({sentence(result, 10) for result in results}) == 1
 
 
 def test_under_a_floor_large_counts_are_told():
-    assert "It finds 20 of 60 members" in sentence(found("loss threshold", 20, 60), 10)
-    assert "It finds 1 of 3 members" in sentence(found("loss threshold", 1, 3))
-    assert "It finds an untold number of fewer than 10 members" in sentence(found("loss threshold", 1, 3), 10)
-    assert "fewer than 10 of 60 are right" in sentence(found("reading", 0, 60), 10)
-    assert "in more than 50 of 60 tries" in sentence(found("gradient matching", 60, 60), 10)
-    assert not re.search(r"\b3\b", sentence(found("alone in a class", 1, 3), 10))
+    assert "It finds 20 of 60 members" in sentence(result_of("loss threshold", 20, 60), 10)
+    assert "It finds 1 of 3 members" in sentence(result_of("loss threshold", 1, 3))
+    assert "It finds an untold number of fewer than 10 members" in sentence(result_of("loss threshold", 1, 3), 10)
+    assert "fewer than 10 of 60 are right" in sentence(result_of("reading", 0, 60), 10)
+    assert "in more than 50 of 60 tries" in sentence(result_of("gradient matching", 60, 60), 10)
+    assert not re.search(r"\b3\b", sentence(result_of("alone in a class", 1, 3), 10))

@@ -50,21 +50,21 @@ def results(tmp_path, *options):
     }
 
 
-@pytest.mark.sampled(1, "part")
-@pytest.mark.parametrize("part", [1, 6])
+@pytest.mark.sampled(1, "divisor")
+@pytest.mark.parametrize("divisor", [1, 6])
 @pytest.mark.parametrize("hidden", [SHARED, ["nodes=1"], RECOVERED])
 @pytest.mark.parametrize("method", METHODS)
-def test_no_more_is_found_than_epsilon_allows_and_too_little_noise_is(tmp_path, monkeypatch, method, hidden, part):
+def test_no_more_is_found_than_epsilon_allows_and_too_little_noise_is(tmp_path, monkeypatch, method, hidden, divisor):
     whole, plain = shares.discrete_gaussian, budget.noisy
-    monkeypatch.setattr(shares, "discrete_gaussian", lambda n, stream: whole(n, stream) // part)
-    monkeypatch.setattr(budget, "noisy", lambda sums, sigma, stream: plain(sums, sigma / part, stream))
+    monkeypatch.setattr(shares, "discrete_gaussian", lambda n, stream: whole(n, stream) // divisor)
+    monkeypatch.setattr(budget, "noisy", lambda sums, sigma, stream: plain(sums, sigma / divisor, stream))
     noisy = [*METHODS[method], f"target_epsilon={EPSILON}", "delta=1e-5", "partition.size=400", *hidden]
     result = results(tmp_path, *noisy)["likelihood ratio, all others known"]
     assert result["institution"] == ("institution-1" if hidden == ["nodes=1"] else ALL)
     assert result["stated"]["epsilon"] == pytest.approx(EPSILON, rel=0.01)
-    assert result["noise"] == pytest.approx(1 / part, rel=0.05)
-    assert (result["shown"] > result["stated"]["epsilon"]) == (part == 6)
-    assert part == 6 or result["membership"]["auc"]["low"] < result["allowed"]["auc"]
+    assert result["noise"] == pytest.approx(1 / divisor, rel=0.05)
+    assert (result["shown"] > result["stated"]["epsilon"]) == (divisor == 6)
+    assert divisor == 6 or result["membership"]["auc"]["low"] < result["allowed"]["auc"]
 
 
 def test_the_same_images_are_asked_about_again(tmp_path, monkeypatch):

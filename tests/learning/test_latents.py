@@ -91,7 +91,7 @@ def test_batches_come_from_the_disk_and_memory_stays_bounded(tmp_path):
     dtype=st.sampled_from(["float32", "float16", "int8"]),
 )
 def test_batches_are_those_of_the_union_in_memory(tmp_path_factory, sizes, step, b, dtype):
-    folder, rng, parts = tmp_path_factory.mktemp("store"), np.random.default_rng(sum(sizes)), []
+    folder, rng, chunks = tmp_path_factory.mktemp("store"), np.random.default_rng(sum(sizes)), []
     for k, n in reversed(list(enumerate(sizes))):
         values = rng.normal(size=(n, 2, 3)).astype(np.float32)
         codes, scales = pack(torch.from_numpy(values), dtype)
@@ -100,9 +100,9 @@ def test_batches_are_those_of_the_union_in_memory(tmp_path_factory, sizes, step,
             store = LatentStore(folder)  # as after a restart
             assert store.next_row(f"i{k}") == first
             store.add(f"i{k}", chunk(codes[cut], first, n, None if scales is None else scales[cut]))
-        parts.insert(0, (unpack(codes, scales), np.arange(n)))
+        chunks.insert(0, (unpack(codes, scales), np.arange(n)))
     LatentStore(folder).add("incomplete", chunk(codes[:1], 0, 2, None if scales is None else scales[:1]))
-    e, y = (np.concatenate(column) for column in zip(*parts, strict=True))
+    e, y = (np.concatenate(column) for column in zip(*chunks, strict=True))
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(1)).numpy()
     drawn = list(LatentStore(folder).epoch(b, torch.Generator().manual_seed(1)))
     assert len(drawn) == max(1, len(y) // b)

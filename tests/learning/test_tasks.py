@@ -36,18 +36,18 @@ def shards(draw):
     ]
 
 
-def evaluations(classes, parts, batch_size=512):
+def evaluations(classes, shards, batch_size=512):
     task, model = Classification(classes), nn.Identity()
-    return [task.evaluate(model, torch.from_numpy(x), torch.from_numpy(y), batch_size) for x, y in parts]
+    return [task.evaluate(model, torch.from_numpy(x), torch.from_numpy(y), batch_size) for x, y in shards]
 
 
 @settings(max_examples=60)
 @given(drawn=shards())
 @pytest.mark.filterwarnings("ignore:y_pred contains classes", "ignore:A single label")
 def test_pooled_metrics_are_sklearns_on_the_shards_laid_together(drawn):
-    classes, parts = drawn
-    pooled = Classification(classes).pool(evaluations(classes, parts))
-    logits, y = (np.concatenate(column) for column in zip(*parts, strict=True))
+    classes, shards = drawn
+    pooled = Classification(classes).pool(evaluations(classes, shards))
+    logits, y = (np.concatenate(column) for column in zip(*shards, strict=True))
     guesses, probabilities = logits.argmax(1), torch.from_numpy(logits).double().softmax(1).numpy()
     if "auc" in pooled:  # the server sees 256 bins; what falls into one counts half
         margins = logits[:, 1] - logits[:, 0]
@@ -67,9 +67,9 @@ def test_pooled_metrics_are_sklearns_on_the_shards_laid_together(drawn):
 @settings(max_examples=30)
 @given(drawn=shards(), batch_size=st.integers(1, 7))
 def test_neither_batches_nor_order_nor_empty_answers_change_the_metrics(drawn, batch_size):
-    classes, parts = drawn
-    task, whole = Classification(classes), evaluations(classes, parts)
-    split = evaluations(classes, parts, batch_size)
+    classes, shards = drawn
+    task, whole = Classification(classes), evaluations(classes, shards)
+    split = evaluations(classes, shards, batch_size)
     assert [e.confusion for e in split] == [e.confusion for e in whole]
     assert task.pool([*split[::-1], task.empty()]) == pytest.approx(task.pool(whole), rel=1e-5)
 
@@ -112,10 +112,10 @@ def test_bins_of_scores_cost_the_auc_little():
 @given(seed=st.integers(0, 2**32), sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4))
 def test_errors_of_a_regression_are_in_the_labels_unit(seed, sizes):
     rng = np.random.default_rng(seed)
-    parts = [(rng.normal(size=(n, 1)).astype(np.float32), rng.normal(100, 40, n).astype(np.float32)) for n in sizes]
-    x, y = (np.concatenate(column) for column in zip(*parts, strict=True))
+    shards = [(rng.normal(size=(n, 1)).astype(np.float32), rng.normal(100, 40, n).astype(np.float32)) for n in sizes]
+    x, y = (np.concatenate(column) for column in zip(*shards, strict=True))
     task = Regression().scaled(float(y.mean()), float(y.std()) or 1.0)
-    evaluated = [task.evaluate(nn.Identity(), torch.from_numpy(x), torch.from_numpy(y), 7) for x, y in parts]
+    evaluated = [task.evaluate(nn.Identity(), torch.from_numpy(x), torch.from_numpy(y), 7) for x, y in shards]
     guesses = x[:, 0].astype(float) * task.scale + task.mean
     pooled = task.pool(evaluated)
     assert pooled["mae"] == pytest.approx(mean_absolute_error(y, guesses), rel=1e-5)

@@ -154,7 +154,7 @@ def test_tests_fit_memory_where_a_model_enlarges_images():
 def test_the_digest_is_of_numbers_and_layers():
     x, linear = torch.zeros(1, 1, 2, 2), nn.Linear(4, 3)
     relu, silu = (nn.Sequential(nn.Flatten(), linear, act) for act in (nn.ReLU(), nn.SiLU()))
-    first, second, third = (Frozen(OrderedDict(a=deepcopy(part)), x, alone=False) for part in (relu, silu, relu))
+    first, second, third = (Frozen(OrderedDict(a=deepcopy(layer)), x, alone=False) for layer in (relu, silu, relu))
     assert first.digest == third.digest != second.digest
 
 

@@ -185,8 +185,8 @@ def test_resnet_maps(stem: str) -> None:
     """Conv1 leaves a quarter of the image's side, or half of it with the small stem; then it halves."""
     model, side = build(ModelConfig(name="resnet18", width=4, stem=stem), task(32), 0), 8 if stem == "published" else 16
     x = torch.rand(2, 1, 32, 32)
-    for number, part in enumerate(model[:5]):
-        x = part(x)
+    for number, stage in enumerate(model[:5]):
+        x = stage(x)
         assert x.shape[1:] == (4 * 2 ** max(0, number - 1), *[side // 2 ** max(0, number - 1)] * 2)
 
 

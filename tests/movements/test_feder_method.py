@@ -81,7 +81,7 @@ def test_a_model_is_trained_by_eq_4_on_its_predecessors_buffer_or_those_of_all_o
                 before = next((name for name, model in models.items() if same(model, sent)), None)  # whose it is
                 assert before not in (None, at.name), f"round {exchange}, {at.name}: no other's model is that sent"
                 sources = [before] if memory == "predecessor" else sorted({*SIZES} - {at.name})
-                buffer = [torch.cat(parts) for parts in zip(*(buffers[name] for name in sources), strict=True)]
+                buffer = [torch.cat(tensors) for tensors in zip(*(buffers[name] for name in sources), strict=True)]
                 trained[at.name] = eq_4(models[before], data[at.name], buffer, at.name, exchange)
         models = trained
     assert set(models) == set(SIZES)

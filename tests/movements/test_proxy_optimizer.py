@@ -36,7 +36,7 @@ def shards(tmp_path_factory):
 
 def twin(data, mixing, optimizer, rule, seeds):
     """Train every institution's two models by hand; mix proxies, and states that travel, by a matrix (to, from)."""
-    fresh = backbone(*(getattr(compose([*JOB]), part) for part in ("model", "task")))
+    fresh = backbone(*(getattr(compose([*JOB]), section) for section in ("model", "task")))
     phi, theta = ({name: fresh(derived_seed(0, seed)) for name in SIZES} for seed in seeds)
     make = torch.optim.Adam if optimizer == "adam" else lambda p, **how: torch.optim.SGD(p, momentum=0.9, **how)
     private = {name: make(phi[name].parameters(), lr=LR, weight_decay=DECAY) for name in SIZES}

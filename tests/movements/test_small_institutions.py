@@ -35,8 +35,8 @@ def test_one_example_or_one_class_does_no_harm(tmp_path, strategy):
     labels = {"a": rng.integers(0, 2, 40), "b": np.array([1]), "c": np.zeros(20, int)}
     for name, y in labels.items():
         x = (rng.integers(0, 60, (len(y), 8, 8)) + 150 * y[:, None, None]).astype(np.uint8)
-        parts = {"train_images": x, "train_labels": y, "test_images": x[:5], "test_labels": y[:5]}
-        np.savez(tmp_path / f"{name}.npz", **parts)
+        arrays = {"train_images": x, "train_labels": y, "test_images": x[:5], "test_labels": y[:5]}
+        np.savez(tmp_path / f"{name}.npz", **arrays)
     overrides = [f"strategy={strategy}", *JOB, "lr=0.05", "dp=none"]  # DP needs a batch of examples
     overrides += ["generator.epochs=1", "prior.epochs=1"]
     config, recorder = compose(overrides), Kept()

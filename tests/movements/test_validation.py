@@ -106,8 +106,8 @@ def test_the_examples_are_nobody_elses():
     assert 0.07 < len(after.val) / len(before.train) < 0.13
     assert len(after.train) + len(after.val) == len(before.train)
     np.testing.assert_array_equal(after.test.x, before.test.x)
-    part = dealt(held.task, held.partition, 3, 0)
-    owned = [part.examples(loaded(held.task), k) for k in range(3)]
+    dealing = dealt(held.task, held.partition, 3, 0)
+    owned = [dealing.examples(loaded(held.task), k) for k in range(3)]
     assert sum(len(dataset.val) for dataset in owned) == len(after.val)
     assert len(pooled(held.task, held.partition, 3, 0, loaded(held.task)).train) == len(after.train)
 
@@ -115,9 +115,9 @@ def test_the_examples_are_nobody_elses():
 def test_an_institutions_examples_have_its_own_mix():
     """As many as a tenth of its own images would be: a hospital has no others."""
     config = compose(["task=digits", "partition=majority", "majors=random", "partition.size=90", "nodes=4"])
-    part = dealt(config.task, config.partition, 4, 0)
+    dealing = dealt(config.task, config.partition, 4, 0)
     for k in range(4):
-        own = part.examples(loaded(config.task), k)
+        own = dealing.examples(loaded(config.task), k)
         major = np.bincount(own.train.y).argmax()
         assert 6 <= len(own.val) <= 16
         assert 0.6 < np.mean(own.val.y == major) < 0.95

@@ -84,19 +84,19 @@ def test_rdp_at_fractional_orders_is_the_integral(rate, sigma, order, caplog):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("delta", [1e-5, 1e-3])
 @pytest.mark.parametrize(
-    "parts",
+    "gaussians",
     [
-        *([part] for part in itertools.product((0.001, 0.01, 0.1, 0.3, 0.99), (0.7, 2.0, 12.0), (1, 30, 1000))),
-        *([part] for part in POINTS[:1]),
+        *([gaussian] for gaussian in itertools.product((0.001, 0.01, 0.1, 0.3, 0.99), (0.7, 2.0, 12.0), (1, 30, 1000))),
+        *([gaussian] for gaussian in POINTS[:1]),
         [POINTS[2], POINTS[3]],
         [(0.028, 0.7, 500), (1.0, 9.0, 1)],
         [(0.05, 1.5, 300), (0.5, 8.0, 30), (1.0, 20.0, 5)],
         [(0.1, 1.0, 60), (0.1, 1.0, 40)],
     ],
 )
-def test_prv_is_never_below_dp_accountings_privacy_loss_distribution(parts, delta):
+def test_prv_is_never_below_dp_accountings_privacy_loss_distribution(gaussians, delta):
     """Nor above it by more than the error that it adds."""
-    mechanisms, other = [SampledGaussian(*part) for part in parts], PLDAccountant()
+    mechanisms, other = [SampledGaussian(*gaussian) for gaussian in gaussians], PLDAccountant()
     for mechanism in mechanisms:
         other.compose(event(mechanism))
     ours, by_rdp, least = epsilon(mechanisms, delta, "prv"), epsilon(mechanisms, delta), other.get_epsilon(delta)

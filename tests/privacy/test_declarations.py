@@ -87,12 +87,12 @@ def install(tmp_path, monkeypatch):
     def installed(name, passes="", base="(StrategyConfig)", change=("", "")):
         words = {"name": name, "Name": name.capitalize(), "base": base, "declared": DECLARED % passes if passes else ""}
         (conf / "strategy" / f"{name}.yaml").write_text(f"name: {name}\nsweeps: 3\n")
-        for part, text in (("strategies", STRATEGY), ("clients", CLIENT)):
-            (tmp_path / part).mkdir(exist_ok=True)
-            (tmp_path / part / f"{name}.py").write_text(text.format(**words).replace(*change))
-            package = importlib.import_module(f"flwr_replay.{part}")
-            monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path / part)])
-            modules.append(f"flwr_replay.{part}.{name}")
+        for half, text in (("strategies", STRATEGY), ("clients", CLIENT)):
+            (tmp_path / half).mkdir(exist_ok=True)
+            (tmp_path / half / f"{name}.py").write_text(text.format(**words).replace(*change))
+            package = importlib.import_module(f"flwr_replay.{half}")
+            monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path / half)])
+            modules.append(f"flwr_replay.{half}.{name}")
         return f"strategy={name}"
 
     yield installed
@@ -104,7 +104,7 @@ def install(tmp_path, monkeypatch):
 def test_passes_under_another_name_are_planned_charged_and_forecast(install, tmp_path):
     overrides = [install("sweeping", "rounds * self.sweeps"), *DP, "target-epsilon=2", f"runs_dir={tmp_path}/runs"]
     run = Simulation.of(compose(overrides))
-    plan, examples = run.job.settings.privacy, len(run.part.train[0])
+    plan, examples = run.job.settings.privacy, len(run.partition.train[0])
     twin, once = (PrivacyPlan.of(compose(["strategy=fedavg", *overrides[1:], f"local_epochs={e}"])) for e in (3, 1))
     assert plan.passes == twin.passes == (Passes("classifier", 6, 32),)
     assert plan.cost("classifier", examples, 6) == twin.cost("classifier", examples, 6)  # sigma among them
@@ -112,7 +112,7 @@ def test_passes_under_another_name_are_planned_charged_and_forecast(install, tmp
 
     expected = {line.institution: line.protection for line in forecast(run) if line.protection.endswith("-DP")}
     result, folder = simulate(run, overrides, Display())
-    for name, own in zip(run.part.names, run.part.train, strict=True):
+    for name, own in zip(run.partition.names, run.partition.train, strict=True):
         account = tmp_path / "home" / "state" / "simulation" / name / "runs" / (folder / "run-id").read_text().strip()
         charges = [json.loads(line) for line in (account / "privacy.jsonl").read_text().splitlines()]
         assert sum(charge["steps"] for charge in charges) == 2 * 3 * (len(own) // 32)

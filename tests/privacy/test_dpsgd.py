@@ -86,7 +86,7 @@ def test_clipped_gradients_are_the_slow_loops(config, task):
     assert loss.item() == pytest.approx(sum(losses), rel=1e-5)
 
 
-def test_gradients_that_do_not_fit_in_memory_together_are_taken_in_parts(monkeypatch):
+def test_gradients_that_do_not_fit_in_memory_together_are_taken_in_chunks(monkeypatch):
     config, task = MODELS[0]
     model, batch, sizes = build(config, task, seed=0), examples(task, 5), []
 
@@ -96,9 +96,9 @@ def test_gradients_that_do_not_fit_in_memory_together_are_taken_in_parts(monkeyp
 
     whole, _ = clipped_sums(model, losses, batch, 0.1)
     monkeypatch.setattr(dpsgd, "MEMORY", 2 * 4 * 2155)
-    parts, _ = clipped_sums(model, losses, batch, 0.1)
+    chunked, _ = clipped_sums(model, losses, batch, 0.1)
     assert sizes == [5, 2, 2, 1]
-    assert agree(parts, whole)
+    assert agree(chunked, whole)
 
 
 @pytest.mark.parametrize("order", ["channels last", "moved axes"])

@@ -49,7 +49,7 @@ def test_no_example_moves_a_sum_by_more_than_c(kind, hooks, scales, clip, bias):
     x = images * (torch.randn(2, 6) if kind == "units" else torch.randn(2, 1, 4, 4))
     for example in x:
         sums, _ = clipped_sums(model, lambda x: model(x).sum(1) * loss, (example[None],), clip)
-        norm = torch.linalg.vector_norm(torch.stack([part.double().norm() for part in sums]))
+        norm = torch.linalg.vector_norm(torch.stack([tensor.double().norm() for tensor in sums]))
         assert norm <= clip * (1 + 1e-6)
 
 

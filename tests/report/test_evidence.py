@@ -176,11 +176,11 @@ def test_under_a_floor_sacroml_has_an_auc_of_many_alone(ran, monkeypatch, least,
 )
 def test_what_is_no_report_of_sacromls_is_refused_in_one_line(ran, monkeypatch, capsys, path, value):
     whole = deepcopy(SACROML)
-    [part] = whole.values()
+    [inner] = whole.values()
     for key in path[:-1]:
-        part = part[key]
+        inner = inner[key]
     if path:
-        part[path[-1]] = value
+        inner[path[-1]] = value
     (ran.folder / "evidence.json").unlink(missing_ok=True)
     assert with_sacroml(monkeypatch, ran.folder, whole if path else value) == 2
     assert capsys.readouterr().err.startswith("error: --sacroml takes ")

@@ -13,7 +13,7 @@ from harness import forked
 from flwr_replay.deploy.coordinator import _bytes
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import write_atomic
-from flwr_replay.files.lines import parts
+from flwr_replay.files.lines import segments
 from flwr_replay.runs.listing import listed
 from flwr_replay.state import kept as module
 from flwr_replay.state.kept import kept, ledger_bytes, remove, retire
@@ -54,13 +54,13 @@ def test_files_that_come_and_go_meanwhile_are_no_error(state):
         os.waitpid(child, 0)
 
 
-def test_a_ledger_whose_first_part_is_closed_meanwhile_is_found(state, monkeypatch):
+def test_a_ledger_whose_first_segment_is_closed_meanwhile_is_found(state, monkeypatch):
     def closed_meanwhile(path):
-        files = parts(path)
+        files = segments(path)
         path.rename(path.with_name("ledger-0001.jsonl"))
         return files
 
-    monkeypatch.setattr(module, "parts", closed_meanwhile)
+    monkeypatch.setattr(module, "segments", closed_meanwhile)
     assert [of.run for of in kept(state)] == ["run"]
 
 

@@ -30,8 +30,8 @@ def job(tmp_path, monkeypatch):
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (N + 30, 8, 8), np.uint8), rng.integers(0, 3, N + 30)
-    parts = {"train_images": x[:N], "train_labels": y[:N], "test_images": x[N:], "test_labels": y[N:]}
-    np.savez(tmp_path / "all.npz", **parts)
+    arrays = {"train_images": x[:N], "train_labels": y[:N], "test_images": x[N:], "test_labels": y[N:]}
+    np.savez(tmp_path / "all.npz", **arrays)
     task = ["task=medmnist", "split=test", f"task.data-dir='{tmp_path}/all.npz'", "task.size=8", "classes=3"]
     options = ["partition=majority", "p=0.6", "model=cnn", "model.width=4"]
     return ["strategy=central", *task, *options, f"batch_size={B}", "lr=0.05", "device=cpu"]
@@ -56,8 +56,8 @@ def test_one_institution_trains_on_the_union_and_all_evaluate(job, rule):
     assert grid.who("evaluate") == ["institution-1", "institution-2", "institution-3"]
 
     config = compose(job)
-    part = dealt(config.task, config.partition, 3, config.seed)
-    own = np.concatenate(part.train)
+    dealing = dealt(config.task, config.partition, 3, config.seed)
+    own = np.concatenate(dealing.train)
     assert len(own) == len(set(own))
     with np.load(config.task.data_dir) as file:
         x, y = torch.from_numpy(file["train_images"][own, None]) / 255, torch.from_numpy(file["train_labels"][own])

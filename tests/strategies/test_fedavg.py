@@ -150,11 +150,11 @@ def test_the_mean_lies_within_its_parts_and_one_part_is_its_own_mean(states, dat
     before = [{name: array.copy() for name, array in state.items()} for state in states]
     mean = weighted_mean(states, weights)
     for name, array in mean.items():
-        parts = np.stack([state[name] for state in states])
-        assert array.dtype == parts.dtype
-        assert (parts.min(0) <= array).all()
-        assert (array <= parts.max(0)).all()
-        expected = sum(w * p.astype(np.longdouble) for w, p in zip(weights, parts, strict=True)) / sum(weights)
+        stacked = np.stack([state[name] for state in states])
+        assert array.dtype == stacked.dtype
+        assert (stacked.min(0) <= array).all()
+        assert (array <= stacked.max(0)).all()
+        expected = sum(w * p.astype(np.longdouble) for w, p in zip(weights, stacked, strict=True)) / sum(weights)
         np.testing.assert_allclose(array, expected, rtol=1e-6, atol=0.5 if name == "n" else 1e-6)
     assert same(weighted_mean(states, [3 * w for w in weights]), mean)
     assert same(weighted_mean(states[:1], weights[:1]), states[0])

@@ -35,8 +35,8 @@ def test_it_is_fedavg_on_ones_own_and_what_others_gave(tmp_path, shards):
         chosen = torch.randperm(len(y), generator=torch_rng(0, name, "share"))[: max(1, round(0.2 * len(y)))]
         given[name] = x[chosen], y[chosen]
     enlarged = {
-        name: tuple(torch.cat([own, *(given[o][i] for o in sorted(given) if o != name)]) for i, own in enumerate(parts))
-        for name, parts in shards.items()
+        name: tuple(torch.cat([own, *(given[o][i] for o in sorted(given) if o != name)]) for i, own in enumerate(pair))
+        for name, pair in shards.items()
     }
     config = compose(JOB)
     build = backbone(config.model, config.task)

@@ -41,8 +41,8 @@ def head_after(folder, *options):
 def union(*options):
     """Return features and labels of all institutions' training examples."""
     config = compose([*JOB, *options])
-    part, data = dealt(config.task, config.partition, config.nodes, config.seed), loaded(config.task)
-    owned = [part.examples(data, k).train for k in range(config.nodes)]
+    dealing, data = dealt(config.task, config.partition, config.nodes, config.seed), loaded(config.task)
+    owned = [dealing.examples(data, k).train for k in range(config.nodes)]
     x, y = (np.concatenate([getattr(own, name) for own in owned]) for name in "xy")
     model = backbone(config.model, config.task)(derived_seed(config.seed, "model"))
     return features_of(model, as_input(torch.from_numpy(x))).double().numpy(), y

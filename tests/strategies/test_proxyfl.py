@@ -53,7 +53,7 @@ def test_a_run_is_algorithm_1(shards):
     """A plain loop over lines 1-12, with SGD, on the exponential graph; there w stays 1."""
     folder, data = shards
     ran = run(folder, *PROXYFL, "dp=none", "momentum=0", "alpha=0.4", "beta=0.3")
-    fresh = backbone(*(getattr(compose([*JOB]), part) for part in ("model", "task")))
+    fresh = backbone(*(getattr(compose([*JOB]), section) for section in ("model", "task")))
     phi = {name: fresh(derived_seed(0, "model")) for name in NAMES}
     theta = {name: fresh(derived_seed(0, "proxy")) for name in NAMES}
     for t in range(2):
@@ -88,7 +88,7 @@ def test_on_the_complete_graph_the_mixed_proxy_is_fedsgds_model(folder, momentum
     job = ["rounds=3", "dp=none", "lr=0.5", f"momentum={momentum}", "split=test"]
     ran = run(folder, "strategy=proxyfl", *job, "alpha=0", "beta=0", "topology=complete", f"batch_size={N}")
     summed = read_tensors(run(folder, "strategy=fedsgd", *job).folder / "models" / "global.safetensors")
-    fresh = backbone(*(getattr(compose([*JOB]), part) for part in ("model", "task")))(derived_seed(0, "model"))
+    fresh = backbone(*(getattr(compose([*JOB]), section) for section in ("model", "task")))(derived_seed(0, "model"))
     for key, array in fresh.state_dict().items():
         assert np.abs(summed[key] - array.numpy()).max() > 1e-2
         for name in NAMES:

@@ -32,7 +32,7 @@ def load_data(partition_id: int, num_partitions: int) -> tuple[Split, Split]:
     digits = load_digits()
     mixed, rest = np.array_split(np.random.default_rng(0).permutation(len(digits.target)), 2)
     by_digit = rest[np.argsort(digits.target[rest], kind="stable")]
-    own = np.concatenate([np.array_split(part, num_partitions)[partition_id] for part in (mixed, by_digit)])
+    own = np.concatenate([np.array_split(rows, num_partitions)[partition_id] for rows in (mixed, by_digit)])
     own = np.random.default_rng(1).permutation(own)
     x = torch.from_numpy(digits.images[own, None] / 16).float()
     y = torch.from_numpy(digits.target[own]).long()

@@ -66,7 +66,7 @@ class Share:
     def fits(self, machine: Machine) -> int:
         """Return how many workers fit on a machine."""
         cpus = machine.cpus / self.cpus if self.cpus else inf
-        if self.gpus <= 1:  # no worker gets parts of two GPUs
+        if self.gpus <= 1:  # no worker gets shares of two GPUs
             gpus = floor(machine.gpus) * floor(1 / self.gpus) if self.gpus else inf
         else:
             gpus = machine.gpus / self.gpus
@@ -158,7 +158,7 @@ def living() -> list[Machine]:
 
 
 def share(config: RunConfig, machines: Sequence[Machine]) -> Share:
-    """Return what each worker gets: what the options say, else `threads` cores and an equal part of the GPUs.
+    """Return what each worker gets: what the options say, else `threads` cores and an equal share of the GPUs.
 
     Raises
     ------

@@ -59,7 +59,7 @@ def run_on_cluster(
     from flwr_replay.engines.cluster.grid import ClusterGrid
     from flwr_replay.engines.cluster.machines import connected, living, look, place, share
 
-    config, names = simulation.job.config, simulation.part.names
+    config, names = simulation.job.config, simulation.partition.names
     files = _files(config)
     folder, overrides = named(config, overrides)
     simulation = replace(simulation, job=replace(simulation.job, config=replace(config, run_name=folder.name)))

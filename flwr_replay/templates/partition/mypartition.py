@@ -13,4 +13,4 @@ def deal(labels: NDArray[np.int64], nodes: int, seed: int) -> list[NDArray[np.in
     order = np.random.default_rng(seed).permutation(len(labels))
     common, rest = np.split(order, [int(COMMON * len(labels))])
     own = np.array_split(rest[np.argsort(labels[rest], kind="stable")], nodes)
-    return [np.concatenate(parts) for parts in zip(own, np.array_split(common, nodes), strict=True)]
+    return [np.concatenate(shard) for shard in zip(own, np.array_split(common, nodes), strict=True)]

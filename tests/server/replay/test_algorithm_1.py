@@ -44,11 +44,11 @@ def shards(folder):
     folders = write_shards(folder, SIZES)
     for name, (_, y) in folders.items():
         path = folder / f"{name}.npz"
-        parts = dict(np.load(path))
-        for images in (parts["train_images"], parts["test_images"]):
+        arrays = dict(np.load(path))
+        for images in (arrays["train_images"], arrays["test_images"]):
             images[:] = np.kron(images[:, ::4, ::4], np.ones((4, 4), np.uint8))
-        np.savez(path, **parts)
-        folders[name] = torch.from_numpy(parts["train_images"][:, None]) / 255, y
+        np.savez(path, **arrays)
+        folders[name] = torch.from_numpy(arrays["train_images"][:, None]) / 255, y
     return folders
 
 

@@ -1,4 +1,4 @@
-"""A run's ledger is divided into parts: whoever reads it reads all of them, and a checkpoint vouches for each."""
+"""A run's ledger is divided into segments: whoever reads it reads all of them, and a checkpoint vouches for each."""
 
 import os
 from collections import Counter
@@ -11,7 +11,7 @@ from flwr_replay.check import check_strategy
 from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import read_json
-from flwr_replay.files.lines import parts
+from flwr_replay.files.lines import segments
 from flwr_replay.memory import forget
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_page import write_run_page
@@ -26,9 +26,9 @@ VALUES = {"server-round": 1, "examples-seen": 1, "seconds": 1.0, "state": {}, "l
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """Return a function that sets the bytes of a part."""
+    """Return a function that sets the bytes of a segment."""
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
-    return lambda size: monkeypatch.setattr(ledger, "PART", size)
+    return lambda size: monkeypatch.setattr(ledger, "SEGMENT", size)
 
 
 def ran(folder, name, display=None):
@@ -40,26 +40,26 @@ def lines(folder):
     return Counter(str({**line, "message": ""}) for line in ledger_lines(folder))
 
 
-def test_a_run_with_parts_is_killed_and_resumed_as_one_without(small):
+def test_a_run_with_segments_is_killed_and_resumed_as_one_without(small):
     small(4096)
     check_strategy("fedavg", ["rounds=2"])
 
 
-def test_all_parts_are_read(tmp_path, small):
+def test_all_segments_are_read(tmp_path, small):
     whole = ran(tmp_path, "whole")
     small(4096)
     with pytest.raises(KeyboardInterrupt):
         ran(tmp_path, "divided", Stopping(3))
     divided = tmp_path / "divided"
-    closed = len(parts(divided / "ledger.jsonl"))
+    closed = len(segments(divided / "ledger.jsonl"))
     run_inline(resolve([], "", str(divided))[0], Display())
-    assert len(parts(divided / "ledger.jsonl")) > closed > 2
+    assert len(segments(divided / "ledger.jsonl")) > closed > 2
     assert lines(whole) < lines(divided)  # which has repeated messages, too
     sent = read_json(divided / "result.json")["bytes"]
     assert sum(line["bytes"] for line in ledger_lines(divided)) == sent["up"] + sent["down"]
 
 
-def test_the_page_says_that_a_part_is_missing(tmp_path, small):
+def test_the_page_says_that_a_segment_is_missing(tmp_path, small):
     small(1500)
     folder = ran(tmp_path, "whole")
     assert "were sent" not in write_run_page(folder).read_text()
@@ -105,20 +105,20 @@ def test_a_ledger_that_is_renamed_in_mid_run_ends_what_it_records(tmp_path, monk
 
 
 @pytest.mark.parametrize("damaged", ["ledger-0001.jsonl", "ledger-0002.jsonl"])
-def test_a_checkpoint_vouches_for_each_part(tmp_path, small, damaged):
-    """The second part was still the current one when the checkpoint was written."""
+def test_a_checkpoint_vouches_for_each_segment(tmp_path, small, damaged):
+    """The second segment was still the current one when the checkpoint was written."""
     small(100)
     growing = ledger.Ledger(tmp_path)
     for n in range(5):
         growing.append([{"line": "x" * 60, "n": n}])
         growing.flush()
         if n == 2:
-            assert [part.name for part in parts(growing.path)] == ["ledger-0001.jsonl", "ledger.jsonl"]
+            assert [segment.name for segment in segments(growing.path)] == ["ledger-0001.jsonl", "ledger.jsonl"]
             written = Checkpoints(tmp_path, ["ledger.jsonl"])
             written.write(1, {}, VALUES)
             written.close()
     growing.close()
-    assert damaged in [part.name for part in parts(growing.path)[:-1]]
+    assert damaged in [segment.name for segment in segments(growing.path)[:-1]]
     assert Checkpoints(tmp_path, ["ledger.jsonl"]).read(print)
     content = (tmp_path / damaged).read_text()
     (tmp_path / damaged).write_text(content.replace("x", "y", 1))
@@ -153,19 +153,19 @@ def test_who_reads_a_ledger_while_another_process_divides_it_reads_all_lines(tmp
         growing.flush()
 
     def meanwhile(path):
-        monkeypatch.setattr(ledger, "parts", parts)
-        files = parts(path) if listed else None
+        monkeypatch.setattr(ledger, "segments", segments)
+        files = segments(path) if listed else None
         add(1)
-        return files or parts(path)
+        return files or segments(path)
 
     add(0)
-    monkeypatch.setattr(ledger, "parts", meanwhile)
+    monkeypatch.setattr(ledger, "segments", meanwhile)
     assert next(ledger_lines(tmp_path))["n"] == 0
-    assert len(parts(growing.path)) == 2
+    assert len(segments(growing.path)) == 2
     growing.close()
 
 
-def test_tallies_go_on_over_parts(tmp_path, small):
+def test_tallies_go_on_over_segments(tmp_path, small):
     """What one process has counted from checkpoint to checkpoint is what another counts at once."""
     small(100)
     growing, counting = ledger.Ledger(tmp_path), Checkpoints(tmp_path, ["ledger.jsonl"])
@@ -175,7 +175,7 @@ def test_tallies_go_on_over_parts(tmp_path, small):
         if n % 3 == 0:
             counting.write(n + 1, {}, VALUES)
     counting.close()
-    assert len(parts(growing.path)) == 4
+    assert len(segments(growing.path)) == 4
     assert Checkpoints(tmp_path, ["ledger.jsonl"]).read(print)
     growing.close()
 
@@ -189,7 +189,7 @@ def test_what_a_checkpoint_counts_is_on_the_disk_before_it_though_the_ledger_is_
     growing.flush()
     monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file).st_ino))
     counting.write(1, {}, VALUES, first=[go.wait])
-    growing.append([{"line": "of the next part"}])
+    growing.append([{"line": "of the next segment"}])
     growing.flush()
     go.set()
     counting.wait()
