@@ -42,7 +42,7 @@ from flwr_replay.models.staged import StagedModel
 from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon, noise_for
 from flwr_replay.privacy.bounds import guessed, lower_bound
-from flwr_replay.privacy.dpsgd import _scales, noisy_step
+from flwr_replay.privacy.dpsgd import noisy_step, scales
 from flwr_replay.privacy.secret import Stream
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.options import resolve
@@ -141,7 +141,7 @@ def quieter(share: float):
 
 def looser(clip, *rest):
     """Clip to 4 C."""
-    return _scales(4 * clip, *rest)
+    return scales(4 * clip, *rest)
 
 
 def half(account, mechanism, cost, *noise):
@@ -164,7 +164,7 @@ SABOTAGES = {
     **{
         f"noise-{share}": ("flwr_replay.institution.budget.noisy_step", quieter(share)) for share in (0.5, 0.25, 0.1, 0)
     },
-    "clipping": ("flwr_replay.privacy.dpsgd._scales", looser),
+    "clipping": ("flwr_replay.privacy.dpsgd.scales", looser),
     "charges": ("flwr_replay.privacy.account.Account.charge", half),
     "sampling": ("flwr_replay.institution.budget.poisson_batches", everyone),
     "shuffling": ("flwr_replay.institution.budget.poisson_batches", shuffled),

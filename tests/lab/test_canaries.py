@@ -163,9 +163,9 @@ def to_more(*args, clip, sigma, **rest):
 
 SCALES, GHOST = dpsgd.scales, dpsgd.Ghost.add
 CLIPPINGS = {
-    "to more": (dpsgd, "_scales", looser),
+    "to more": (dpsgd, "scales", looser),
     "to more, with the same noise": (budget, "noisy_step", to_more),
-    "not at all": (dpsgd, "_scales", unclipped),
+    "not at all": (dpsgd, "scales", unclipped),
     "not of real examples": (dpsgd.Ghost, "add", unclipped_by_ghost),
 }
 
