@@ -92,7 +92,7 @@ def check_attack(choice: str) -> None:
     question = (images, labels) if own.gives == "membership" else (places,)
     answer = {"images": images.numpy(), "labels": labels.numpy(), "places": places.numpy(), **sent}
     before, seen = digest(answer), [Seen([sent], [weights], deepcopy(network), known, [told]) for _ in range(2)]
-    first, again = (asked(own, one, *question, seed=0, task=config.task) for one in seen)
+    first, again = (asked(own, shown, *question, seed=0, task=config.task) for shown in seen)
     assert digest(answer) == before, "an attack must leave messages and images as they are"
     assert bool(first.isfinite().all()), "each score must be finite"
     assert torch.equal(first, again), "one seed must give the same: draw from generators of the seed"

@@ -101,6 +101,6 @@ def check(folder: str, skip_bad: SkipBad = False, as_json: AsJson = False) -> No
     """
     from flwr_replay.convert.checked import checked
 
-    found = checked(absolute(folder), skip_bad)
-    answer(found._asdict(), "\n".join(found.lines), as_json)
-    sys.exit(0 if found.sound else 1)
+    folder_check = checked(absolute(folder), skip_bad)
+    answer(folder_check._asdict(), "\n".join(folder_check.lines), as_json)
+    sys.exit(0 if folder_check.sound else 1)

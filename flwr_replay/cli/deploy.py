@@ -111,18 +111,18 @@ def evidence(
             f"attacks are quoted under a policy's min-count; {', '.join(names)} had one: give it, --policy FILE"
         )
     sentences = [sentence(result, least) for result in results]
-    found = sacroml_found(absolute(sacroml), least, absolute(model) if model else None) if sacroml else None
-    if found and model:
+    by_sacroml = sacroml_found(absolute(sacroml), least, absolute(model) if model else None) if sacroml else None
+    if by_sacroml and model:
         from flwr_replay.finished.export import recognised
 
-        found["said"] += f" {recognised(absolute(model), folder)}"
+        by_sacroml["said"] += f" {recognised(absolute(model), folder)}"
     if own:
-        page, data = write_own_evidence(folder, rules, sentences, found)
+        page, data = write_own_evidence(folder, rules, sentences, by_sacroml)
     else:
         report = read_json(made) if audit or made.exists() else None
         if report and least:  # what the page says, without numbers of guesses
             report = {name: report[name] for name in ("institution", "kind", "canaries", "claim", "refuted")}
-        page, data = write_evidence(folder, sentences, report, found)
+        page, data = write_evidence(folder, sentences, report, by_sacroml)
     answer({"files": [page, data]}, f"the page: {page}\nthe same as JSON: {data}", as_json)
 
 

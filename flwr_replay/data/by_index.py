@@ -69,7 +69,7 @@ def listed_shards(file: str) -> tuple[tuple[str, ...], list[list[int]]]:
     path, faults = Path(file).expanduser(), list[str]()
     listed, named = _of_json(path) if path.suffix.lower() == ".json" else (_of_table(path), True)
     shards: dict[str, list[int]] = {name: [] for name in listed}
-    for name, where, value in ((name, *one) for name, own in listed.items() for one in own):
+    for name, where, value in ((name, *place) for name, own in listed.items() for place in own):
         text = value if isinstance(value, str) else json.dumps(value)  # 2.0, true and null are no numbers then
         try:
             shards[name].append(int(digits(text)))

@@ -104,10 +104,10 @@ def deal_by_function(
     """
     option, deal = f"partition={config.deal}", import_own("partition", config.deal)
     with users_code(ConfigError, f"{option}, called with {len(y)} labels, nodes={nodes} and seed={seed}, failed"):
-        found = deal(y.copy(), nodes, seed)
-        found = found if isinstance(found, Dealt) else Dealt(found)
-        shards, names = [np.asarray(shard) for shard in found.parts], tuple(map(str, found.names))
-        dropped, counts = int(found.dropped), found.classes and found.classes.counts_KC.shape[0]
+        own = deal(y.copy(), nodes, seed)
+        own = own if isinstance(own, Dealt) else Dealt(own)
+        shards, names = [np.asarray(shard) for shard in own.parts], tuple(map(str, own.names))
+        dropped, counts = int(own.dropped), own.classes and own.classes.counts_KC.shape[0]
     require(len(shards) == nodes, f"{option} must return {nodes} arrays, one for each institution; got {len(shards)}")
     for shard in shards:
         if shard.ndim != 1 or (shard.size and not np.issubdtype(shard.dtype, np.integer)):
@@ -124,5 +124,5 @@ def deal_by_function(
     left = len(y) - len(indices)
     require(0 <= dropped <= left, f"{option} must drop no more than it leaves out, {left}; got dropped={dropped}")
     require(counts in (None, nodes), f"{option} must count the classes of {nodes} institutions; got {counts}")
-    require(found.test is None is found.val, f"{option} deals training examples: leave test and val out")
-    return Dealt(dealt, names, dropped, found.classes)
+    require(own.test is None is own.val, f"{option} deals training examples: leave test and val out")
+    return Dealt(dealt, names, dropped, own.classes)

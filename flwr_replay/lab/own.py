@@ -67,8 +67,8 @@ def own_attack(name: str) -> Attack:
     ConfigError
         If there is none, or it says to take, need or give what is unknown.
     """
-    found = import_own("--attack", name)
-    own = replace(found, name=name) if isinstance(found, Attack) else Attack(name, run=found)
+    imported = import_own("--attack", name)
+    own = replace(imported, name=name) if isinstance(imported, Attack) else Attack(name, run=imported)
     for key, words, known in (("gives", [own.gives], Gives), ("takes", own.takes, Meaning), ("needs", own.needs, Need)):
         for word in words:
             one_of(f"{key} of --attack {name}", word, get_args(known))
@@ -107,22 +107,22 @@ def asked(own: Attack, seen: Seen, *question: Tensor, seed: int, task: TaskConfi
         If the function fails, or returns something else.
     """
     with users_code(ConfigError, f"--attack {own.name} failed"):
-        found = torch.as_tensor(own(seen, *question, seed)).detach().cpu()
-    images, number, shape = own.gives == "images", len(question[0]), tuple(found.shape)
+        guess = torch.as_tensor(own(seen, *question, seed)).detach().cpu()
+    images, number, shape = own.gives == "images", len(question[0]), tuple(guess.shape)
     form = task.channels, task.size, task.size
     what = f"{number} images of form {form}" if images else f"{number} numbers"
     require(
-        shape == ((number, *form) if images else (number,)) and not found.is_complex(),
-        f"--attack {own.name} must return {what}; got shape {shape} of {found.dtype}",
+        shape == ((number, *form) if images else (number,)) and not guess.is_complex(),
+        f"--attack {own.name} must return {what}; got shape {shape} of {guess.dtype}",
     )
     if own.gives == "membership":
-        return found.double()
+        return guess.double()
     if not images:
-        whole = not found.is_floating_point() and bool(((found >= 0) & (found < task.classes)).all())
-        require(whole, f"--attack {own.name} must return classes, 0 to {task.classes - 1}; got {found[:3].tolist()} …")
-        return found.long()
+        whole = not guess.is_floating_point() and bool(((guess >= 0) & (guess < task.classes)).all())
+        require(whole, f"--attack {own.name} must return classes, 0 to {task.classes - 1}; got {guess[:3].tolist()} …")
+        return guess.long()
     require(
-        bool(((found >= 0) & (found <= 1)).all()),
-        f"--attack {own.name} must return images in [0, 1]; got {float(found.min()):g} to {float(found.max()):g}",
+        bool(((guess >= 0) & (guess <= 1)).all()),
+        f"--attack {own.name} must return images in [0, 1]; got {float(guess.min()):g} to {float(guess.max()):g}",
     )
-    return found.float()
+    return guess.float()

@@ -63,7 +63,7 @@ def sacroml_found(file: Path, least: int, model: Path | None) -> dict[str, Any]:
         If a file cannot be read.
     """
     report = parsed(read_bytes(file))
-    form = {"attack_name": ATTACKS, "sacroml_version": lambda said: isinstance(said, str) and VERSION.fullmatch(said)}
+    form = {"attack_name": ATTACKS, "sacroml_version": lambda text: isinstance(text, str) and VERSION.fullmatch(text)}
     if not report or not fits(report, {...: {"metadata": form}}):
         raise ConfigError(
             f"--sacroml takes a report.json as sacroml 2.0.1 writes it; {file} is another: run its attacks"
@@ -83,11 +83,11 @@ def sacroml_found(file: Path, least: int, model: Path | None) -> dict[str, Any]:
     named = " and ".join(sorted(digests - {""})) or "none"
     whose = f" and is that of {', '.join(leaves)}" if leaves and "" not in digests else ""
     floor = " Under min-count an AUC alone is told, and that of many." if least else ""
-    said = (
+    sentence = (
         f"SACRO-ML {version} on the exported model: the SHA-256 that its report has is {named}{whose}. An AUC of 0.5 "
         f"is guessing.{floor}"
     )
-    return {"said": said, "figures": figures, "model": leaves}
+    return {"said": sentence, "figures": figures, "model": leaves}
 
 
 def _repetitions(attack: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -215,11 +215,11 @@ def _prv(steps: Mapping[Sampling, int], delta: float, bound: float) -> float:
     bound is at least that of all steps up to there.
     """
     grids = {sampling: 2 ** (count - 1).bit_length() for sampling, count in steps.items()}
-    found = _composed(steps, grids, delta, bound)
+    bound_by_prv = _composed(steps, grids, delta, bound)
     (sampling, count), *others = steps.items()
     if not others and (half := grids[sampling] // 2) and count < 1.25 * half:
-        found = max(found, _whole_grid(sampling, half, delta))
-    return min(bound, found)
+        bound_by_prv = max(bound_by_prv, _whole_grid(sampling, half, delta))
+    return min(bound, bound_by_prv)
 
 
 @lru_cache(maxsize=1024)
@@ -253,7 +253,7 @@ def _discrete(grids: tuple[tuple[Sampling, int], ...], delta: float, error: floa
 
     total, lost = sum(count for _, count in grids), delta / DELTAS
     whole = _rdp(grids, lost / 4, WHOLE_ORDERS)
-    width = 3 + max([whole, *(_rdp(((one, 1),), lost / (8 * total), WHOLE_ORDERS) for one, _ in grids)])
+    width = 3 + max([whole, *(_rdp(((sampling, 1),), lost / (8 * total), WHOLE_ORDERS) for sampling, _ in grids)])
     meshes = sqrt(total * log(12 / lost) / 2)  # of the error
     error = max(error, width * meshes / POINTS)
     if error >= 1:
@@ -261,7 +261,7 @@ def _discrete(grids: tuple[tuple[Sampling, int], ...], delta: float, error: floa
     grid = prv.Domain.create_aligned(-width, width, error / meshes)
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of empty densities
-        losses = [prv.PoissonSubsampledGaussianPRV(*one) for one, _ in grids]
+        losses = [prv.PoissonSubsampledGaussianPRV(*sampling) for sampling, _ in grids]
         cut = [prv.TruncatedPrivacyRandomVariable(loss, -width, width) for loss in losses]
         return error, tuple(prv.discretize(loss, grid) for loss in cut)
 

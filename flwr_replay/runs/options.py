@@ -60,8 +60,8 @@ def resolve(
         overrides = [*run_overrides(folder), *options, f"resume={quoted(folder.absolute())}"]
     else:
         overrides = [*_read_off(options), *options, f"runs_dir={quoted(Path(runs_dir).expanduser().absolute())}"]
-    one = [override for override in overrides if not SEVERAL.fullmatch(override)]
-    refuse_each(partial(check_typed, one), partial(_refuse_typed, options))
+    single = [override for override in overrides if not SEVERAL.fullmatch(override)]
+    refuse_each(partial(check_typed, single), partial(_refuse_typed, options))
     overrides += encoder_options(overrides)
     overrides += file_options(compose_own(overrides, typed))
     config = compose(overrides)  # changes only the paths of files

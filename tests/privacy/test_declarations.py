@@ -46,9 +46,9 @@ class {Name}Config{base}:
 class {Name}(Parallel):
     config_type = {Name}Config
 
-    def train_request(self, server_round, arrays):
+    def train_request(self, exchange, arrays):
         run = self.settings.run
-        return Train(exchange=server_round, arrays=arrays, run=run, lr=0.1, local_epochs=self.config.sweeps)
+        return Train(exchange=exchange, arrays=arrays, run=run, lr=0.1, local_epochs=self.config.sweeps)
 
     def combine(self, answers):
         return weighted_mean([opened(one.arrays) for one in answers], [one.num_examples for one in answers])
