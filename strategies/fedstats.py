@@ -1,8 +1,8 @@
 """FedStats: the server's half; the institution's half is `clients/fedstats.py`.
 
 Source: Legate et al. 2023 (arXiv 2306.03937, FedNCM), nearest class means (Mensink et al. 2013) of all institutions on
-fixed features; Guan, Zhou and Gu 2025 (arXiv 2412.01321, FedCGS) for one covariance of all. Noise on the sums is ours:
-the Gaussian mechanism, Balle and Wang 2018 (arXiv 1805.06530).
+fixed features; Guan, Zhou and Gu 2025 (arXiv 2503.06962, FedCGS) for one covariance of all; Fanì et al. 2024 (arXiv
+2406.01116, Fed3R) for ridge. Noise on the sums is ours: the Gaussian mechanism, Balle and Wang 2018 (arXiv 1805.06530).
 Idea: Every institution sums the features of its images, class by class, and perhaps their products, and sends the sums
 once. The classifier that they make does not depend on who has which images.
 Travels: the weights, to every institution (`Summarise`); once from each the sums, of the size of a head, and perhaps
@@ -22,10 +22,11 @@ What is protected: With dp=statistics the sums have Gaussian noise. All of an in
 examples is (ε, δ)-DP for one patient more or less, all of whose images there are clipped together, where the data name
 patients; else for one image more or less. Without it nothing is: of a class with one image its features leave.
 
-Deviations: The authors' code brings each μ_c to norm 1 and leaves the fresh biases; their fine-tuning is not here.
-Where sums have noise, squares of μ_c are corrected by what the noise adds on average, and no class counts as smaller
-than six times the noise of its number. W has no negative variances, and something is added to each
-(`flwr_replay.learning.heads`). Logits of head=means are scaled to a fixed margin, which changes no decision. An
+Deviations: FedCGS's covariance is about the mean of all, and its head knows how many images a class has; ours is about
+each μ_c, and no class is more frequent. FedNCM's code brings each μ_c to norm 1 and leaves the fresh biases; its
+fine-tuning is not here. Where sums have noise, squares of μ_c are corrected by what the noise adds on average, and no
+class counts as smaller than six times the noise of its number. W has no negative variances, and something is added to
+each (`flwr_replay.learning.heads`). Logits of head=means are scaled to a fixed margin, which changes no decision. An
 institution that is late sends its sums when it comes; later rounds ask nobody twice. head=auto asks for products if the
 noise of a class mean, of n/C examples, would have a norm below a sixth of the clip. Beyond, products are mostly noise,
 and their share of ε is missing elsewhere. head=mlp takes so many passes over as many fresh draws as there were
