@@ -139,7 +139,7 @@ def ridge(
     """Return the head of ridge regression: of all W and b, that of the least Σ ‖W f + b - y‖² + λ ‖W‖².
 
     λ / n is what `variances` adds, with 0.01 of the mean variance: as in AdaSSP (Wang 2018, arXiv 1803.02596) it grows
-    with the noise's norm, and no noisy eigenvalue is negative. AdaSSP spends a third of ε on the smallest; this does not.
+    with the noise's norm, and no noisy eigenvalue is negative. AdaSSP spends ε / 3 on the smallest; this does not.
 
     Parameters
     ----------
