@@ -16,6 +16,7 @@ from flwr.serverapp import Grid
 
 from flwr_replay.ciphers.recovery import SECRET, strip
 from flwr_replay.config.privacy import ON_SUMS
+from flwr_replay.config.sections import require
 from flwr_replay.errors import RunError, WireError
 from flwr_replay.files.tensors import unnested
 from flwr_replay.movements.base import Exchange, Outcome
@@ -77,7 +78,10 @@ class Parallel(AtOnce):
         return sqrt(sum(plan.share(self.noised, member.num_examples) ** 2 for member in self.members.known))
 
     def begin_run(self) -> None:
-        """Say how large a sum's noise will be beside the sum, before anything leaves."""
+        """Say how large a sum's noise will be beside the sum, before anything leaves.
+
+        Refused where each number has more noise than a class has examples: then no class shows in any.
+        """
         plan, of = self.settings.privacy, self
         if isinstance(self.replay, StatisticsReplay):
             of = self.replay.statistics
@@ -85,7 +89,14 @@ class Parallel(AtOnce):
             return
         most, norm = sum(member.num_examples for member in self.members.known), of.noise * sqrt(of.numbers)
         line = f"the noise of a sum has norm {norm:,.3g}, and {most:,} examples add at most {most:,}"
-        if norm > most * sqrt(sum(passes.epochs for passes in plan.passes if passes.mechanism == of.noised)):
+        summed = most * sqrt(sum(passes.epochs for passes in plan.passes if passes.mechanism == of.noised))
+        classes = getattr(self.task, "classes", 1)
+        require(
+            of.noise * classes <= summed,
+            f"a sum must show more than its noise; {line}, of {classes} classes, and each number has noise "
+            f"{of.noise:,.3g}: choose a larger epsilon",
+        )
+        if norm > summed:
             line += ": little can be learnt; choose a larger epsilon"
         self.recorder.notes["noise-of-sum"] = line
         self.recorder.log(line)

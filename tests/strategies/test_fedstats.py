@@ -275,7 +275,7 @@ def test_a_model_without_a_linear_head_is_refused():
         linear_head(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU()))
 
 
-@pytest.mark.parametrize(("epsilon", "much"), [("8", False), ("0.01", True)])
+@pytest.mark.parametrize(("epsilon", "much"), [("8", False), ("0.1", True)])
 def test_how_large_the_noise_is_beside_the_sum_is_said_before_anything_leaves(tmp_path, caplog, epsilon, much):
     options = ["dp=statistics", "delta=1e-5", f"target-epsilon={epsilon}", "rounds=1"]
     head_after(tmp_path, *options)
@@ -287,6 +287,12 @@ def test_how_large_the_noise_is_beside_the_sum_is_said_before_anything_leaves(tm
     assert "1,315 examples add at most 1,315" in messages[at]
     assert messages[at] in page
     assert not any(line.startswith("round") for line in messages[:at])
+
+
+def test_noise_that_hides_every_class_is_refused_before_anything_is_charged(tmp_path):
+    with pytest.raises(ConfigError, match=r"of 10 classes, and each number has noise .*: choose a larger epsilon"):
+        head_after(tmp_path, "dp=statistics", "delta=1e-5", "target-epsilon=0.01", "rounds=1")
+    assert not list(tmp_path.rglob("privacy.jsonl"))
 
 
 @pytest.mark.parametrize("masked", [True, False])
