@@ -22,15 +22,24 @@ def show(
     out: Annotated[
         str | None, typer.Option("--out", help="A folder for a picture of it; without it nothing is written.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Print each institution's label counts, and how far the labels of any two differ (KS and TV)."""
     from flwr_replay.data.dealt import loaded
     from flwr_replay.data.show import show as describe
+    from flwr_replay.data.skew import label_histogram
     from flwr_replay.engines.simulate import Simulation
     from flwr_replay.runs.options import resolve
 
     _, config = resolve(options or [], ".", "")
-    print(describe(loaded(config.task), Simulation.of(config).partition, absolute(out) if out else None))
+    data, partition = loaded(config.task), Simulation.of(config).partition
+    text = describe(data, partition, absolute(out) if out else None)
+    values, counts_KC = label_histogram([data.train.labels[own] for own in partition.train])
+    counts = dict(zip(partition.names, counts_KC.tolist(), strict=True))
+    labels = [data.classes[value] if data.classes else value for value in values.tolist()]
+    splits = {"train": partition.train, "val": partition.val, "test": partition.test}
+    sizes = {split: dict(zip(partition.names, map(len, own), strict=True)) for split, own in splits.items() if own}
+    answer({"examples": sizes, "labels": labels, "counts": counts, "skew": partition.skew}, text, as_json)
 
 
 @app.command("images")

@@ -171,25 +171,31 @@ def state(
 
 @app.command()
 def remove(
-    place: Annotated[str, typer.Argument(metavar="STATE")],
+    place: Annotated[str, typer.Argument(metavar="FOLDER")],
     receipt: Annotated[str, typer.Argument(metavar="RECEIPT", help="A new folder.")],
     yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove an institution's state directory STATE for good: keys, models, images; first stop its SuperNode.
+    """Remove an institution's keys, models and images for good; first stop its SuperNode.
 
-    RECEIPT keeps the ledger, and each run's account of epsilon, options and counts. Its receipt.json names what was
+    FOLDER is a state directory, a clinic's folder as `deploy init` wrote it (state and keys go), or $FLWR_REPLAY_HOME
+    (all states and decoded images go).
+
+    RECEIPT keeps the ledgers, and each run's account of epsilon, options and counts. Its receipt.json names what was
     removed. Whoever joins again begins a new account: what has left before still counts.
     """
-    from flwr_replay.state.kept import kept, retire
+    from flwr_replay.state.kept import leaving, retire
 
     folder = absolute(place)
-    runs = kept(folder)
+    going, states = leaving(folder)
+    named = ", ".join(map(str, going))
     if not yes:
-        typer.confirm(f"Remove {folder} with its keys and {len(runs)} runs? No run can go on then", abort=True)
+        typer.confirm(f"Remove {named}: {len(states)} states with their keys? No run can go on then", abort=True)
     retire(folder, absolute(receipt))
-    removed = {"removed": folder, "receipt": absolute(receipt)}
-    answer(removed, f"removed: {folder}; what shows what has left: {absolute(receipt)}", as_json)
+    left = sorted(path.name for path in folder.glob("*"))
+    text = f"removed: {named}; what shows what has left: {absolute(receipt)}"
+    text += f"; what stays in {folder}: {', '.join(left)}" * bool(left)
+    answer({"removed": folder, "receipt": absolute(receipt), "left": left}, text, as_json)
 
 
 def rehearse(

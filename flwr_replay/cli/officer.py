@@ -21,9 +21,9 @@ def page(options: Sequence[str], study: str, policy: str, clinics: str, out: str
     folder = private_folder(absolute(out))
     earlier = " (the earlier one is replaced)" * any(folder.glob("officer.*"))
     html, data = write_officer_page(folder, report)
-    judged = [*report["rules"], *report["fields"]]
-    reasons = dict.fromkeys(f"{entry['verdict']}: {entry['reason']}" for entry in judged if entry["reason"])
-    lines = [verdict(report), *reasons, *sums(report), *report["planned"], report["claim"]]
+    reasons = [f"refused: {rule['reason']}" for rule in report["rules"] if rule["reason"]]
+    reasons += [f"{field['verdict']}: {field['reason']}" for field in report["fields"] if field["reason"]]
+    lines = [verdict(report), *dict.fromkeys(reasons), *sums(report), *report["planned"], report["claim"]]
     lines += [f"the page: {html}{earlier}", f"the same as JSON: {data}"]
     answer(report, "\n".join(lines), as_json)
     return 0 if report["allowed"] else 1

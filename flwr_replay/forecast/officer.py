@@ -43,7 +43,8 @@ __all__ = ["findings", "planned", "refusals", "study_options"]
 
 OF_THE_RUN = ("runs_dir", "run_name", "resume")  # where the coordinator writes; nothing of it concerns a forecast
 ANOTHER = "another institution"  # of a study, where the data are one institution's
-ALLOWED, REFUSED, KEPT = "allowed", "refused", "kept here"
+ALLOWED, REFUSED, KEPT = "allowed", "refused", "kept here"  # of a field
+HELD, BROKEN = "kept", "broken"  # of a rule
 NOT_IN_IT = "the institution takes no part in the run, since another rule is broken"
 
 
@@ -133,7 +134,7 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
     rules = refusals(policy, agreed, stages, states)
     if policy.min_count:
         rules += [_verdict("min-count", partial(check_examples, policy, own)) for own in train.values()]
-    takes_part = not any(rule["verdict"] == REFUSED for rule in rules)
+    takes_part = not any(rule["verdict"] == BROKEN for rule in rules)
     for answered in own:
         for row, verdict, reason in _judged(answered, policy, config, "" if takes_part else NOT_IN_IT):
             key = (answered.member.name, answered.request.stage_name, row.field, row.protection, verdict, reason)
@@ -156,7 +157,6 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
             line["messages"] += answered.times
             line["bytes"] += row.bytes * answered.times
     lines = list(fields.values())
-    refused = [entry for entry in [*rules, *lines] if entry["verdict"] == REFUSED]
     down = {name: sum(_size(sent.request) * sent.times for sent in own if sent.member.name == name) for name in names}
     return {
         "strategy": config.strategy.name,
@@ -173,7 +173,7 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
         },
         "policy": str(policy_file) if policy_file else "",
         "policy-text": read_text(policy_file) if policy_file else "",
-        "allowed": not refused,
+        "allowed": takes_part and not any(line["verdict"] == REFUSED for line in lines),
         "takes-part": takes_part,
         "rules": rules,
         "fields": lines,
@@ -220,8 +220,8 @@ def _verdict(rule: str, check: Callable[[], None]) -> dict[str, str]:
     try:
         check()
     except FlwrReplayError as error:
-        return {"rule": rule, "verdict": REFUSED, "reason": str(error)}
-    return {"rule": rule, "verdict": ALLOWED, "reason": ""}
+        return {"rule": rule, "verdict": BROKEN, "reason": str(error)}
+    return {"rule": rule, "verdict": HELD, "reason": ""}
 
 
 def _judged(sent: Expected, policy: Policy, config: RunConfig, given: str) -> Iterator[tuple[LedgerRow, str, str]]:

@@ -15,7 +15,6 @@ __all__ = ["sums", "verdict", "write_officer_page"]
 
 PAGE = "officer"
 VERDICTS = ("allowed", "refused", "kept here")
-HELD = {"allowed": "kept", "refused": "broken"}  # of a rule
 RULES = {
     "strategies": "the method may be used (strategies)",
     "recording": "the server says that it keeps no messages, or the policy lets it (recording)",
@@ -121,18 +120,14 @@ def write_officer_page(folder: Path, forecast: Mapping[str, Any]) -> tuple[Path,
         title=f"What would leave {_joined(names)}",
         about=_about(forecast),
         first=_first(forecast),
-        verdict=verdict(forecast),
         allowed=forecast["allowed"],
         rules={
             "caption": "The rules, each by itself. The institution takes part only if none is broken",
             "heads": ["what the policy is asked", "the answer"],
-            "rows": [
-                [RULES.get(rule["rule"], rule["rule"]), _said({**rule, "verdict": HELD[rule["verdict"]]}, number)]
-                for rule in forecast["rules"]
-            ],
+            "rows": [[RULES.get(rule["rule"], rule["rule"]), _said(rule, number)] for rule in forecast["rules"]],
         },
-        by_kind=[_by_kind(name, own) for name, own in of_each.items()],
-        fields=[_fields(name, own, number) for name, own in of_each.items()],
+        by_kind=_grouped({name: _by_kind(own) for name, own in of_each.items()}),
+        fields=_grouped({name: _fields(own, number) for name, own in of_each.items()}),
         reasons=reasons,
         sums=sums(forecast),
         samples=_samples(lines),
@@ -189,7 +184,8 @@ def _first(forecast: Mapping[str, Any]) -> dict[str, Any]:
         [
             "data subjects",
             f"{sum(own['examples'] for own in forecast['institutions'].values()):,} training examples at "
-            f"{_joined(names)}, and those of its tests; of patients: ____________________",
+            f"{_joined(names)}, and those of {'their' if names[1:] else 'its'} tests; of patients: "
+            "____________________",
         ],
         ["verdict", verdict(forecast)],
         ["what leaves", leaves or "nothing"],
@@ -202,8 +198,8 @@ def _first(forecast: Mapping[str, Any]) -> dict[str, Any]:
         ],
         [
             "retention",
-            "here: ledger and accounts until `deploy remove`; at the server, which nothing here can check, "
-            "until: ____________________",
+            "here: ledger and accounts, until the institution removes them (deploy remove); at the server, which "
+            "nothing here can check, until: ____________________",
         ],
         ["contact", "____________________"],
     ]
@@ -237,7 +233,21 @@ def _floor(forecast: Mapping[str, Any]) -> str:
     )
 
 
-def _by_kind(name: str, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _grouped(tables: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the tables of institutions with who they are in the caption, and only one of those that are the same."""
+    alike: dict[str, list[str]] = {}
+    for name, table in tables.items():
+        alike.setdefault(repr(table), []).append(name)
+    return [
+        {
+            **tables[names[0]],
+            "caption": tables[names[0]]["caption"].format("each of " * bool(names[1:]) + _joined(names)),
+        }
+        for names in alike.values()
+    ]
+
+
+def _by_kind(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Sum the fields by kind: the bytes by verdict, as far as there are any of it, and what the kind is."""
     rows, verdicts = [], [verdict for verdict in VERDICTS if any(line["verdict"] == verdict for line in lines)]
     for kind in dict.fromkeys(line["kind"] for line in lines):
@@ -245,13 +255,13 @@ def _by_kind(name: str, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         sums = [sum(line["bytes"] for line in of_kind if line["verdict"] == verdict) for verdict in verdicts]
         rows.append([kind, *(shown_bytes(size) if size else "" for size in sums), KINDS[kind]])
     return {
-        "caption": f"What {name} would be asked to send, by kind",
+        "caption": "What {} would be asked to send, by kind",
         "heads": ["kind", *verdicts, "what it is"],
         "rows": rows,
     }
 
 
-def _fields(name: str, lines: Sequence[Mapping[str, Any]], number: Mapping[str, str]) -> dict[str, Any]:
+def _fields(lines: Sequence[Mapping[str, Any]], number: Mapping[str, str]) -> dict[str, Any]:
     rows = [
         [
             line["field"],
@@ -266,7 +276,7 @@ def _fields(name: str, lines: Sequence[Mapping[str, Any]], number: Mapping[str, 
         for line in lines
     ]
     heads = ["field", "verdict", "stage", "kind", "what it is", "messages", "size", "protection"]
-    caption = f"Every field that {name} would be asked to send"
+    caption = "Every field that {} would be asked to send"
     if any(line["mechanism"] for line in lines):
         caption += ". An (ε, δ) that stands at several fields of a stage holds for them together"
     return {"caption": caption, "heads": heads, "rows": rows}

@@ -55,7 +55,7 @@ tbody th { min-width: 8.5rem; max-width: 16rem; overflow-wrap: anywhere; }
 {% for n in range(11) %}.shade{{ n }} { background: rgba(var(--shade), {{ n * 0.05 }}); } {% endfor %}
 details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space: pre-wrap; } pre.one { columns: auto; } a { color: var(--c0); }
 @media (max-width: 36rem) { svg text { font-size: 15px; } tbody th { position: sticky; left: 0; background: var(--paper); min-width: 7.5rem; } th, td { padding-right: .8rem; } td:last-child:not(.number) { min-width: 12rem; } }
-@media print { .sign { break-after: page; } :root { color-scheme: light; --ink: #000; --paper: #fff; --faint: #444; } body { max-width: none; margin: 0; font-size: 10pt; } figure, tr, li { break-inside: avoid; } details { display: block; } details::details-content { content-visibility: visible; block-size: auto; } h2, caption { break-after: avoid; }
+@media print { .sign { break-after: page; } :root { color-scheme: light; --ink: #000; --paper: #fff; --faint: #444; } body { max-width: none; margin: 0; font-size: 10pt; } figure, tr, li { break-inside: avoid; } details { display: block; } details:not(.folded)::details-content { content-visibility: visible; block-size: auto; } h2, caption { break-after: avoid; }
   .beside > * { flex-basis: 18rem; } .scroll { overflow: visible; } table { font-size: .85em; } th, td { padding-right: .8em; } .confusion td, .confusion th { padding: .2rem .3em; } }
 </style>
 </head>
@@ -238,7 +238,6 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 </section>
 {% for line in about %}<p>{{ line }}</p>
 {% endfor %}
-<p{% if not allowed %} class="warning"{% endif %}><strong>{{ verdict }}</strong></p>
 {% for line in sums %}<p>{{ line }}</p>
 {% endfor %}{% if samples %}<p><strong>{{ samples }}</strong></p>{% endif %}
 {% for one in by_kind %}{{ draw.table(one) }}
@@ -271,8 +270,8 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 
 <h2>Policy, options and versions</h2>
 {% if policy_text %}<details open><summary>The policy, as the file has it</summary><pre class="one">{{ policy_text }}</pre></details>{% endif %}
-<details><summary>All options of the run</summary><pre>{{ options }}</pre></details>
-{{ draw.table(versions) }}
+<details class="folded"><summary>All options of the run, and versions; on paper folded, and in officer.json</summary><pre>{{ options }}</pre>
+{{ draw.table(versions) }}</details>
 {% endblock %}
 """,
 }

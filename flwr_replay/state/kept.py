@@ -4,10 +4,12 @@ Models, optimizer states, codes, latents and pictures of a run can go. What show
 stays: the ledger with all its segments, each run's account, its options, its counted tests and the parcels that came.
 Decoded images and features can go, too, as if they were a run's; those of simulations lie in the home folder.
 
-An institution that leaves for good removes all of it, keys too; a receipt keeps what shows what has left.
+An institution that leaves for good removes all of it, keys too; a receipt keeps what shows what has left. So it does
+with a clinic's folder, and with the home folder, where simulations keep their institutions.
 """
 
 import hashlib
+import os
 import shutil
 import stat
 import time
@@ -17,20 +19,24 @@ from pathlib import Path
 
 from flwr_replay.data.decoded import FOLDER as DECODED
 from flwr_replay.errors import RunError, nearest
-from flwr_replay.files.atomic import new_folder, private_folder, read_bytes, sweep, write_atomic, write_json
+from flwr_replay.files.atomic import home, new_folder, private_folder, read_bytes, sweep, write_atomic, write_json
 from flwr_replay.files.disk import entries, files_below, looked, looked_below, writing
 from flwr_replay.files.disk import remove as unlink
 from flwr_replay.files.lines import segments
 from flwr_replay.state.spent import FOLDER as SPENT
-from flwr_replay.state.store import REMOVED, RUNS
-from flwr_replay.wire.ledger import LEDGER
+from flwr_replay.state.store import KEY, REMOVED, RUNS
+from flwr_replay.wire.ledger import BEGUN, LEDGER
 from flwr_replay.wire.recording import FOLDER
 
-__all__ = ["DECODED", "KeptOfRun", "bytes_of", "kept", "ledger_bytes", "remove", "retire"]
+__all__ = ["DECODED", "KeptOfRun", "bytes_of", "kept", "leaving", "ledger_bytes", "remove", "retire"]
 
 GOES = (".safetensors", ".npy", ".png")
 EVIDENCE = "evidence.*"  # as `flwr_replay.report.evidence_page` names it
-RECEIPT = "receipt.json"  # of a state directory that was removed: what is kept beside it, and what is gone
+RECEIPT = "receipt.json"  # of what was removed: what is kept beside it, and what is gone
+OF_CLINIC = ("state", "key", "seal.key")  # what goes of a clinic's folder
+BARE = {LEDGER, BEGUN, KEY, "privacy.key", "seal.key", ".lock"}  # what a state has at most if it has refused all
+OF_HOME = ("state", DECODED)
+OF_DECODED = (".json", ".images", ".tmp")
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class KeptOfRun:
 def kept(state: Path) -> list[KeptOfRun]:
     """Look at the runs in an institution's state directory, the oldest first; another folder is a RunError."""
     if not (state / RUNS).is_dir() or not ((state / LEDGER).exists() or segments(state / LEDGER)[:-1]):
-        if (state / DECODED).is_dir():  # the home folder
+        if state.resolve() == home().resolve():
             return []
         advice = "give another"
         if (state / LEDGER).exists():
@@ -98,8 +104,44 @@ def remove(state: Path, runs: Sequence[str]) -> None:
                 unlink(file)
 
 
-def retire(state: Path, receipt: Path) -> None:
-    """Remove a state directory; a new folder keeps the ledger, evidence, and each run's account, options and counts.
+def leaving(place: Path) -> tuple[list[Path], list[Path]]:
+    """Return what of a folder `retire` removes, and the state directories in that.
+
+    The folder is a state directory, a clinic's folder, the home folder, or its `state` or `state/simulation`.
+
+    Raises
+    ------
+    RunError
+        If it is none of these; if a state, or what lies in it, is a link; if files are there that are none of ours.
+    """
+    root, here, clinic = home().resolve(), place.resolve(), (place / "clinic.env").is_file()
+    alone = not clinic and here not in (root, root / "state", root / "state" / "simulation")
+    names = OF_CLINIC if clinic else OF_HOME if here == root else ("",)
+    going = [place / name for name in names if os.path.lexists(place / name)]
+    if not going and not alone:
+        raise RunError(f"{place} has none of {', '.join(names)}: there is nothing to remove")
+    folders = [part for part in going if part.is_dir()]
+    inside = [path for part in folders for path in (*entries(part), *entries(part / "simulation"))]
+    found = [path for path in inside if any((path / name).exists() for name in (RUNS, LEDGER, KEY))]
+    states = [place] if alone else found
+    for state in states:
+        own = {path.name for path in entries(state)}
+        refused_all = LEDGER in own and own <= BARE
+        if not refused_all and (alone or (LEDGER in own and RUNS not in own)):
+            kept(state)  # which refuses another folder, and an older version's
+    if linked := [
+        path for path in (*going, *inside, *(path for at in states for path in entries(at))) if path.is_symlink()
+    ]:
+        raise RunError(f"no link is followed; {linked[0]} is one: put what it points to in its place, or remove it")
+    below = [] if alone or clinic else [file for part in folders for file in files_below(part)]
+    for file in below:
+        if {*states}.isdisjoint(file.parents) and not (file.parent.name == DECODED and file.suffix in OF_DECODED):
+            raise RunError(f"no other files are removed; {file} is not flwr-replay's: move it away")
+    return going, states
+
+
+def retire(place: Path, receipt: Path) -> None:
+    """Remove what `leaving` names; a new folder keeps ledgers, evidence, and each run's account, options and counts.
 
     `receipt.json` in it has the SHA-256 of every file that is kept, and names every file that was removed, with its
     bytes. The receipt is whole before anything is removed. No process may work there meanwhile. Whoever joins again has
@@ -108,25 +150,30 @@ def retire(state: Path, receipt: Path) -> None:
     Raises
     ------
     RunError
-        If `state` is no institution's state directory, or the receipt is there already, or in it.
+        As `leaving` does; or if the receipt is there already, or in what is removed.
     """
-    runs = kept(state)
-    if receipt.exists() or receipt.is_relative_to(state):
-        raise RunError(f"a receipt is a new folder outside {state}; got {receipt}: give another")
-    spare = {file for of_run in runs for file in of_run.spare}
-    below = [file for file in files_below(state / RUNS, at_work=True) if file not in spare]
-    below += entries(state / SPENT, "*.json")
+    going, states = leaving(place)
+    if receipt.exists() or any(receipt.resolve().is_relative_to(part.resolve()) for part in going):
+        raise RunError(f"a receipt is a new folder outside {place}; got {receipt}: give another")
     with new_folder(receipt) as new:
         sums = {}
-        ledger = (segment for segment in segments(state / LEDGER) if segment.exists())
-        for file in [*ledger, *sorted(state.glob(EVIDENCE)), *below]:
-            name, content = file.relative_to(state), read_bytes(file)
-            private_folder((new / name).parent)
-            write_atomic(new / name, content)
-            sums[name.as_posix()] = hashlib.sha256(content).hexdigest()
-        gone = {file.relative_to(state).as_posix(): status.st_size for file, status in looked_below(state).items()}
+        for state in states:
+            runs = files_below(state / RUNS) if (state / RUNS).exists() else []
+            below = [*(file for file in runs if file.suffix not in GOES), *entries(state / SPENT, "*.json")]
+            ledger = [segment for segment in segments(state / LEDGER) if segment.exists()]
+            for file in (file for file in [*ledger, *state.glob(EVIDENCE), *below] if not file.is_symlink()):
+                name, content = file.relative_to(place), read_bytes(file)
+                private_folder((new / name).parent)
+                write_atomic(new / name, content)
+                sums[name.as_posix()] = hashlib.sha256(content).hexdigest()
+        files = looked([*going, *(file for part in going for file in looked_below(part))])
+        gone = {
+            path.relative_to(place).as_posix(): at.st_size for path, at in files.items() if stat.S_ISREG(at.st_mode)
+        }
         gone = {name: size for name, size in gone.items() if name not in sums}
         at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        write_json(new / RECEIPT, {"institution": state.name, "at": at, "kept": sums, "removed": gone}, indent=1)
-    with writing(state):
-        shutil.rmtree(state)
+        private_folder(new)
+        write_json(new / RECEIPT, {"folder": place.name, "at": at, "kept": sums, "removed": gone}, indent=1)
+    for part in going:
+        with writing(part):
+            (shutil.rmtree if part.is_dir() else os.unlink)(part)

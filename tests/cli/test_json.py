@@ -11,7 +11,7 @@ from flwr_replay.cli.main import app
 SMALL = ["strategy=fedavg", "model=mlp", "model.width=4", "rounds=1", "nodes=2"]
 TEXT_ONLY = {  # they print one line or a table for people, write what they are asked to, or ask
     *("watch", "rehearse", "new strategy", "new app", "new study", "new partition", "new attack"),
-    *("data show", "data images", "data convert"),
+    *("data images", "data convert"),
     *("privacy plot", "privacy digest", "runs plot"),
 }
 KEYS = {
@@ -22,6 +22,7 @@ KEYS = {
     "predict runs/one shown --out answers.csv": {"predictions", "left-out", "out"},
     "export runs/one": {"files"},
     "report runs/one": {"files"},
+    "data show task=digits nodes=2": {"examples", "labels", "counts", "skew"},
     "data check shown": {"sound", "lines", "unreadable"},
     "data manifest shown --patients p.csv --id id": {"manifest", "faults"},
     "doctor": {"healthy", "lines"},

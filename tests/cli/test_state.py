@@ -1,5 +1,8 @@
 """What an institution keeps: listed with bytes; what a run has left can go, and its evidence cannot."""
 
+import json
+import shutil
+
 from flwr_replay import run
 
 TINY = {"task": "digits", "nodes": 2, "partition.size": 60, "model": "mlp", "model.width": 4, "device": "cpu"}
@@ -75,3 +78,67 @@ def test_features_go_by_the_same_command_also_those_of_simulations(tmp_path, flw
     code, _, err = flwr_replay("deploy", "state", str(home), "--remove", first, "--yes")
     assert code == 2
     assert "must be a run that" in " ".join(err.split())
+
+
+def test_all_goes_by_one_command_and_nothing_else(tmp_path, flwr_replay):
+    home, outside = tmp_path / "home", tmp_path / "outside"
+    run(TINY | {"model": "cnn", "model.train": "head"}, strategy="local", rounds=1, runs_dir=home / "runs")
+    states = home / "state" / "simulation"
+    clinic = tmp_path / "clinic"
+    shutil.copytree(states / "institution-1", clinic / "state" / "north")
+    outside.mkdir()
+    (outside / "image.png").write_bytes(b"a patient's")
+    for file in (clinic / "clinic.env", clinic / "policy.yaml", clinic / "key", clinic / "seal.key", outside / "key"):
+        file.write_text("mine")
+    for link in (clinic / "data", next((clinic / "state" / "north" / "runs").iterdir()) / "linked"):
+        link.symlink_to(outside)
+    project = tmp_path / "project"  # a run's folder and decoded images make none a state
+    for name in ("runs", "decoded"):
+        (project / name).mkdir(parents=True)
+    for place, strange, says in (
+        (home, states / "mine.txt", "mine.txt is not flwr-replay's"),
+        (home, home / "decoded" / "mine.txt", "mine.txt is not flwr-replay's"),
+        (home / "state", states / "institution-3", "institution-3 is one"),
+        (clinic, clinic / "state" / "north" / "spent", "spent is one"),
+        (project, project / "mine.txt", "project has not"),
+        (outside, outside / "mine.txt", "outside has not"),
+    ):
+        if strange.suffix:
+            strange.write_text("mine")
+        else:
+            shutil.rmtree(strange, ignore_errors=True)
+            strange.symlink_to(outside)
+        before = sorted(tmp_path.rglob("*"))
+        code, _, err = flwr_replay("deploy", "remove", str(place), "receipt", "--yes")
+        assert code == 2
+        assert says in " ".join(err.split())
+        assert sorted(tmp_path.rglob("*")) == before
+        strange.unlink()
+    shutil.copytree(home / "state", tmp_path / "copy")
+    for name in ("ledger.jsonl", "ledger.begun"):  # of one that has refused all
+        (tmp_path / "refused").mkdir(exist_ok=True)
+        shutil.copy(states / "institution-1" / name, tmp_path / "refused")
+    for place, receipt, left in (
+        (tmp_path / "refused", tmp_path / "of-refused", []),
+        (clinic, clinic / "gone", ["clinic.env", "data", "gone", "policy.yaml"]),
+        (states, tmp_path / "of-states", []),
+        (home, home / "gone", ["gone", "runs"]),
+    ):
+        shutil.copytree(tmp_path / "copy", home / "state", dirs_exist_ok=True)
+        models = [file for file in place.rglob("*.safetensors") if not file.is_relative_to(home / "runs")]
+        ledgers = {file.relative_to(place): file.read_bytes() for file in place.rglob("ledger.jsonl")}
+        ledgers = {name: content for name, content in ledgers.items() if name.parts[0] != "runs"}
+        assert bool(models) == (place.name != "refused")
+        assert ledgers
+        code, out, err = flwr_replay("deploy", "remove", str(place), str(receipt), "--yes", "--json")
+        assert code == 0, err
+        assert json.loads(out)["left"] == left
+        told = json.loads((receipt / "receipt.json").read_text())
+        assert {name: (receipt / name).read_bytes() for name in ledgers} == ledgers
+        assert not any(file.exists() for file in models)
+        assert {file.relative_to(place).as_posix() for file in models} <= {*told["removed"]}
+        assert not {*told["kept"]} & {*told["removed"]}
+        assert ("key" in told["removed"]) == (place == clinic)
+        assert not [name for name in told["kept"] if "linked" in name]
+    assert sorted(file.name for file in outside.iterdir()) == ["image.png", "key"]
+    assert list((home / "runs").rglob("result.json"))

@@ -77,13 +77,15 @@ def test_a_refusal_has_the_words_that_the_institution_then_sends(hospitals, tmp_
     assert asked == {"name": "", "num-examples": NOT_IN_IT, "raw-bytes": NOT_IN_IT, "proof": NOT_IN_IT}
     page = write_officer_page(tmp_path, verdicts)[0].read_text()
     assert "<details open><summary>Every rule, and every field" in page
+    assert page.count("takes no part. Nothing leaves but the name") == 1
+    assert "`" not in page.partition("</style>")[2].partition("<h2>Policy")[0]
     held = dict(re.findall(r">what stage ([\w-]+) sends</t.>\s*<td>(\w+)", page))
     assert (held["roll-call"], held["extract"]) == ("kept", "broken")
     (row,) = re.findall('<th scope="row">per-sample</th>(.*)</tr>', page)
     assert re.findall("<td.*?>(.*?)</td>", row)[0] == ""  # nothing is allowed
     assert not verdicts["takes-part"]
     assert not verdicts["allowed"]
-    reason, encoding = [finding["reason"] for finding in verdicts["rules"] if finding["verdict"] == "refused"]
+    reason, encoding = [finding["reason"] for finding in verdicts["rules"] if finding["verdict"] == "broken"]
     assert "Encoder.arrays is model" in encoding  # only the institution that trains the encoder is asked for it
     assert "Latents.latents is per-sample" in reason
     with pytest.raises(RefusedError, match="no institution takes part") as refused:

@@ -202,9 +202,9 @@ def test_an_honest_run_and_what_all_runs_come_to(folder, monkeypatch, capsys):
     assert shown in capsys.readouterr().out
     assert command(monkeypatch, "deploy", "evidence", str(state)) == 0
     assert shown in (state / "evidence.html").read_text()
-    for options, verdict in ((SUMS, "refused"), ([*SUMS[:2], "delta=0.0005", "privacy.target-epsilon=1"], "allowed")):
+    for options, verdict in ((SUMS, "broken"), ([*SUMS[:2], "delta=0.0005", "privacy.target-epsilon=1"], "kept")):
         whole = [*TASK, *options, f"data_dir={folder / 'a.npz'}", "partition=natural"]
         found = findings(*planned(whole, ["a"]), folder / "policy.yaml")
         assert [rule["verdict"] for rule in found["rules"] if rule["rule"] == "max-total-epsilon"] == [verdict]
-        assert found["takes-part"] == (verdict == "allowed")
+        assert found["takes-part"] == (verdict == "kept")
         assert shown in write_officer_page(folder, found)[0].read_text()

@@ -61,6 +61,11 @@ def test_the_officers_page_says_what_is_refused_and_what_is_enforced(officer):
     assert file.stat().st_size < 1_000_000
     assert file.stat().st_mode & 0o077 == 0
     assert "institution-1 and institution-2 refuse some of the messages" in page.text
+    assert "What each of institution-1 and institution-2 would be asked to send, by kind" in page.text
+    assert page.text.count("would be asked to send, by kind") == 1
+    assert page.text.count("Every field that") == 1
+    assert "and those of their tests" in page.text
+    assert {rule["verdict"] for rule in page_values["rules"]} == {"kept"}  # as the page says it
     assert "policy lets at most 0.0002 MB leave in one message" in page.text
     assert page_values["claim"] in page.text
     assert "# <script>alert(1)</script>" in page.text  # the policy as it is, escaped
