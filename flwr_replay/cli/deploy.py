@@ -184,13 +184,16 @@ def remove(
     RECEIPT keeps the ledgers, and each run's account of epsilon, options and counts. Its receipt.json names what was
     removed. Whoever joins again begins a new account: what has left before still counts.
     """
+    from flwr_replay.deploy.clinic import supernode
     from flwr_replay.state.kept import leaving, retire
 
     folder = absolute(place)
+    if process := supernode(folder) or supernode(folder.parent.parent):  # the clinic's folder, or state/NAME in it
+        raise ConfigError(f"a SuperNode must not run while its state is removed; process {process} does: stop it")
     going, states = leaving(folder)
     named = ", ".join(map(str, going))
     if not yes:
-        typer.confirm(f"Remove {named}: {len(states)} states with their keys? No run can go on then", abort=True)
+        typer.confirm(f"Remove {named} (states with keys: {len(states)})? No run can go on then", abort=True)
     retire(folder, absolute(receipt))
     left = sorted(path.name for path in folder.glob("*"))
     text = f"removed: {named}; what shows what has left: {absolute(receipt)}"

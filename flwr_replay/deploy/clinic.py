@@ -41,7 +41,7 @@ from flwr_replay.runs.environment import versions
 from flwr_replay.runs.execute import Job
 from flwr_replay.state.kept import ledger_bytes
 
-__all__ = ["examine_clinic"]
+__all__ = ["examine_clinic", "supernode"]
 
 KEYS = ("NAME", "ADDRESS", "DATA", "PORT", "VERSIONS")  # of clinic.env
 AGE = 300  # seconds after which a ClientApp that has hardly worked waits in vain
@@ -100,14 +100,14 @@ def _names(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
         raise ConfigError(f"PORT in clinic.env must be from 1 to 65535; got {port!r}")
     if not answers(f"127.0.0.1:{port}"):
         yield f"this is {env['NAME']}; local port {port} is free"
-    elif process := _supernode(folder):
+    elif process := supernode(folder):
         yield f"this is {env['NAME']}; its SuperNode runs, as process {process}"
     else:
         raise RunError(f"port {port} is in use here by another program: change PORT in clinic.env")
 
 
-def _supernode(folder: Path) -> int:
-    """Return the process that start.sh has become, as `supernode.pid` has it; 0: there is none."""
+def supernode(folder: Path) -> int:
+    """Return the process that start.sh of a clinic's folder has become, as `supernode.pid` has it; 0: there is none."""
     try:
         process = psutil.Process(int(read_text(in_state(folder, "supernode.pid"))))
         return process.pid if Path(process.cwd()).samefile(folder) else 0
@@ -117,7 +117,7 @@ def _supernode(folder: Path) -> int:
 
 def _clientapps(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
     """Look for ClientApps that Flower leaves: a message came, and its run ended before its content did."""
-    node = _supernode(folder)
+    node = supernode(folder)
     waiting = [process.pid for process in left_clientapps(node, time.time() - AGE)] if node else []
     if waiting:
         raise RunError(

@@ -1,7 +1,9 @@
 """What an institution keeps: listed with bytes; what a run has left can go, and its evidence cannot."""
 
 import json
+import os
 import shutil
+from contextlib import chdir
 
 from flwr_replay import run
 
@@ -114,6 +116,12 @@ def test_all_goes_by_one_command_and_nothing_else(tmp_path, flwr_replay):
         assert says in " ".join(err.split())
         assert sorted(tmp_path.rglob("*")) == before
         strange.unlink()
+    (clinic / "state" / "supernode.pid").write_text(f"{os.getpid()}\n")
+    with chdir(clinic):  # as start.sh has it
+        for place in (clinic, clinic / "state" / "north"):
+            code, _, err = flwr_replay("deploy", "remove", str(place), str(tmp_path / "receipt"), "--yes")
+            assert code == 2
+            assert f"process {os.getpid()} does: stop it" in " ".join(err.split())
     shutil.copytree(home / "state", tmp_path / "copy")
     for name in ("ledger.jsonl", "ledger.begun"):  # of one that has refused all
         (tmp_path / "refused").mkdir(exist_ok=True)

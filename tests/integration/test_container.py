@@ -10,7 +10,7 @@ import subprocess
 import pytest
 from deployed import CLINICS, COORDINATOR, deployed
 
-from flwr_replay.deploy.clinic import _supernode
+from flwr_replay.deploy.clinic import supernode
 from flwr_replay.deploy.coordinator import examine_coordinator
 from flwr_replay.files.atomic import read_json
 
@@ -39,7 +39,7 @@ def test_superlink_and_supernodes_run_where_only_the_mounts_can_be_written(tmp_p
             doctor = subprocess.run(**command, capture_output=True, text=True, check=False)
             assert doctor.returncode == 0, doctor.stdout + doctor.stderr
             assert "its SuperNode runs, as process" in doctor.stdout
-            assert _supernode(place.place / clinic) == place.started[clinic].pid
+            assert supernode(place.place / clinic) == place.started[clinic].pid
             assert place.own_ledger(clinic)
         healthy, findings = examine_coordinator(place.coordinator)
         assert healthy, findings
