@@ -13,6 +13,8 @@ import pytest
 from flwr.cli.app_cmd.publish import _collect_file_paths, _validate_files
 from flwr.cli.config_utils import load_and_validate
 
+from flwr_replay.engines.superlink import flower
+
 ROOT = Path(__file__).resolve().parents[1]
 MAPPED = ("strategies", "clients", "simulations", "conf")
 
@@ -95,15 +97,25 @@ def test_versions_that_were_tested_satisfy_the_project(wheel):
         assert name in pinned, f"constraints.txt lacks {name}"
 
 
-def test_flower_hub_would_take_the_files(tmp_path):
+def test_flower_hub_would_take_the_files_and_the_bundle_has_the_apps(tmp_path):
     """By the checks of `flwr app publish` itself, on what is committed: number, sizes, names and encodings."""
+    app = tmp_path / "flwr-replay"
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(lambda name: (ROOT / name).is_file(), listed.splitlines()):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    _validate_files(_collect_file_paths(tmp_path))
-    project = load_and_validate(tmp_path / "pyproject.toml", check_module=False)[0]["project"]
+        (app / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, app / name)
+    _validate_files(_collect_file_paths(app))
+    project = load_and_validate(app / "pyproject.toml", check_module=False)[0]["project"]
     assert 0 < len(project["description"]) <= 200
+    subprocess.run([flower("flwr"), "build", "--app", str(app)], cwd=tmp_path, check=True)
+    (bundle,) = tmp_path.glob("*.fab")
+    assert bundle.name.startswith(f"flwr-replay.flwr-replay.{project['version'].replace('.', '-')}.")
+    inside = set(zipfile.ZipFile(bundle).namelist())
+    sources = {name for name in listed.splitlines() if name.startswith((*MAPPED, "flwr_replay"))}
+    code = {
+        name for name in sources if name.endswith((".py", ".yaml")) and "/test_" not in name
+    }  # Flower takes no tests
+    assert {"flwr_replay/server_app.py", "flwr_replay/client_app.py", "conf/config.yaml"} <= code <= inside
 
 
 def test_flower_installs_no_development_tools(tmp_path):
