@@ -8,6 +8,7 @@ seed's. Trials are whole runs: after two rounds of ten on digits at KS 0.9, CWT'
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from flwr_replay.errors import ConfigError
@@ -53,7 +54,8 @@ def refuse(split: str, noise: Mapping[str, Sequence[object]]) -> None:
 def with_rates(names: Sequence[str], report: Mapping[str, Any]) -> tuple[list[str], str]:
     """Return the methods with their rates, and a line on the trials, whose comparison is `report`.
 
-    A method keeps its default where no trial's metric is finite, or all are the same.
+    A method keeps its default where no trial's metric is finite, or all are the same. The trials' folder is told as
+    seen from the comparison's page.
     """
     metric, best = f"{VALIDATION}{report['metric']}", max if report["higher-is-better"] else min
     metrics: dict[str, float] = {}
@@ -75,7 +77,7 @@ def with_rates(names: Sequence[str], report: Mapping[str, Any]) -> tuple[list[st
     examples = sum(cell["result"]["examples-seen"] for cell in report["cells"] if "result" in cell)
     return rated, (
         f"lr=auto: {', '.join(told)}; best of {', '.join(RATES)} by {metric} with seed {report['seeds'][0]}; these "
-        f"trials saw {examples:,} examples: {report['folder']}"
+        f"trials saw {examples:,} examples: ../{Path(report['folder']).name}"
     )
 
 

@@ -1,6 +1,7 @@
 """`lr=auto` and `--tune`: whose trial is best, what is refused, that trials are runs, and what they cost."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -37,7 +38,7 @@ def test_the_rate_is_that_of_the_best_trial_and_what_diverged_is_none(higher, be
     assert names == [f"a := cwt:mu=1:lr={best}", "alike := fedstats", "lost := local", "own := cwt:lr=7"]
     assert f"a {best}, alike its default" in told
     assert "own its own" in told
-    assert "by validation-rmse with seed 3; these trials saw 90 examples: runs/x" in told
+    assert "by validation-rmse with seed 3; these trials saw 90 examples: ../x" in told
     names, told = with_rates(["a := cwt"], tried({"a": [0.5, 0.4, 0.3, 0.2, 0.1]}))
     assert names == ["a := cwt:lr=0.001"]
     assert "a 0.001 (an end of what was tried)" in told
@@ -58,6 +59,7 @@ def test_trials_are_runs_of_the_comparison_and_the_best_is_not_repeated(tmp_path
     best = max(judged, key=lambda rate: judged[rate])
     assert {tuple(cell["options"]) for cell in report["cells"] if cell["label"] == "cwt"} == {(f"training.lr={best}",)}
     assert f"lr=auto: cwt {best}" in text
+    assert str(tmp_path) not in (Path(report["folder"]) / "report.html").read_text()
     assert "slow its own" in report["rates"]
     assert not re.search(r"\blr\b", report["untuned"])
 
