@@ -30,7 +30,7 @@ from flwr_replay.institution.pictures import draw_grid
 from flwr_replay.institution.synthesis import SynthesisStages
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.models.layers import as_input
-from flwr_replay.report.charts import write_figures
+from flwr_replay.report.charts import FORMS, write_figures
 from flwr_replay.report.plots import histograms
 from flwr_replay.rng import derived_seed
 
@@ -113,7 +113,8 @@ def examine(
             attacks.append({"attack": attack, "distance": look.name, **figures})
             title = f"AUC {auc.value:.2f} ({auc.low:.2f} to {auc.high:.2f})"
             shown = histograms({"training images": in_n, "held-out images": out_n}, f"{attack}, {look.name}", title)
-            write_figures(folder, {"-".join(f"{attack} {look.name}".replace(",", "").split()): shown}, ("png",))
+            name = "-".join(f"{attack} {look.name}".replace(",", "").split())
+            write_figures(folder, {name: shown}, ("png", *FORMS))
     for name, (x, _), closest in zip(("members", "others"), sides, made, strict=True):
         distances_nS = torch.cdist(measuring.embed_all(x, device), measuring.embed_all(synthetic, device))
         pick = synthetic[distances_nS.argmin(1).cpu()]  # what looks most like each image

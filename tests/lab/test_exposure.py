@@ -142,8 +142,7 @@ def test_the_command_says_each_attack_and_keeps_its_pictures_for_the_owner(hospi
     assert {
         "result.json",
         "members-real-projection-nearest.png",
-        "projection-local-features.png",
-        "projection-local-features.csv",
+        *(f"projection-local-features.{form}" for form in ("png", "svg", "pdf", "csv")),
     } <= names
     assert all(stat.S_IMODE(file.stat().st_mode) & 0o077 == 0 for file in [folder, *folder.iterdir()])
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from page import drawn, written
 
-from flwr_replay.report.charts import Row, curves, dots, write_figures
+from flwr_replay.report.charts import BOTTOM, HEIGHT, TOP, Row, curves, dots, write_figures
 
 
 def test_charts_stand_single_points_and_what_is_not_finite():
@@ -76,6 +76,7 @@ def test_a_band_lies_around_its_line_and_given_values_far_apart_are_logarithmic(
     for x, y in marks:
         heights = [at for place, at in outline if place == pytest.approx(x, abs=1e-3)]
         assert min(heights) - 1e-3 <= y <= max(heights) + 1e-3
+    assert all(TOP <= y <= HEIGHT - BOTTOM for _, y in outline)
     named = dict(texts)
     assert named["1"] - named["0.1"] == pytest.approx(named["10"] - named["1"], abs=0.01)
     assert "training.lr, logarithmic" in named
