@@ -54,7 +54,7 @@ CONTROLS = (  # asked by, what is asked, what is here
         "the policy, at every message; nobody approves",
     ),
     ("SATRE 3.1.6", "a record of what data the environment holds", "none: numbers of examples only"),
-    ("SATRE 3.1.7", "a policy on deletion", "none; `deploy remove` deletes a state, with a receipt; backups are yours"),
+    ("SATRE 3.1.7", "a policy on deletion", "none; deploy remove deletes a state, with a receipt; backups are yours"),
     ("SATRE 3.1.10", "no unauthorised egress", "the guard binds honest code; the account's rights bind the rest"),
     ("SATRE 3.2.3", "users see only the data they need", "none: the operating system's rights"),
     ("SATRE 3.2.4", "multi-factor authentication", "none: nodes have keys, people have no accounts here"),

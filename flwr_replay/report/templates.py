@@ -258,7 +258,7 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 <ul>{% for line in unprotected %}<li>{{ line }}</li>{% endfor %}</ul>{% endif %}
 {% if not_hidden %}<p>{{ hides }} Not hidden from it:</p>
 <ul>{% for line in not_hidden %}<li>{{ line }}</li>{% endfor %}</ul>{% endif %}
-<p>TLS keeps the network from reading messages. It hides nothing from the server{% if not not_hidden %}, which has them as they are{% endif %}. What earlier runs have sent, and their ε, is not counted here.</p>
+<p>TLS keeps the network from reading messages. It hides nothing from the server{% if not not_hidden %}, which has them as they are{% endif %}. What earlier runs have sent is not listed here.</p>
 
 <h2>What the institution enforces itself</h2>
 <p>The program at the institution does this, whatever the server sends:</p>
