@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from flwr_replay.models.frozen import Frozen
 from flwr_replay.models.layers import NORM, SMALLEST, Centred
+from flwr_replay.models.staged import StagedModel
 from flwr_replay.privacy.dpsgd import scales
 from flwr_replay.privacy.ghost import norms_of
 
@@ -43,9 +44,10 @@ class ExactHead(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module, x: Tensor) -> Self | None:
         """Return a model's head if all before it is done: the inputs x (N, ...) are features that a layer takes."""
-        match [layer for layer in model.modules() if not isinstance(layer, nn.Sequential)]:
+        match [layer for layer in model.modules() if type(layer) not in (nn.Sequential, StagedModel)]:
             case [Frozen() as frozen, *between, nn.Linear(bias=Tensor()) as layer] if (
-                frozen.takes_as_features(x)
+                type(layer) is nn.Linear  # a class of a user's own, also of a sequence, may compute anything
+                and frozen.takes_as_features(x)
                 and len(frozen.shape) == 1
                 and [type(other) for other in between] in ([], [Centred])
                 and all(parameter.requires_grad for parameter in layer.parameters())

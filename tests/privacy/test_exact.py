@@ -16,10 +16,26 @@ from flwr_replay.privacy.dpsgd import clipped_sums
 from flwr_replay.privacy.exact import ExactHead
 
 
+class Halved(nn.Sequential):
+    """A user's own sequence, which computes more than its layers."""
+
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+class HalvedLinear(nn.Linear):
+    """A user's own linear layer."""
+
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
 def model_of(features, between=(), trained=True):
     """Return a head on features of images of two rows, in float64."""
     encoder = Frozen(OrderedDict(flat=nn.Flatten()), torch.zeros(1, 1, 2, features // 2), alone=False)
-    head = stage(**dict(between), fc=nn.Linear(features, 3)).requires_grad_(trained)
+    layers = dict(between)
+    layers.setdefault("fc", nn.Linear(features, 3))
+    head = stage(**layers).requires_grad_(trained)
     return StagedModel(OrderedDict(features=encoder, head=head)).double()
 
 
@@ -71,6 +87,8 @@ def test_the_sums_are_those_of_a_float64_model(centred, clip, size):
     [
         ([("relu", nn.ReLU())], True, (40, 1, 1)),
         ([("first", nn.Linear(40, 40))], True, (40, 1, 1)),
+        ([("fc", HalvedLinear(40, 3))], True, (40, 1, 1)),
+        ([("centred", Halved(Centred()))], True, (40, 1, 1)),
         ([], False, (40, 1, 1)),
         ([], True, (1, 2, 20)),
     ],
