@@ -24,7 +24,7 @@ from flwr_replay.files.disk import entries, files_below, looked, looked_below, w
 from flwr_replay.files.disk import remove as unlink
 from flwr_replay.files.lines import segments
 from flwr_replay.state.spent import FOLDER as SPENT
-from flwr_replay.state.store import KEY, REMOVED, RUNS
+from flwr_replay.state.store import KEY, OPTIONS, REMOVED, RUNS
 from flwr_replay.wire.ledger import BEGUN, LEDGER
 from flwr_replay.wire.recording import FOLDER
 
@@ -114,7 +114,8 @@ def leaving(place: Path) -> tuple[list[Path], list[Path]]:
     RunError
         If it is none of these; if a state, or what lies in it, is a link; if files are there that are none of ours.
     """
-    root, here, clinic = home().resolve(), place.resolve(), (place / "clinic.env").is_file()
+    root, here, env = home().resolve(), place.resolve(), place / "clinic.env"
+    clinic = env.is_file() and all(key in read_bytes(env) for key in (b"NAME=", b"ADDRESS=", b"VERSIONS="))
     alone = not clinic and here not in (root, root / "state", root / "state" / "simulation")
     names = OF_CLINIC if clinic else OF_HOME if here == root else ("",)
     going = [place / name for name in names if os.path.lexists(place / name)]
@@ -122,7 +123,8 @@ def leaving(place: Path) -> tuple[list[Path], list[Path]]:
         raise RunError(f"{place} has none of {', '.join(names)}: there is nothing to remove")
     folders = [part for part in going if part.is_dir()]
     inside = [path for part in folders for path in (*entries(part), *entries(part / "simulation"))]
-    found = [path for path in inside if any((path / name).exists() for name in (RUNS, LEDGER, KEY))]
+    marks = LEDGER, KEY, f"{RUNS}/*/{OPTIONS}"  # a folder `runs` alone may be anyone's
+    found = [path for path in inside if any(any(path.glob(mark)) for mark in marks)]
     states = [place] if alone else found
     for state in states:
         own = {path.name for path in entries(state)}
@@ -133,9 +135,10 @@ def leaving(place: Path) -> tuple[list[Path], list[Path]]:
         path for path in (*going, *inside, *(path for at in states for path in entries(at))) if path.is_symlink()
     ]:
         raise RunError(f"no link is followed; {linked[0]} is one: put what it points to in its place, or remove it")
-    below = [] if alone or clinic else [file for part in folders for file in files_below(part)]
-    for file in below:
-        if {*states}.isdisjoint(file.parents) and not (file.parent.name == DECODED and file.suffix in OF_DECODED):
+    ours = {*states, place / "state" / ".flower", place / "state" / "supernode.pid"} if clinic else {*states}
+    for file in [] if alone else [file for part in folders for file in files_below(part)]:
+        decoded = file.parent.name == DECODED and file.suffix in OF_DECODED
+        if ours.isdisjoint((file, *file.parents)) and not decoded:
             raise RunError(f"no other files are removed; {file} is not flwr-replay's: move it away")
     return going, states
 

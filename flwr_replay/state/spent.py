@@ -97,7 +97,8 @@ class AllRuns:
         PrivacyError
             If the account says less than the institution has `stated`, or lacks charges.
         """
-        with self._held() if self.most < inf else nullcontext(dict[str, SpentByRun]()) as known:
+        counted = self.most < inf or there(self._file(account.folder.name))  # a lost account is seen without a sum, too
+        with self._held() if counted else nullcontext(dict[str, SpentByRun]()) as known:
             run, states, charges = account.folder.name, account.epsilon(), len(account.mechanisms)
             own = known.get(run, SpentByRun(0.0, account.delta, 0, 0.0))
             if states < (1 - ROUNDING) * stated or charges < own.charges:
@@ -106,12 +107,12 @@ class AllRuns:
                     f"{max(stated, own.epsilon):.4g}, its account of run {run!r} states {states:.4g}, so it is missing "
                     "or an older copy and lacks later releases: restore the newest copy, or begin a new run"
                 )
-            if self.most < inf:
+            if counted:
                 account.check(mechanism, cost)
                 own = own._replace(epsilon=account.epsilon(cost), delta=account.delta, charges=charges + 1)
                 self._check(known, run, own.epsilon, own.delta)
             account.charge(mechanism, cost, noise)
-            if self.most < inf:
+            if counted:
                 self._write(run, own)
 
     def sentence(self) -> str:

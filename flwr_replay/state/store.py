@@ -41,6 +41,7 @@ ENCODER = "encoder.sha256"  # a run's file: that of what does not train
 FINGERPRINTS = "fingerprints.json"  # a run's file: by split, that of its examples and labels
 OPTIONS = "options.json"  # a run's file: those to which it is bound
 REMOVED = "removed"  # a run's file: the institution has removed what it kept of the run
+LONGEST = 200  # bytes of a run's id: files are named after it, with a process's number while they are written
 SUFFIX = ".safetensors"
 ORIGIN = "made-under"  # a file's note: the digest of the options under which it was made
 HELD = 256 * 2**20  # bytes of arrays in memory
@@ -70,8 +71,11 @@ class StateStore:
 
     def of_run(self, run: str) -> Path:
         """Return a run's folder, which may not exist yet."""
-        if not NAME.fullmatch(run):  # the server chose it: it must not lead out of the state directory
-            raise WireError(f"a run's id has letters, digits, spaces, dots, hyphens and underscores; got {run!r}")
+        if not NAME.fullmatch(run) or len(run.encode()) > LONGEST:  # the server's: it must not lead out of the state
+            raise WireError(
+                "a run's id has letters, digits, spaces, dots, hyphens and underscores, at most "
+                f"{LONGEST} bytes; got {run!r}"
+            )
         return self.institution.state.joinpath(RUNS, run)
 
     def runs(self) -> list[Path]:

@@ -91,7 +91,10 @@ def test_all_goes_by_one_command_and_nothing_else(tmp_path, flwr_replay):
     outside.mkdir()
     (outside / "image.png").write_bytes(b"a patient's")
     for file in (clinic / "clinic.env", clinic / "policy.yaml", clinic / "key", clinic / "seal.key", outside / "key"):
-        file.write_text("mine")
+        file.write_text("NAME=north\nADDRESS=a:1\nVERSIONS=''\n")
+    (clinic / "state" / ".flower").mkdir()
+    (clinic / "state" / ".flower" / "config.toml").write_text("")
+    (states / "mine" / "runs").mkdir(parents=True)
     for link in (clinic / "data", next((clinic / "state" / "north" / "runs").iterdir()) / "linked"):
         link.symlink_to(outside)
     project = tmp_path / "project"  # a run's folder and decoded images make none a state
@@ -102,6 +105,9 @@ def test_all_goes_by_one_command_and_nothing_else(tmp_path, flwr_replay):
         (home, home / "decoded" / "mine.txt", "mine.txt is not flwr-replay's"),
         (home / "state", states / "institution-3", "institution-3 is one"),
         (clinic, clinic / "state" / "north" / "spent", "spent is one"),
+        (clinic, clinic / "state" / "mine.txt", "mine.txt is not flwr-replay's"),
+        (home, states / "mine" / "runs" / "mine.txt", "mine.txt is not flwr-replay's"),
+        (outside, outside / "clinic.env", "outside has not"),
         (project, project / "mine.txt", "project has not"),
         (outside, outside / "mine.txt", "outside has not"),
     ):

@@ -89,6 +89,19 @@ def test_what_is_removed_frees_nothing(server, gone, monkeypatch):
     assert not weights(summed(server, "one"))  # nor does its own run begin anew
 
 
+def test_a_lost_account_is_seen_when_the_policy_asks_for_no_sum_any_more(server, folder):
+    summed(server, "one")
+    (server.state / "runs" / "one" / "privacy.jsonl").unlink()
+    reply = summed(server_of(folder, *SUMS, policy="max-epsilon: 2\nmax-delta: 0.001\n"), "one")
+    assert "its account of run 'one' states 0, so it is missing" in refusal(reply)
+    assert not weights(reply)
+
+
+def test_a_run_whose_id_is_too_long_for_a_file_stops_no_other(server):
+    assert "at most 200 bytes" in refusal(summed(server, "é" * 122))
+    assert weights(summed(server, "one"))
+
+
 @pytest.mark.parametrize("file", ["spent/one.json", "runs/older/privacy.jsonl"])
 def test_a_damaged_sum_stops_all_runs(server, file):
     older(server)
