@@ -198,7 +198,7 @@ def test_a_port_that_another_program_has_is_said(written):
 def test_a_clientapp_whose_message_never_comes_is_named_with_its_process(written, tmp_path, monkeypatch):
     app, north = tmp_path / "flwr-clientapp", written / "north"
     app.write_text("import time; time.sleep(60)")
-    monkeypatch.setattr(clinic, "_supernode", lambda folder: os.getpid())
+    monkeypatch.setattr(clinic, "supernode", lambda folder: os.getpid())
     with subprocess.Popen([sys.executable, app]) as waiting:
         assert "ClientApp" not in examine_clinic(north)[1]
         monkeypatch.setattr(clinic, "AGE", -1)
