@@ -188,7 +188,8 @@ def remove(
     from flwr_replay.state.kept import leaving, retire
 
     folder = absolute(place)
-    if process := supernode(folder) or supernode(folder.parent.parent):  # the clinic's folder, or state/NAME in it
+    clinic = folder.resolve().parent.parent  # of state/NAME in it
+    if process := supernode(folder) or supernode(clinic):
         raise ConfigError(f"a SuperNode must not run while its state is removed; process {process} does: stop it")
     going, states = leaving(folder)
     named = ", ".join(map(str, going))

@@ -123,8 +123,9 @@ def test_all_goes_by_one_command_and_nothing_else(tmp_path, flwr_replay):
         assert sorted(tmp_path.rglob("*")) == before
         strange.unlink()
     (clinic / "state" / "supernode.pid").write_text(f"{os.getpid()}\n")
+    (tmp_path / "linked").symlink_to(clinic / "state")
     with chdir(clinic):  # as start.sh has it
-        for place in (clinic, clinic / "state" / "north"):
+        for place in (clinic, clinic / "state" / "north", tmp_path / "linked" / "north"):
             code, _, err = flwr_replay("deploy", "remove", str(place), str(tmp_path / "receipt"), "--yes")
             assert code == 2
             assert f"process {os.getpid()} does: stop it" in " ".join(err.split())
