@@ -75,9 +75,7 @@ class FedStatsConfig(StrategyConfig):
     name = "fedstats"
     traits = Traits(summed=True, dp_mechanisms=(STATISTICS,))
     clip: float = 10.0  # C, the largest L2 norm of an image's features
-    head: str = (
-        "auto"  # means | lda | ridge | mlp, on draws | auto: lda unless noise, or the number of features, is too large
-    )
+    head: str = "auto"  # means | lda | ridge | mlp, on draws | auto: lda, or means for much noise or many features
     passes: int = 10  # of head=mlp over draws
 
     def __post_init__(self) -> None:
@@ -236,7 +234,8 @@ class FedStats(Parallel):
         self.sums = {name: before[name] + sum(n * of[name].astype(np.float64) for n, of in sent) for name in names_of}
         self.held = (*self.held, *names)
         vars(self).pop("gaussians", None)
-        if few := np.flatnonzero(self.moments.numbers_C < self.moments.n_C).tolist():
+        few = [] if self.regresses else np.flatnonzero(self.moments.numbers_C < self.moments.n_C).tolist()
+        if few:
             self.recorder.log(
                 f"classes {', '.join(map(str, few))}: too few examples beside the noise; nobody may have any"
             )

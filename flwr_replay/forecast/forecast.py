@@ -86,7 +86,7 @@ def exchanged(job: Job, present: Sequence[Present]) -> tuple[Movement, list[Expe
         sums = institution.label_sum, institution.label_squares
         strategy.members.add(Member(institution.name, k, institution.num_examples, institution.raw_bytes, *sums))
     strategy.exchanger.scale_labels(strategy.members.label_scale())
-    strategy.begin_run()
+    strategy.begin()
     arrays = to_arrays(backbone(config.model, config.task)(0))
     by_name = {institution.name: institution for institution in present}  # the members are in the order of their names
     exchanges: list[Exchange] = [(m, strategy.roll.request(), by_name[m.name], 1) for m in strategy.members]

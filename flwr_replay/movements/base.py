@@ -135,6 +135,12 @@ class Movement(Strategy):
         """Return n blank labels of the task, as large as real ones."""
         return self.task.blank_labels(n, self.settings.input_shape or ())
 
+    def begin(self) -> None:
+        """Fix, and say, what holds for the whole run, also of what is replayed."""
+        self.begin_run()
+        if self.replay:
+            self.replay.begin_run()
+
     # --- what a movement or a method defines --------------------------------------------------------------------------
 
     @abstractmethod
@@ -323,7 +329,7 @@ class Movement(Strategy):
         if snapshot:
             arrays, run.done = self.resumed(snapshot, initial_arrays), snapshot.exchange
         say_what_differs(self, run)
-        self.begin_run()
+        self.begin()
         self.recorder.begin(self.config.name, run.num_rounds, self.exchanges_per_round(), run.done)
         if key := self.traits().private_key:
             self.recorder.kept_private(self.settings.run, key)

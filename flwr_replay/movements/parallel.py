@@ -25,7 +25,6 @@ from flwr_replay.movements.participation import AtOnce
 from flwr_replay.payloads.common import Trained, Unmask, Unmasked
 from flwr_replay.privacy.shares import check_sums
 from flwr_replay.server.members import Member
-from flwr_replay.server.replay_sums import StatisticsReplay
 from flwr_replay.wire.masked import MASKED, add, blank_masked, mean_of, sums_of
 from flwr_replay.wire.payload import Payload, Request
 from flwr_replay.wire.records import StateDict, Weights, array_record, opened
@@ -82,19 +81,17 @@ class Parallel(AtOnce):
 
         Refused where each number has more noise than a class has examples: then no class shows in any.
         """
-        plan, of = self.settings.privacy, self
-        if isinstance(self.replay, StatisticsReplay):
-            of = self.replay.statistics
-        if not plan or not of.noise or self.settings.model is None:
+        plan, noise = self.settings.privacy, self.noise
+        if not plan or not noise or self.settings.model is None:
             return
-        most, norm = sum(member.num_examples for member in self.members.known), of.noise * sqrt(of.numbers)
+        most, norm = sum(member.num_examples for member in self.members.known), noise * sqrt(self.numbers)
         line = f"the noise of a sum has norm {norm:,.3g}, and {most:,} examples add at most {most:,}"
-        summed = most * sqrt(sum(passes.epochs for passes in plan.passes if passes.mechanism == of.noised))
+        summed = most * sqrt(sum(passes.epochs for passes in plan.passes if passes.mechanism == self.noised))
         classes = getattr(self.task, "classes", 1)
         require(
-            of.noise * classes <= summed,
+            noise * classes <= summed,
             f"a sum must show more than its noise; {line}, of {classes} classes, and each number has noise "
-            f"{of.noise:,.3g}: choose a larger epsilon",
+            f"{noise:,.3g}: choose a larger epsilon",
         )
         if norm > summed:
             line += ": little can be learnt; choose a larger epsilon"

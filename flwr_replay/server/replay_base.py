@@ -26,6 +26,9 @@ class Replay(ABC):
         self.missing: dict[str, str] = {}  # by institution: what is incomplete in the last round
         self.exchange = 0
 
+    def begin_run(self) -> None:  # noqa: B027  most kinds of replay have nothing to say
+        """Say what holds for the whole run, before anything leaves; called after the roll call."""
+
     def prepare(self, grid: Grid, exchange: int, arrays: StateDict, extra: ConfigRecord, last: bool) -> None:
         """Make the exchanges that are due; called before every exchange of the method.
 

@@ -43,6 +43,10 @@ class StatisticsReplay(Replay):
         self.held: dict[str, list[int]] = {}  # by institution: of how many sums its Gaussians are, how many it draws
         self.current = [0, 0]  # as in `held`, of the newest
 
+    def begin_run(self) -> None:
+        """Say how large the sums' noise will be; refuse what hides every class."""
+        self.statistics.begin_run()
+
     @property
     def summed(self) -> list[str]:
         """Names of those whose sums are there."""

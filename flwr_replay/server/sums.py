@@ -54,7 +54,8 @@ class Moments:
     def gaussians(self, clip: float) -> StateDict:
         """Return what features are drawn from, `flwr_replay.learning.draws.Draws`: as many as there were examples.
 
-        The covariance is that of `head=lda`. No mean is longer than the clip, and no deviation.
+        The covariance is that of `head=lda`, its factor the symmetric one: an axis has two signs, and last bits choose.
+        No mean is longer than the clip, and no deviation.
         """
         known = self.mu_CF, self.n_C, self.noise_C, self.products_FF, self.noise
         variance_F, axes_FF = variances(*known, 1e-6 * clip**2, OF_ALL)
@@ -62,6 +63,6 @@ class Moments:
         counts = np.maximum(self.numbers_C.round(), 0).astype(np.int64)
         return {
             "means": (self.mu_CF / long_C[:, None]).astype(np.float32),
-            "factor": (axes_FF * np.sqrt(variance_F).clip(max=clip)).astype(np.float32),
+            "factor": (axes_FF * np.sqrt(variance_F).clip(max=clip) @ axes_FF.T).astype(np.float32),
             "counts": counts if counts.any() else np.ones_like(counts),
         }

@@ -289,9 +289,10 @@ def test_how_large_the_noise_is_beside_the_sum_is_said_before_anything_leaves(tm
     assert not any(line.startswith("round") for line in messages[:at])
 
 
-def test_noise_that_hides_every_class_is_refused_before_anything_is_charged(tmp_path):
+@pytest.mark.parametrize("way", [[], ["strategy=cwt", "replay=statistics", "model.train=head"]])
+def test_noise_that_hides_every_class_is_refused_before_anything_is_charged(tmp_path, way):
     with pytest.raises(ConfigError, match=r"of 10 classes, and each number has noise .*: choose a larger epsilon"):
-        head_after(tmp_path, "dp=statistics", "delta=1e-5", "target-epsilon=0.01", "rounds=1")
+        head_after(tmp_path, *way, "dp=statistics", "delta=1e-5", "target-epsilon=0.01", "rounds=1")
     assert not list(tmp_path.rglob("privacy.jsonl"))
 
 
