@@ -1,7 +1,8 @@
-"""The pages name files, modules and headings that are there."""
+"""The pages name files, modules and headings that are there; tables of results are those of their data."""
 
 import importlib
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,13 @@ def test_modules_are_there(page):
         module, _, attribute = name.rpartition(".")
         if EXAMPLE not in name and not hasattr(importlib.import_module(module), attribute):
             importlib.import_module(name)
+
+
+def test_tables_of_results_are_their_data():
+    written = runpy.run_path(str(ROOT / "benchmarks" / "tables.py"))["written"]
+    texts = [page.read_text(encoding="utf-8") for page in PAGES if page.parent.name == "results"]
+    assert texts == [written(text) for text in texts]
+    by_hand = re.findall(r"^(?<!csv-->\n\n)(?<!\|\n)\|.*", "".join(texts), re.M)
+    assert by_hand == ["| paper's figure and finding | holds? | ours |"]  # which is words
+    tables = {path.name for path in (ROOT / "docs" / "results" / "tables").glob("*.csv")}
+    assert {*re.findall(r"^<!--(.*)-->$", "".join(texts), re.M)} == tables
