@@ -17,6 +17,7 @@ F (F + 1) / 2 numbers more, with F features (`ClassSums`).
     head=ridge:        the same, of 1 for an image's class and 0 for others
     head=mlp:          all above a frozen encoder, its features here, is trained on draws of N(μ_c, W) at the server
     head=lda:          W = (Σ_k G_k − Σ_c n_c μ_c μ_cᵀ) / n, linear discriminants; every class as frequent as another
+    priors=noisy:      ... + log(n_c / n)
 
 What is protected: With dp=statistics the sums have Gaussian noise. All of an institution's one message but numbers of
 examples is (ε, δ)-DP for one patient more or less, all of whose images there are clipped together, where the data name
@@ -76,10 +77,16 @@ class FedStatsConfig(StrategyConfig):
     traits = Traits(summed=True, dp_mechanisms=(STATISTICS,))
     clip: float = 10.0  # C, the largest L2 norm of an image's features
     head: str = "auto"  # means | lda | ridge | mlp, on draws | auto: lda, or means for much noise or many features
+    priors: str = "equal"  # of head=lda: equal | noisy, by the numbers of examples in the sums
     passes: int = 10  # of head=mlp over draws
 
     def __post_init__(self) -> None:
         one_of("strategy.head", self.head, ("auto", "means", "lda", "ridge", "mlp"))
+        one_of("strategy.priors", self.priors, ("equal", "noisy"))
+        require(
+            self.priors == "equal" or self.head == "lda",
+            f"priors=noisy is of linear discriminants; got head={self.head}: set strategy.head=lda",
+        )
         within("strategy.", self, passes=(1, PASSES), clip=CLIPS)
 
     def check_task(self, task: TaskConfig) -> None:
@@ -290,6 +297,8 @@ class FedStats(Parallel):
             weight_CF, bias_C = ridge(mu_F, n, noise, *about[-3:], shared_CF, share_C)
         elif by.products_FF.size:
             weight_CF, bias_C = discriminants(*about)
+            if self.config.priors == "noisy":
+                bias_C = bias_C + np.log(by.n_C / by.n_C.sum())
         else:
             weight_CF, bias_C = nearest_means(by.mu_CF, by.noise_C, least=0.01 * clip**2)
         return weight_CF, np.where((by.numbers_C <= 0) & (self.variance == 0), NEVER, bias_C)

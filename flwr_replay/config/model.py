@@ -32,6 +32,7 @@ class ModelConfig:
     norm: str = "batch"  # batch | group
     weights: str = ""  # a file with the initial weights, read by the server; empty: fresh weights
     train: str = "all"  # all | head | from:STAGE: what trains; what lies before stays as it is, and does not travel
+    dim: int = 0  # gabor, timm: numbers to which features are projected, by a public matrix; 0: as they are
     hidden: int = 0  # gabor, timm: units with ReLU between features and head; 0: the head is all
     size: int = 0  # timm: pixels to which images are brought; 0: as its publisher says
 
@@ -55,7 +56,7 @@ class ModelConfig:
         check_own("model", self.name, self.build)
         one_of("model.stem", self.stem, ("published", "small"))
         one_of("model.norm", self.norm, ("batch", "group"))
-        within("model.", self, width=(1, WIDTH), hidden=(0, WIDTH), size=(0, PIXELS))
+        within("model.", self, width=(1, WIDTH), dim=(0, WIDTH), hidden=(0, WIDTH), size=(0, PIXELS))
 
     @property
     def weights_file(self) -> str:

@@ -80,5 +80,5 @@ def gabor(model: ModelConfig, task: TaskConfig) -> StagedModel:
         f"model=gabor sees edges in images; task={task.name} has none: choose model=mlp or deepset",
     )
     features = (ORIENTATIONS + task.channels) * min(GRID, task.size) ** 2
-    layers = classifier(features, model.hidden, task.classes)
+    layers = classifier(features, model, task.classes)
     return StagedModel(OrderedDict(energies=stage(features=Energies()), **layers))

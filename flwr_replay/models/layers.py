@@ -1,5 +1,7 @@
 """Layers that several models share."""
 
+import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TypeVar
@@ -9,7 +11,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-__all__ = ["Centred", "Prepared", "Standardize"]
+from flwr_replay.config.model import ModelConfig
+from flwr_replay.config.sections import require
+
+__all__ = ["Centred", "Prepared", "Projected", "Standardize"]
 __all__ += ["as_input", "centred", "classifier", "norm_layer", "out_of_place", "outlined", "stage", "step"]
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -92,15 +97,52 @@ def stage(**layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(OrderedDict(layers))
 
 
-def classifier(features: int, hidden: int, classes: int, **before: nn.Module) -> OrderedDict[str, nn.Module]:
-    """Return the stages on features: `hidden`, if it has units, and `head`, which begins at zero where it is alone."""
-    head = nn.Linear(hidden or features, classes)
-    if hidden:
-        units = stage(**before, fc=nn.Linear(features, hidden), relu=nn.ReLU())
-        return OrderedDict(hidden=units, head=stage(fc=head))
+class Projected(nn.Module):
+    """Features, `centred`, projected to fewer numbers by a public matrix, and centred again.
+
+    The matrix, (dim, F), depends on its shape alone. Each feature adds to one of the numbers, in an order and with
+    signs that SHA-256 draws: its rows are orthonormal, and it is the same on every machine (Charikar, Chen and
+    Farach-Colton 2002).
+    """
+
+    rows_DF: Tensor
+
+    def __init__(self, features: int, dim: int) -> None:
+        super().__init__()
+        require(
+            dim <= features,
+            f"model.dim projects the encoder's {features:,} features to fewer numbers; got {dim:,}: lower it",
+        )
+        drawn = [hashlib.sha256(f"{features} {dim} {feature}".encode()).digest() for feature in range(features)]
+        rows_DF = [[0.0] * features for _ in range(dim)]
+        for place, feature in enumerate(sorted(range(features), key=drawn.__getitem__)):
+            of_row = len(range(place % dim, features, dim))
+            rows_DF[place % dim][feature] = (1 - 2 * (drawn[feature][-1] % 2)) / math.sqrt(of_row)
+        self.register_buffer(
+            "rows_DF", torch.tensor(rows_DF), persistent=False
+        )  # it never changes, so it does not travel
+
+    def forward(self, features_BF: Tensor) -> Tensor:
+        """Return (B, dim)."""
+        return centred(functional.linear(centred(features_BF), self.rows_DF))
+
+
+def classifier(features: int, model: ModelConfig, classes: int, **before: nn.Module) -> OrderedDict[str, nn.Module]:
+    """Return the stages on features, as the model's options ask: perhaps `projection`, perhaps `hidden`, and `head`.
+
+    A head that alone has weights begins at zero.
+    """
+    stages: OrderedDict[str, nn.Module] = OrderedDict()
+    if model.dim:
+        stages["projection"] = stage(projected=Projected(features, model.dim))
+        features, before = model.dim, {}
+    head = nn.Linear(model.hidden or features, classes)
+    if model.hidden:
+        stages["hidden"] = stage(**before, fc=nn.Linear(features, model.hidden), relu=nn.ReLU())
+        return OrderedDict(stages, head=stage(fc=head))
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
-    return OrderedDict(head=stage(**before, fc=head))
+    return OrderedDict(stages, head=stage(**before, fc=head))
 
 
 def outlined(module: nn.Module, x: Tensor) -> Tensor:

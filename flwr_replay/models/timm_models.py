@@ -69,7 +69,7 @@ def timm_model(model: ModelConfig, task: TaskConfig) -> StagedModel:
     first = next(iter(stages))
     prepared = Prepared(channels, size, mode, mean, std)
     stages[first] = stage(prepared=prepared, **dict(stages[first].named_children()))
-    return staged(net, **stages, **classifier(features, model.hidden, task.classes, centred=Centred())).train()
+    return staged(net, **stages, **classifier(features, model, task.classes, centred=Centred())).train()
 
 
 def published(name: str) -> Any:

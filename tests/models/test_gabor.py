@@ -1,6 +1,7 @@
 """Gabor features: they tell orientations apart, no image changes another's, and nothing but the head is learned."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ import torch
 from flwr_replay.config.model import ModelConfig
 from flwr_replay.config.sections import TaskConfig
 from flwr_replay.errors import ConfigError
+from flwr_replay.files.tensors import digest
 from flwr_replay.models import build
 from flwr_replay.models.gabor import GRID, ORIENTATIONS, filters
+from flwr_replay.models.layers import Projected
 from flwr_replay.privacy.dpsgd import refuse_mixing
 from flwr_replay.privacy.ghost import Ghost
 
@@ -55,6 +58,28 @@ def test_an_images_features_depend_on_no_other_and_not_on_its_contrast():
 def test_small_images_have_fewer_places():
     model = build(MODEL, TaskConfig(**{**vars(TASK), "size": 5}), 0)
     assert model(torch.rand(2, 1, 5, 5)).shape == (2, 10)
+
+
+@pytest.mark.parametrize(
+    ("features", "dim", "known"), [(9, 9, "f2dff7b1"), (1280, 256, "93b20106"), (441, 200, "e944f142")]
+)
+def test_a_projection_is_orthonormal_and_the_same_everywhere(features, dim, known):
+    """Its bits are part of an encoder's hash, which institutions compare."""
+    rows = Projected(features, dim).rows_DF
+    torch.testing.assert_close(rows @ rows.T, torch.eye(dim))
+    assert (rows != 0).sum(0).tolist() == [1] * features
+    assert digest({"": rows.numpy()}).startswith(f"sha256:{known}")
+
+
+def test_a_projection_brings_features_to_one_norm_and_never_adds_any():
+    model = build(replace(MODEL, dim=40), TASK, 0)
+    assert model.stages == ("energies", "projection", "head")
+    assert model.state_dict()["head.fc.weight"].shape == (10, 40)
+    features = model.projection(model.energies(torch.rand(3, 1, 28, 28)))
+    torch.testing.assert_close(features.norm(dim=1), torch.full((3,), 10.0))
+    refuse_mixing(model)
+    with pytest.raises(ConfigError, match=r"model\.dim projects the encoder's 441 features to fewer numbers; got 442"):
+        build(replace(MODEL, dim=442), TASK, 0)
 
 
 def test_tables_are_refused():

@@ -60,7 +60,9 @@ def test_the_head_is_that_of_the_unions_class_means(tmp_path, partition):
     np.testing.assert_allclose(bias, -np.square(means).sum(1) / 2 * scale, rtol=1e-4)
 
 
-@pytest.mark.parametrize("how", [["partition=iid"], ["partition=ks", "ks=0.9"]])
+@pytest.mark.parametrize(
+    "how", [["partition=iid"], ["partition=ks", "ks=0.9", "model.dim=60", "strategy.head=lda", "strategy.priors=noisy"]]
+)
 def test_discriminants_are_those_of_the_unions_covariance(tmp_path, how):
     """Beside the sum over all images of (f - μ)(f - μ)ᵀ, each of its own class."""
     partition = [*how, "partition.size=100"]
@@ -71,7 +73,8 @@ def test_discriminants_are_those_of_the_unions_covariance(tmp_path, how):
     within += np.eye(len(within)) * 0.3 * within.trace() / len(within)
     slow = np.linalg.solve(within, means.T).T
     np.testing.assert_allclose(weight, slow, rtol=1e-3, atol=1e-3 * np.abs(slow).max())
-    np.testing.assert_allclose(bias, -(slow * means).sum(1) / 2, rtol=1e-3)
+    priors = np.log(np.bincount(labels) / len(labels)) if "strategy.priors=noisy" in how else 0
+    np.testing.assert_allclose(bias, priors - (slow * means).sum(1) / 2, rtol=1e-3)
 
 
 def test_ridge_is_numpys_of_the_unions_classes(tmp_path):
