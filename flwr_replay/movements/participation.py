@@ -8,7 +8,6 @@ lowered for it.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 
 from flwr_replay.movements.base import Movement
 from flwr_replay.rng import derived_seed
@@ -34,14 +33,9 @@ def participants(names: Sequence[str], fraction: float, seed: int, number: int) 
     """
     if fraction == 1:
         return list(names)
-    chosen = _chosen(tuple(names), fraction, seed, number)
-    return [name for name in names if name in chosen]
-
-
-@lru_cache(maxsize=1)  # every visit of a cycle asks
-def _chosen(names: tuple[str, ...], fraction: float, seed: int, number: int) -> frozenset[str]:
     drawn = sorted(names, key=lambda name: derived_seed(seed, "participation", number, name))
-    return frozenset(drawn[: number_chosen(len(names), fraction)])
+    chosen = {*drawn[: number_chosen(len(names), fraction)]}
+    return [name for name in names if name in chosen]
 
 
 class AtOnce(Movement):

@@ -1,15 +1,16 @@
 """Serial: an exchange is a visit to one institution; a cycle, which is one pass, visits all, or a fraction of them.
 
 for each cycle:
-    for each institution k of this cycle, in its order:                         `cycle`, `visited`
-        θ ← train θ at k                                                        one visit, one exchange
+    for each institution k of this cycle, in its order:                         `visits`
+        θ ← train θ at k                                                        `visited`: one visit, one exchange
 
 Failures: Who is absent, or gives no valid answer, is passed over, and the next institution gets the old weights. The
 run stops, and can be resumed, once visits to all have failed since the last that succeeded.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
@@ -17,7 +18,7 @@ from flwr.serverapp import Grid
 
 from flwr_replay.movements.base import Exchange, Movement, Outcome
 from flwr_replay.movements.evaluating import own_metrics, trained_metrics
-from flwr_replay.movements.participation import number_chosen, participants
+from flwr_replay.movements.participation import participants
 from flwr_replay.payloads.common import Trained
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Request
@@ -40,33 +41,38 @@ class Serial(Movement):
         """Return the order of visits in a cycle; in the base class it is that of the names."""
         return names
 
+    def visits(self, cycles: Iterable[int]) -> Iterator[tuple[int, str]]:
+        """Go through the visits of these cycles, counted from 0: the cycle, and the institution's name."""
+        drawn = self.itinerary, self.settings.fraction, self.settings.seed
+        for cycle in cycles:
+            for institution in self.order(cycle, participants(*drawn, cycle)):
+                yield cycle, institution
+
     def begin_run(self) -> None:
         """Fix the itinerary: all institutions present, unless a checkpoint has named it."""
         self.itinerary = self.itinerary or self.members.names
+        self.listed, self.coming = list[str](), self.visits(count())
+        self.in_cycle = len([*self.visits([0])])
 
     def exchanges_per_round(self) -> int:
-        """One visit for each institution of a cycle."""
-        return number_chosen(len(self.itinerary), self.settings.fraction)
-
-    def cycle(self, cycle: int) -> list[str]:
-        """Return the names of the institutions of a cycle, in the order of its visits."""
-        return self.order(cycle, participants(self.itinerary, self.settings.fraction, self.settings.seed, cycle))
+        """As many as a cycle has visits."""
+        return self.in_cycle
 
     def visited(self, exchange: int) -> Member | None:
         """Return the institution that an exchange visits, if it is present; its visit counts as missed till it ends."""
-        cycle, place = divmod(exchange - 1, self.exchanges_per_round())
-        institution = self.cycle(cycle)[place]
+        while len(self.listed) < exchange:
+            self.listed.append(next(self.coming)[1])
+        institution = self.listed[exchange - 1]
         self.missed |= {institution}
         return self.members.get(institution)
 
     def trains_in(self, num_rounds: int) -> Mapping[str, Sequence[int]]:
-        """Return the cycles in which each institution is visited, from 1."""
+        """Return the cycles in which each institution is visited, from 1; without a fraction these are all."""
         if self.settings.fraction == 1:
             return super().trains_in(num_rounds)
         cycles: dict[str, list[int]] = {}
-        for cycle in range(num_rounds):
-            for name in self.cycle(cycle):
-                cycles.setdefault(name, []).append(cycle + 1)
+        for cycle, name in self.visits(range(num_rounds)):
+            cycles.setdefault(name, []).append(cycle + 1)
         return cycles
 
     def configure_train(
@@ -92,7 +98,7 @@ class Serial(Movement):
         visited = [member for member in self.cycle_members() if times[member.name]]
         exchanges: list[Exchange] = [(member, request, answer, times[member.name]) for member in visited]
         if not self.settings.hiding.readable:
-            first = self.members.get(self.cycle(0)[0])
+            first = self.members.get(next(self.visits([0]))[1])
             exchanges = [(m, request, reply, number - (m is first)) for m, request, reply, number in exchanges]
             exchanges += [(first, self.train_request(0, {}), answer, 1)] if first else []
         return exchanges
