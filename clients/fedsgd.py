@@ -140,8 +140,8 @@ class FedSGDClient(InstitutionClient):
         """Sum the losses of logits; only these need places where the logits are exact."""
         size = places_for(logits_BC)
         rows_B = placed(torch.arange(len(y_B)), size, stream)
-        parts = zip(*(torch.split(at_places(of, rows_B), size) for of in (logits_BC, y_B)), strict=True)
-        return torch.stack([self.task.losses(*part).sum() for part in parts]).sum()
+        chunks = zip(*(torch.split(at_places(of, rows_B), size) for of in (logits_BC, y_B)), strict=True)
+        return torch.stack([self.task.losses(*chunk).sum() for chunk in chunks]).sum()
 
 
 def placed(rows_N: Tensor, size: int, stream: Stream | None) -> Tensor:

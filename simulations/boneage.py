@@ -11,9 +11,9 @@ and the classifier are not.
 
 from flwr_replay.simulations.retina import FIGURE_5
 from flwr_replay.studies.printed import Printed
-from flwr_replay.studies.study import Section
+from flwr_replay.studies.study import Compared
 
-__all__ = ["SECTIONS"]
+__all__ = ["COMPARISONS"]
 
 PAPER = ["task=boneage", "preset=paper", "seeds=4"]  # section 4.2: the mean of four runs
 SPLITS = {  # Fig. 3; four institutions
@@ -55,11 +55,11 @@ QUICK += ["task.size=32", "task.train_size=64", "task.val_size=0"]
 QUICK += ["generator.epochs=1", "generator.width=8", "generator.batch_size=8"]
 
 
-def section(
+def comparison(
     name: str, about: str, methods: list[str], options: list[str], group: str, paper: Printed | None
-) -> Section:
-    """Return a section on BoneAge."""
-    return Section.led(name, about, methods, [*PAPER, *options], data=".", quick=QUICK, group=group, paper=paper)
+) -> Compared:
+    """Return a comparison on BoneAge."""
+    return Compared.led(name, about, methods, [*PAPER, *options], data=".", quick=QUICK, group=group, paper=paper)
 
 
 def in_text(split: str) -> Printed | None:
@@ -70,13 +70,13 @@ def in_text(split: str) -> Printed | None:
     return Printed(source="Qu et al. 2022, section 4.2", values=values)
 
 
-SECTIONS = [
+COMPARISONS = [
     *(
-        section(name, f"Fig. 5, {name.replace('-', ' ')}.", FIGURE_5, how, "Figure 5, BoneAge", in_text(name))
+        comparison(name, f"Fig. 5, {name.replace('-', ' ')}.", FIGURE_5, how, "Figure 5, BoneAge", in_text(name))
         for name, how in SPLITS.items()
     ),
     *(
-        section(
+        comparison(
             f"table-2-{name}",
             f"Table 2, {name.replace('-', ' ')}.",
             TABLE_2,

@@ -9,9 +9,9 @@ Buda et al. 2019, which do not come with this package; here every run begins wit
 
 from flwr_replay.studies.methods import with_kept
 from flwr_replay.studies.printed import Printed
-from flwr_replay.studies.study import Section
+from flwr_replay.studies.study import Compared
 
-__all__ = ["SECTIONS"]
+__all__ = ["COMPARISONS"]
 
 PAPER = ["task=brats", "preset=paper", "partition=natural", "seeds=3"]  # section 4.3: three trials
 FIGURE_6 = ["central", *with_kept(["cwt", "fedavg", "fedavgshare"]), "fedreplay"]
@@ -22,8 +22,8 @@ QUICK = ["preset=quick", "model=unet", "model.width=4", "task.size=32", "task.tr
 # Section 4.3 prints these two; the rest is in Fig. 6 only.
 PRINTED = Printed(source="Qu et al. 2022, section 4.3", values={"central": "0.853", "fedreplay": "0.854"})
 
-SECTIONS = [
-    Section(
+COMPARISONS = [
+    Compared(
         name=name,
         about=about,
         methods=FIGURE_6,

@@ -13,9 +13,9 @@ nearest class means here; its two constants were chosen by all validation images
 per-example gradients, so the tuned network is not in ProxyFL.
 """
 
-from flwr_replay.studies.study import Section
+from flwr_replay.studies.study import Compared
 
-__all__ = ["SECTIONS"]
+__all__ = ["COMPARISONS"]
 
 PUBLIC = ["task.mean=[0.4914,0.4822,0.4465]", "task.std=[0.2470,0.2435,0.2616]"]  # of CIFAR-10; lite0 has its own
 CIFAR10 = ["task=medmnist", "channels=3", "task.size=32", "classes=10", "nodes=8", "partition.size=500"]
@@ -41,7 +41,7 @@ PAIR = "proxyfl:listen=pool:alpha=0:beta=0:private_lr=0.01:private_epochs=1:priv
 ROUNDS = {8: (30, 24), 1: (15, 12)}  # of ProxyFL by epsilon, and the round after which its rate is a tenth
 
 
-def section(data: str, encoder: str) -> Section:
+def comparison(data: str, encoder: str) -> Compared:
     """Return the methods on one data set with one network."""
     file, dealt, smallest = DATA[data]
     network, cut = ENCODERS[encoder]
@@ -65,7 +65,7 @@ def section(data: str, encoder: str) -> Section:
                 *(f"FedStats, ε {budget} := {noisy}={budget}" for budget in ROUNDS),
             ]
         methods.append(f"own head, pooled := {pair}:topology=none:dp=none:rounds=30:lr_step=24")
-    return Section(
+    return Compared(
         name=f"{data}-{encoder}",
         about=f"{data}: {encoder}.",
         methods=methods,
@@ -84,4 +84,4 @@ def section(data: str, encoder: str) -> Section:
     )
 
 
-SECTIONS = [section(data, encoder) for data in DATA for encoder in ENCODERS]
+COMPARISONS = [comparison(data, encoder) for data in DATA for encoder in ENCODERS]

@@ -9,9 +9,9 @@ institutions' test shards; with FedER each tests the model that it has trained l
 
 from functools import partial
 
-from flwr_replay.studies.study import Section
+from flwr_replay.studies.study import Compared
 
-__all__ = ["SECTIONS"]
+__all__ = ["COMPARISONS"]
 
 # Eight times 1,000 are all of 8,000 training images. Tests come after the last round only, so none are used before.
 MNIST = ["task=mnist", "partition.size=1000", "model=cnn", "rounds=10", "evaluate_every=10", "seeds=5", "split=test"]
@@ -34,13 +34,13 @@ WITH_A_GENERATOR = [FEDER, *MODES[2:], OTHERS[2], "syncentral := syncentral"]
 LONGER = ["generator.epochs=18", "prior.epochs=36"]  # of vqvae2, on few images
 BOTH = [*WITH_A_GENERATOR, *(x.replace(" :=", ", stylegan2 :=") + ":generator=stylegan2" for x in WITH_A_GENERATOR)]
 # All are compared with FedER's standard mode.
-section = partial(Section.led, metric="balanced-accuracy", data="mnist")
+comparison = partial(Compared.led, metric="balanced-accuracy", data="mnist")
 
 
-def iid(nodes: int) -> Section:
-    """Return a section without skew."""
+def iid(nodes: int) -> Compared:
+    """Return a comparison without skew."""
     options = [*MNIST, "partition=iid", f"nodes={nodes}"]
-    return section(f"iid-{nodes}", "No skew.", [FEDER, HOPS, "central"], options, group="No skew, by institutions")
+    return comparison(f"iid-{nodes}", "No skew.", [FEDER, HOPS, "central"], options, group="No skew, by institutions")
 
 
 def shifted(nodes: int) -> list[str]:
@@ -48,9 +48,9 @@ def shifted(nodes: int) -> list[str]:
     return [*XRAYS, f"nodes={nodes}", "partition=iid", "partition.size=650", "contrast=0.6"]
 
 
-def contrast(nodes: int) -> Section:
-    """Return a section in which institutions' X-rays differ in contrast, and classes do not."""
-    return section(
+def contrast(nodes: int) -> Compared:
+    """Return a comparison in which institutions' X-rays differ in contrast, and classes do not."""
+    return comparison(
         f"contrast-{nodes}",
         "Chest X-rays, no label skew; from institution to institution more contrast; 650 each.",
         [*MODES, *OTHERS, "syncentral"],
@@ -59,9 +59,9 @@ def contrast(nodes: int) -> Section:
     )
 
 
-SECTIONS = [
-    section("skew", "Table I in shape: label skew, four institutions.", [*MODES, *OTHERS, "syncentral"], SKEW),
-    section(
+COMPARISONS = [
+    comparison("skew", "Table I in shape: label skew, four institutions.", [*MODES, *OTHERS, "syncentral"], SKEW),
+    comparison(
         "xrays",
         "Chest X-rays, label skew, two institutions.",
         [*MODES, *OTHERS, "syncentral"],
@@ -69,16 +69,16 @@ SECTIONS = [
         data=PNEUMONIA,
     ),
     *map(contrast, (2, 4)),
-    section(
+    comparison(
         "generators",
         "Chest X-rays, label skew, two institutions: buffers of both generators.",
         BOTH,
         X_SKEW,
         data=PNEUMONIA,
     ),
-    section("generators-skew", "Label skew, four institutions: buffers of both generators.", BOTH, SKEW),
+    comparison("generators-skew", "Label skew, four institutions: buffers of both generators.", BOTH, SKEW),
     *(
-        section(
+        comparison(
             f"generators-contrast-{nodes}",
             "Chest X-rays, no label skew, contrast: buffers of both generators.",
             [":".join([method, *LONGER]) if "stylegan2" not in method else method for method in BOTH],
@@ -87,13 +87,13 @@ SECTIONS = [
         )
         for nodes in (2, 4)
     ),
-    section(
+    comparison(
         "buffers",
         "Images in a buffer.",
         [FEDER, *(f"buffer {size} := feder:buffer={size}" for size in (0, 128, 2048))],
         SKEW,
     ),
-    section(
+    comparison(
         "epochs",
         "Rounds and epochs of equal products.",
         [
@@ -102,7 +102,7 @@ SECTIONS = [
         ],
         SKEW,
     ),
-    section(
+    comparison(
         "agreement",
         "Table II in shape: every model at every institution, after the last round.",
         [f"{method}:agreement=true" for method in (FEDER, HOPS, OTHERS[0])],

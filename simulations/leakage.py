@@ -11,9 +11,9 @@ has one image, so that "identified" says nothing there.
 
 from collections.abc import Sequence
 
-from flwr_replay.studies.study import Section
+from flwr_replay.studies.study import Compared
 
-__all__ = ["SECTIONS"]
+__all__ = ["COMPARISONS"]
 
 MNIST = ["task=mnist", "partition=ks", "ks=0.9", "partition.size=1000", "nodes=2", "rounds=5", "evaluate_every=5"]
 XRAYS = [
@@ -38,12 +38,12 @@ LATENTS = "dp=latents:latent-clip=10:label-epsilon=20"
 FEW = ["task=mnist", "partition=iid", "nodes=2", "rounds=1"]
 
 
-def section(
+def comparison(
     name: str, about: str, methods: Sequence[str], options: Sequence[str], data: str = "mnist-full", field: str = ""
-) -> Section:
-    """Return a section whose runs record their messages and are attacked."""
+) -> Compared:
+    """Return a comparison whose runs record their messages and are attacked."""
     recorded = [*options, "record=all", "seeds=5"]
-    return Section.led(name, about, methods, recorded, data=data, attack="undealt", field=field)
+    return Compared.led(name, about, methods, recorded, data=data, attack="undealt", field=field)
 
 
 def latents(width: int) -> list[str]:
@@ -59,8 +59,8 @@ def table() -> list[str]:
     return [*latents(16), *halves, *(f"{name} := {name}:{own}" for name in ("fedavg", "fedsgd"))]
 
 
-def gradients(examples: int, steps: int = 1) -> Section:
-    """Return a section of trainings of so many steps of so many images, and of one gradient of all images."""
+def gradients(examples: int, steps: int = 1) -> Compared:
+    """Return a comparison of trainings of so many steps of so many images, and of one gradient of all images."""
     kinds = ("fedavg", "fedsgd") if steps == 1 < examples else ("fedavg",)  # of one image they are the same
     models = list(MODELS.items())[: 3 if steps > 1 else 4]  # unrolled steps of a ResNet-18 take too long
     methods = [f"{name} {model} := {name}:{options}" for name in kinds for model, options in models]
@@ -68,19 +68,19 @@ def gradients(examples: int, steps: int = 1) -> Section:
     size = examples * steps + examples - 1  # some images take no part in a training
     about = f"{steps} steps of {examples} of {size} images; gradients are of all of them."
     options = [*FEW, f"partition.size={size}", f"training.batch-size={examples}"]
-    return section(f"gradient-{examples}" if steps == 1 else f"steps-{steps}", about, methods, options)
+    return comparison(f"gradient-{examples}" if steps == 1 else f"steps-{steps}", about, methods, options)
 
 
-def gradients_of_xrays() -> Section:
+def gradients_of_xrays() -> Compared:
     """Return what Table 3 has of FedAvg, on X-rays: weights after one step on 8 of 15 images, and a gradient of all."""
     methods = [f"{name} {model} := {name}:{own}" for name in ("fedavg", "fedsgd") for model, own in MODELS.items()]
     options = ["task=medmnist", "classes=2", *FEW[1:], "partition.size=15", "training.batch-size=8"]
     about = "1 step of 8 of 15 X-rays; gradients are of all of them."
-    return section("gradient-8-xrays", about, methods, options, "pneumoniamnist.npz")
+    return comparison("gradient-8-xrays", about, methods, options, "pneumoniamnist.npz")
 
 
-def of_the_network(examples: int) -> Section:
-    """Return a section of weights that are of a part of the network, or of proxies that have mixed."""
+def of_the_network(examples: int) -> Compared:
+    """Return a comparison of weights that are of a part of the network, or of proxies that have mixed."""
     halves = {"lenet5, conv1": "lenet5:cut=conv1", "lenet5, hidden2": "lenet5:cut=hidden2", "mlp": "mlp"}
     kinds = {"encoder": "fedreplay:encoder-epochs=1", "half": "splitnn"}
     methods = [
@@ -93,27 +93,27 @@ def of_the_network(examples: int) -> Section:
     ]
     options = [*FEW, f"partition.size={examples + max(1, examples // 9)}", f"training.batch-size={examples}"]
     about = f"One step of {examples} images: what came back is a part of the network, or a proxy."
-    return section(f"parts-{examples}", about, methods, options, field="arrays")
+    return comparison(f"parts-{examples}", about, methods, options, field="arrays")
 
 
-def local_dp() -> Section:
+def local_dp() -> Compared:
     """Return FedReplay behind layer3 with and without local DP."""
     methods = ["none := fedreplay"]
     methods += [f"epsilon {e + 20} := fedreplay:{LATENTS}:latent-epsilon={e}" for e in (200, 50, 8)]  # of both
     options = [*MNIST, "model=resnet18", "model.width=16", "cut=layer3", "delta=1e-5"]
-    return section("local-dp", "Latents behind layer3 under local DP.", methods, options)
+    return comparison("local-dp", "Latents behind layer3 under local DP.", methods, options)
 
 
-SECTIONS = [
-    section(
+COMPARISONS = [
+    comparison(
         "mnist", "Table 3 on digits: ResNet-18 of width 16, at about the paper's values per pixel.", table(), MNIST
     ),
-    section("mnist-narrow", "Latents of width 5: a third of the paper's values per pixel.", latents(5), MNIST),
-    section("xrays", "Table 3 on chest X-rays.", table(), XRAYS, "pneumoniamnist.npz"),
+    comparison("mnist-narrow", "Latents of width 5: a third of the paper's values per pixel.", latents(5), MNIST),
+    comparison("xrays", "Table 3 on chest X-rays.", table(), XRAYS, "pneumoniamnist.npz"),
     *map(gradients, (1, 8, 32)),
     gradients_of_xrays(),
     *(gradients(8, steps) for steps in (4, 16)),
     *map(of_the_network, (8, 32)),
     local_dp(),
-    section("codes", "Codes of a VQ-VAE-2, with CWT.", ["cwt, codes := cwt:replay=vqvae2"], [*MNIST, "model=cnn"]),
+    comparison("codes", "Codes of a VQ-VAE-2, with CWT.", ["cwt, codes := cwt:replay=vqvae2"], [*MNIST, "model=cnn"]),
 ]

@@ -8,13 +8,13 @@ Central, Local and FedReplay always do: two steps from rest would show missing m
 momentum at the server, and diverges with both. On MNIST a visit has 62 steps, and it makes no difference
 (docs/results/baselines.md).
 
-All methods of a section have the same hyperparameters. FedProx's mu is the best of `fedprox-mu`, on the mild split.
+All methods of a comparison have the same hyperparameters. FedProx's mu is the best of `fedprox-mu`, on the mild split.
 FedSGD takes one step a round, so it has 50 rounds and ten times the learning rate.
 """
 
-from flwr_replay.studies.study import Section
+from flwr_replay.studies.study import Compared
 
-__all__ = ["SECTIONS"]
+__all__ = ["COMPARISONS"]
 
 SGD, REST = "fedsgd:rounds=50:lr=0.1", ["fedavgshare", "fedreplay"]
 METHODS = ["central", "local", "cwt", "splitnn", "fedavg", "fedprox:mu=0.01", "fedavgm", SGD, *REST]
@@ -36,15 +36,15 @@ OF = {
 }
 
 
-def section(of: str, how: str, about: str, *partition: str) -> Section:
-    """Return a section of all methods on one data set, dealt in one way."""
+def comparison(of: str, how: str, about: str, *partition: str) -> Compared:
+    """Return a comparison of all methods on one data set, dealt in one way."""
     methods, options, data, group = OF[of]
     options = [*options, *partition]
-    return Section(name=f"{of}-{how}", about=about, methods=methods, options=options, data=data, group=group)
+    return Compared(name=f"{of}-{how}", about=about, methods=methods, options=options, data=data, group=group)
 
 
-SECTIONS = [
-    Section(
+COMPARISONS = [
+    Compared(
         name="fedprox-mu",
         about="FedProx's mu, chosen on the mild split as Qu et al. chose theirs.",
         methods=["fedprox:mu=0.001", "fedprox:mu=0.01", "fedprox:mu=0.1", "fedprox:mu=1", "fedavg"],
@@ -52,15 +52,15 @@ SECTIONS = [
         against="fedavg",
         data="mnist",
     ),
-    section("mnist", "iid", "No skew.", "partition=iid"),
-    section("mnist", "mild", "Mild skew.", "partition=ks", "ks=0.4"),
-    section("mnist", "severe", "As skewed as four equal institutions can be.", "partition=ks", "ks=0.93"),
-    section("diabetes", "iid", PROGRESSION, "partition=iid"),
-    section("diabetes", "mild", PROGRESSION, "partition=ks", "ks=0.6"),
-    section("diabetes", "severe", PROGRESSION, "partition=ks", "ks=0.95"),
-    section("heart", "iid", PATIENTS, "partition=iid", "nodes=4"),
-    section("heart", "natural", PATIENTS, "partition=natural", "nodes=4"),
-    Section(
+    comparison("mnist", "iid", "No skew.", "partition=iid"),
+    comparison("mnist", "mild", "Mild skew.", "partition=ks", "ks=0.4"),
+    comparison("mnist", "severe", "As skewed as four equal institutions can be.", "partition=ks", "ks=0.93"),
+    comparison("diabetes", "iid", PROGRESSION, "partition=iid"),
+    comparison("diabetes", "mild", PROGRESSION, "partition=ks", "ks=0.6"),
+    comparison("diabetes", "severe", PROGRESSION, "partition=ks", "ks=0.95"),
+    comparison("heart", "iid", PATIENTS, "partition=iid", "nodes=4"),
+    comparison("heart", "natural", PATIENTS, "partition=natural", "nodes=4"),
+    Compared(
         name="pneumonia",
         about="Chest X-rays, two classes, examples of the larger one left out.",
         methods=KEPT,
@@ -68,7 +68,7 @@ SECTIONS = [
         metric="balanced-accuracy",
         data="pneumoniamnist.npz",
     ),
-    Section(
+    Compared(
         name="isbi2012",
         about="Segmentation: institutions differ in the share of cells and in contrast.",
         methods=["central", "cwt", "fedavg", "fedavgshare", "fedreplay"],
@@ -83,14 +83,14 @@ SECTIONS = [
         ],
         data="isbi2012",
     ),
-    Section(
+    Compared(
         name="cut",
         about="Table 3: accuracy by cut.",
         methods=["fedavg", "fedreplay:cut=layer2", "fedreplay:cut=layer3", "fedreplay"],
         options=RESNET,
         data="mnist",
     ),
-    Section(
+    Compared(
         name="forgetting",
         about="Table 1: each run's `forgetting.png` is its matrix.",
         methods=["cwt", "fedavg", "fedreplay"],

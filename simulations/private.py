@@ -18,9 +18,9 @@ MNIST, seeds 0 and 1, by validation images.
 """
 
 from flwr_replay.simulations import encoders
-from flwr_replay.studies.study import Section
+from flwr_replay.studies.study import Compared
 
-__all__ = ["SECTIONS"]
+__all__ = ["COMPARISONS"]
 
 EPSILONS, DELTA = (8, 2, 1), 1e-5
 DESCENT = "fedsgd:rounds=30:training.momentum=0.9"
@@ -53,7 +53,7 @@ def noisy(institutions: int) -> list[str]:
     return methods
 
 
-def section(data: str, encoder: str) -> Section:
+def comparison(data: str, encoder: str) -> Compared:
     """Return the methods on one data set with one kind of features."""
     file, dealt, institutions = DATA[data]
     network, cut = encoders.ENCODERS[encoder]
@@ -75,7 +75,7 @@ def section(data: str, encoder: str) -> Section:
             for budget, (n, step) in encoders.ROUNDS.items()
         ]
         alone.append(f"own head, pooled := {pair}:topology=none:dp=none:rounds=30:lr_step=24")
-    return Section(
+    return Compared(
         name=f"{data}-{'lite0' if encoder == 'frozen' else encoder}",
         about=f"{data}: {'lite0' if encoder == 'frozen' else encoder}.",
         methods=["FedStats := fedstats", noiseless, *noisy(institutions), *alone],
@@ -87,6 +87,6 @@ def section(data: str, encoder: str) -> Section:
     )
 
 
-SECTIONS = [section(data, "gabor") for data in DATA] + [
-    section(data, "frozen") for data in encoders.DATA if data in DATA
+COMPARISONS = [comparison(data, "gabor") for data in DATA] + [
+    comparison(data, "frozen") for data in encoders.DATA if data in DATA
 ]

@@ -7,18 +7,18 @@ The partition is the paper's: 8 institutions with 1,000 of MNIST's 60,000 images
 random, the rest uniform over the other classes; tests on all 10,000.
 
 `main` and `mlp` have the paper's settings (`preset=paper`), the ablations 50 rounds of them. Their epsilon is not
-proven, since proxies learn from private models. Sections `sound-...` have a proven epsilon (`preset=sound`). Their
+proven, since proxies learn from private models. Comparisons `sound-...` have a proven epsilon (`preset=sound`). Their
 settings were chosen on seeds 0 to 2, by training images that no institution has; they are reported on seeds 10 to 14.
 `no teacher` has the same passes and listens to no proxy. `Regular without noise` is what an institution can do alone.
-Accuracy is that of the private models. Sections named `-proxies` show the proxies of the same runs.
+Accuracy is that of the private models. Comparisons named `-proxies` show the proxies of the same runs.
 """
 
 from collections.abc import Sequence
 from functools import partial
 
-from flwr_replay.studies.study import Section
+from flwr_replay.studies.study import Compared
 
-__all__ = ["SECTIONS"]
+__all__ = ["COMPARISONS"]
 
 SKEW = ["partition=majority", "majors=random", "rest=uniform"]
 MNIST = ["task=mnist", *SKEW, "p=0.8", "partition.size=1000", "nodes=8"]
@@ -52,7 +52,7 @@ TEACHERS = [
 ]
 UNSHARED = "dp=none:target_epsilon=0"
 OWN_HEADS = [f"own Gabor head := local:{UNSHARED}", f"own Gabor head, pooled := proxyfl:{UNSHARED}:topology=none"]
-section = partial(Section.led, data="mnist-full")
+comparison = partial(Compared.led, data="mnist-full")
 
 
 def ablation(
@@ -61,21 +61,21 @@ def ablation(
     options: Sequence[str] = (),
     methods: Sequence[str] = (*PAIRS, *OTHERS),
     alone: Sequence[str] = BY_ITSELF,
-) -> Section:
-    """Return a section of 50 rounds in which all models are MLPs; the sections of a figure share a picture."""
+) -> Compared:
+    """Return a comparison of 50 rounds in which all models are MLPs; the comparisons of a figure share a picture."""
     group = f"{name.partition('-')[0]}, {about.partition(':')[0]}"
-    return section(name, about, [*methods, *alone], [*SHORT, *options], group=group)
+    return comparison(name, about, [*methods, *alone], [*SHORT, *options], group=group)
 
 
-def sound(budget: int) -> Section:
-    """Return a section with a proven epsilon on MNIST."""
+def sound(budget: int) -> Compared:
+    """Return a comparison with a proven epsilon on MNIST."""
     methods = [f"ProxyFL := proxyfl:target_epsilon={budget}{BUDGETS[budget]}", *TEACHERS, *OWN_HEADS]
     about = f"A proven epsilon of {budget}."
-    return section(f"sound-{budget}", about, methods, SOUND, group="sound, private models by epsilon")
+    return comparison(f"sound-{budget}", about, methods, SOUND, group="sound, private models by epsilon")
 
 
-def sound_on(name: str) -> Section:
-    """Return a section with the same settings on data on which they were not chosen."""
+def sound_on(name: str) -> Compared:
+    """Return a comparison with the same settings on data on which they were not chosen."""
     data, task, size = OTHER_DATA[name]
     options = [*SKEW, *task, f"partition.size={size}", "preset=sound", f"batch_size={size}", *SOUND[-2:]]
     methods = [
@@ -83,36 +83,36 @@ def sound_on(name: str) -> Section:
         *(method.replace("batch_size=250", f"batch_size={size // 4}") for method in TEACHERS),
         *OWN_HEADS,
     ]
-    return section(f"sound-{name}", "The same settings on other data; epsilon 8.", methods, options, data=data)
+    return comparison(f"sound-{name}", "The same settings on other data; epsilon 8.", methods, options, data=data)
 
 
-def mutual(weight: float) -> Section:
-    """Return a section with alpha and beta at a weight; the paper's is 0.5."""
+def mutual(weight: float) -> Compared:
+    """Return a comparison with alpha and beta at a weight; the paper's is 0.5."""
     own = "" if weight == 0.5 else f":alpha={weight}:beta={weight}"
     methods = [f"{method}{own}" for method in PAIRS]
     return ablation("Fig. 13: alpha and beta.", f"dml-{weight}", methods=methods)
 
 
-SECTIONS = [
+COMPARISONS = [
     *map(sound, BUDGETS),
     *map(sound_on, OTHER_DATA),
-    section(
+    comparison(
         "mlp",
         "Fig. 11: private models and proxies are MLPs.",
         [*PAIRS, *OTHERS, f"{ALONE}:{MLP}:alpha=0", NOISELESS],
         PAPER,
     ),
-    section("mlp-proxies", "The proxies of these runs.", PAIRS, PAPER, metric="proxy-accuracy"),
-    section(
+    comparison("mlp-proxies", "The proxies of these runs.", PAIRS, PAPER, metric="proxy-accuracy"),
+    comparison(
         "main",
         "Fig. 3: private models are LeNet-5, all others MLPs.",
         [*LENET, *OTHERS, f"{ALONE}:alpha=0", f"{NOISELESS}:model=lenet5_unpadded"],
         PAPER,
     ),
-    section("main-proxies", "The proxies of these runs.", LENET, PAPER, metric="proxy-accuracy"),
+    comparison("main-proxies", "The proxies of these runs.", LENET, PAPER, metric="proxy-accuracy"),
     ablation("Fig. 5: skew, none (IID).", "skew-0.1", ["p=0.1"]),
     ablation("Fig. 5: skew, half of the examples of one class.", "skew-0.5", ["p=0.5"]),
-    ablation("Fig. 5: skew, as in all other sections.", "skew-0.8"),
+    ablation("Fig. 5: skew, as in all other comparisons.", "skew-0.8"),
     ablation(
         "Fig. 6: two institutions each have MLP, LeNet-5, CNN1 and CNN2.",
         "mixed",
@@ -121,14 +121,14 @@ SECTIONS = [
     ),
     ablation("Fig. 7: with differential privacy.", "privacy-on"),
     ablation("Fig. 7: no clipping, no noise.", "privacy-off", ["dp=none"], alone=BY_ITSELF[:1]),
-    section(
+    comparison(
         "unmixed",
         "Fig. 7: tested before averaging, as in the authors' code.",
         ["FedAvg := fedavg", "AvgPush := avgpush"],
         [*SHORT, UNMIXED],
         metric="before-mixing-accuracy",
     ),
-    section(
+    comparison(
         "unmixed-proxies",
         "Fig. 7: the proxies before averaging.",
         PAIRS,
@@ -136,7 +136,7 @@ SECTIONS = [
         metric="before-mixing-proxy-accuracy",
     ),
     ablation("Fig. 12: batch size.", "batch-100", ["batch_size=100"], PAIRS),
-    ablation("Fig. 12: batch size, as in all other sections.", "batch-250", methods=PAIRS),
+    ablation("Fig. 12: batch size, as in all other comparisons.", "batch-250", methods=PAIRS),
     ablation("Fig. 12: batch size.", "batch-500", ["batch_size=500"], PAIRS),
     *(mutual(weight) for weight in (0.1, 0.3, 0.5, 0.7, 0.9)),
 ]

@@ -15,9 +15,9 @@ at the end.
 
 from collections.abc import Sequence
 
-from flwr_replay.studies.study import Section
+from flwr_replay.studies.study import Compared
 
-__all__ = ["SECTIONS"]
+__all__ = ["COMPARISONS"]
 
 BUDGET = "target_epsilon=8:batch_size=200:lr=0.1"
 PRIVATE = {
@@ -40,15 +40,15 @@ PNEUMONIA = ["task=medmnist", "partition=ks", "ks=0.6", "drop=true", "rounds=20"
 PNEUMONIA += ["generator.epochs=30", "codes=last-pass"]
 
 
-def section(name: str, about: str, methods: Sequence[str], options: Sequence[str], seeds: int) -> Section:
-    """Return a section on MNIST or PneumoniaMNIST."""
+def comparison(name: str, about: str, methods: Sequence[str], options: Sequence[str], seeds: int) -> Compared:
+    """Return a comparison on MNIST or PneumoniaMNIST."""
     metric, data = ("", "mnist") if options is MNIST else ("balanced-accuracy", "pneumoniamnist.npz")
-    return Section.led(name, about, methods, [*options, f"seeds={seeds}"], metric=metric, data=data)
+    return Compared.led(name, about, methods, [*options, f"seeds={seeds}"], metric=metric, data=data)
 
 
-SECTIONS = [
-    section("mnist", "The largest skew of four equal institutions.", [*REPLAY, *CODES], MNIST, seeds=5),
-    section("pneumonia", "Chest X-rays, two classes, some of the larger one left out.", REPLAY, PNEUMONIA, seeds=5),
-    section("mnist-private", "The same under differential privacy.", WITH_PRIVACY, MNIST, seeds=5),
-    section("pneumonia-private", "The same under differential privacy.", WITH_PRIVACY, PNEUMONIA, seeds=1),
+COMPARISONS = [
+    comparison("mnist", "The largest skew of four equal institutions.", [*REPLAY, *CODES], MNIST, seeds=5),
+    comparison("pneumonia", "Chest X-rays, two classes, some of the larger one left out.", REPLAY, PNEUMONIA, seeds=5),
+    comparison("mnist-private", "The same under differential privacy.", WITH_PRIVACY, MNIST, seeds=5),
+    comparison("pneumonia-private", "The same under differential privacy.", WITH_PRIVACY, PNEUMONIA, seeds=1),
 ]

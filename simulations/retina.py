@@ -12,9 +12,9 @@ from typing import Any
 
 from flwr_replay.studies.methods import named, with_kept
 from flwr_replay.studies.printed import Printed
-from flwr_replay.studies.study import Section
+from flwr_replay.studies.study import Compared
 
-__all__ = ["FIGURE_5", "SECTIONS"]
+__all__ = ["COMPARISONS", "FIGURE_5"]
 
 PAPER = ["task=retina", "preset=paper", "seeds=4"]  # section 4.2: the mean of four runs
 SPLITS = {  # Fig. 2; four institutions
@@ -70,28 +70,28 @@ QUICK = [*SMALL, "model=resnet18", "model.width=4", "model.stem=small"]
 QUICK_WEIGHTS = [*SMALL, "model=mlp"]  # the attack differentiates a training step, which takes minutes for a ResNet
 
 
-def section(
+def comparison(
     name: str, about: str, methods: list[str], options: list[str], quick: list[str] = QUICK, **more: Any
-) -> Section:
-    """Return a section on Retina."""
-    return Section.led(name, about, methods, [*PAPER, *options], data=".", quick=quick, **more)
+) -> Compared:
+    """Return a comparison on Retina."""
+    return Compared.led(name, about, methods, [*PAPER, *options], data=".", quick=quick, **more)
 
 
-def attacked(name: str, about: str, methods: list[str], options: list[str], quick: list[str], of: str) -> Section:
-    """Return a section on Split 3 whose messages are recorded, and attacked by who has another institution's images."""
+def attacked(name: str, about: str, methods: list[str], options: list[str], quick: list[str], of: str) -> Compared:
+    """Return a comparison on Split 3, attacked on recorded messages by who has another institution's images."""
     # 224 pixels in the paper; one run, whose images give the standard deviation.
     recorded = [*SPLITS["split-3"], "task.size=224", "seeds=1", "record=all", "record_mb=50000", *options]
     labels = [named(method)[0] for method in methods]
     paper = Printed(source=f"{SOURCE}3: PSNR in dB, by {of}", values={label: PSNR[label] for label in labels}, of=of)
-    return section(name, about, methods, recorded, quick, attack="institution-2", paper=paper)
+    return comparison(name, about, methods, recorded, quick, attack="institution-2", paper=paper)
 
 
-SECTIONS = [
+COMPARISONS = [
     *(
-        section(name, f"Fig. 5, {name.replace('-', ' ')}.", FIGURE_5, how, group="Figure 5, Retina")
+        comparison(name, f"Fig. 5, {name.replace('-', ' ')}.", FIGURE_5, how, group="Figure 5, Retina")
         for name, how in SPLITS.items()
     ),
-    section(
+    comparison(
         "table-1",
         "Table 1: what CWT forgets from visit to visit, on Split 3.",
         ["cwt"],
@@ -100,7 +100,7 @@ SECTIONS = [
             source=f"{SOURCE}1: accuracy on whose data, after whose visit", values=FORGETTING, of="forgetting"
         ),
     ),
-    section(
+    comparison(
         "table-3",
         "Table 3, first row: accuracy by cut, on Split 3.",
         ["fedavg", *TABLE_3],

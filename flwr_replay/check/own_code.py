@@ -50,11 +50,11 @@ def check_partition(choice: str, overrides: Sequence[str] = ()) -> None:
     data = Dataset("labels", examples, examples)
     for nodes in (2, 5):
         first, again = (DEALERS[config.partition.name](data, config.partition, nodes, 0) for _ in range(2))
-        alike = [np.array_equal(a, b) for a, b in zip(first.parts, again.parts, strict=True)]
+        alike = [np.array_equal(a, b) for a, b in zip(first.shards, again.shards, strict=True)]
         assert all([*alike, first.names == again.names]), (
             "one seed must deal alike: draw from np.random.default_rng(seed)"
         )
-        assert all(len(shard) for shard in first.parts), f"each of {nodes} institutions must get examples"
+        assert all(len(shard) for shard in first.shards), f"each of {nodes} institutions must get examples"
         partition(data, config.partition, nodes, 0)
 
 

@@ -20,15 +20,15 @@ app = typer.Typer(
 
 @app.command()
 def init(
-    clinics: Annotated[str, typer.Option("--clinics", help="The clinics' names, separated by commas.")],
+    clinics: Annotated[str, typer.Option("--clinics", help="The institutions' names, separated by commas.")],
     options: Options = None,
     address: Annotated[
-        str, typer.Option("--address", help="HOST:PORT at which the clinics reach the coordinator.")
+        str, typer.Option("--address", help="HOST:PORT at which the institutions reach the coordinator.")
     ] = "127.0.0.1:8000",
     out: Annotated[str, typer.Option("--out", help="A new folder.")] = "deployment",
     as_json: AsJson = False,
 ) -> None:
-    """Write a folder for the coordinator and one for each clinic: certificates, study, policy, scripts and README.
+    """Write a folder for the coordinator and one for each institution: certificates, study, policy, scripts and README.
 
     The options are the study's. `flwr-replay doctor --clinic FOLDER` checks a clinic's folder where it is used.
     """
@@ -164,7 +164,7 @@ def state(
     number, size, recorded = ledger_bytes(folder)
     lines.append(f"ledger: {shown_bytes(size)}, segments: {number}; recorded messages: {shown_bytes(recorded)}")
     spent = read_policy(policy_beside(folder)).all_runs(folder).sentence()
-    ledger = {"bytes": size, "parts": number, "recorded": recorded}
+    ledger = {"bytes": size, "segments": number, "recorded": recorded}
     told = {"runs": runs_kept, "decoded": decoded, "ledger": ledger, "all-runs": spent}
     answer(told, "\n".join([*lines, *[spent] * bool(runs_kept)]), as_json)
 

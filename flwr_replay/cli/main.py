@@ -202,16 +202,16 @@ def study(
         typer.Option("--only", metavar="SECTION,…", help="Sections of the study, separated by commas; default: all."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="One seed and two rounds of each section: does all of it run?")
+        bool, typer.Option("--quick", help="One seed and two rounds of each comparison: does all of it run?")
     ] = False,
     seeds: Annotated[
-        str | None, typer.Option("--seeds", help="As of compare: 3, 0-4, or 0,5,7; default: each section's own.")
+        str | None, typer.Option("--seeds", help="As of compare: 3, 0-4, or 0,5,7; default: each comparison's own.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check all sections on the data, count runs and hours, run nothing.")
+        bool, typer.Option("--dry-run", help="Check all comparisons on the data, count runs and hours, run nothing.")
     ] = False,
     listed: Annotated[
-        bool, typer.Option("--list", help="List the study's sections, also as --json, and run nothing.")
+        bool, typer.Option("--list", help="List the study's comparisons, also as --json, and run nothing.")
     ] = False,
     jobs: Annotated[int, typer.Option("--jobs", help="Runs at the same time.")] = 1,
     minutes: Annotated[float, typer.Option("--minutes", help="For the attacks on each run, about (leakage).")] = 0.2,
@@ -220,7 +220,7 @@ def study(
 ) -> None:
     """Run one of the studies in simulations/: a paper's table as several comparisons.
 
-    NAME is a study's, such as skew or partitions; --list names its sections. Finished runs are not repeated;
+    NAME is a study's, such as skew or partitions; --list names its comparisons. Finished runs are not repeated;
     attacks are where --minutes is larger than before. Exit code 1: some runs failed.
 
     retina, boneage and brats are Qu et al.'s figures and tables on your own copy of these sets: docs/clinical.md.
@@ -228,17 +228,17 @@ def study(
     if name not in (known := of_studies("")):
         raise ConfigError(f"unknown study {name!r}: {nearest(name, known)}")
     say()
-    from flwr_replay.studies.study import forecast, plan_study, run_study, sections_of
+    from flwr_replay.studies.study import comparisons_of, forecast, plan_study, run_study
 
     if listed:
-        about = {section.name: section.about for section in sections_of(name)}
-        answer(about, "\n".join(f"{section}: {text}" for section, text in about.items()), as_json)
+        about = {comparison.name: comparison.about for comparison in comparisons_of(name)}
+        answer(about, "\n".join(f"{comparison}: {text}" for comparison, text in about.items()), as_json)
         return
-    sections = [section for section in (only or "").split(",") if section]
+    comparisons = [comparison for comparison in (only or "").split(",") if comparison]
     if dry_run:
-        print(forecast(plan_study(name, data or "", Path(runs_dir), sections, quick, seeds or "")[1]))
+        print(forecast(plan_study(name, data or "", Path(runs_dir), comparisons, quick, seeds or "")[1]))
         return
-    text, whole = run_study(name, data or "", jobs, Path(runs_dir), sections, quick, minutes, seeds or "")
+    text, whole = run_study(name, data or "", jobs, Path(runs_dir), comparisons, quick, minutes, seeds or "")
     print(text)
     if not whole:
         sys.exit(1)
@@ -292,7 +292,7 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine: versions, ports, write access, Ray, GPU. With --clinic: a clinic's data, policy, key, server.
+    """Check this machine: versions, ports, write access, Ray, GPU. With --clinic: its data, policy, key, server.
 
     With --deployment: certificates, keys, SuperLink, SuperNodes, runs, disk. Exit code 1: something is wrong.
     """

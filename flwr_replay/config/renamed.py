@@ -1,24 +1,20 @@
-"""Old names of choices and keys: they go on for one version, with a warning; what is a command today is named."""
+"""Old names of choices and keys: they go on for one version, with a warning."""
 
 import logging
 from functools import lru_cache
 
-from flwr_replay.errors import ConfigError
-
 __all__ = ["today", "told"]
 
-CHOICES = {("prior", "masked"): "maskgit"}  # renamed in 0.1.0, gone in 0.2.0
-CONVERTED = ("boneage", "brats", "isic", "retina", "tuberculosis")  # of task.format, until 0.1.0
+CHOICES = {("prior", "masked"): "maskgit"} | {  # renamed in 0.1.0, gone in 0.2.0
+    (key, name): "clinical"
+    for key in ("task.format", "format")
+    for name in ("boneage", "brats", "isic", "retina", "tuberculosis")
+}
 
 
 @lru_cache(maxsize=256)  # it is said once; a server's words must not fill memory
 def today(key: str, value: str) -> str:
-    """Return a value by the name that it has today; a ConfigError if a command does now what the option did."""
-    if key in ("task.format", "format") and value in CONVERTED:
-        raise ConfigError(
-            f"a clinical set is converted first; got {key}={value}: `flwr-replay data convert {value} FOLDER`, "
-            f"then task={value} task.data-dir=FOLDER"
-        )
+    """Return a value by the name that it has today."""
     if (new := CHOICES.get((key, value))) is None:
         return value
     told(f"{key}={value}", f"{key}={new}")

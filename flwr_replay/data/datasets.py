@@ -23,7 +23,7 @@ from flwr_replay.data.folder import read_folder
 from flwr_replay.data.manifest import VALIDATED, parted
 from flwr_replay.data.own import arrays_of, channels_first, read_own
 from flwr_replay.data.readers import SPLIT_SEED, Raw, read_cifar10, read_digits, read_idx, read_medmnist, shortened
-from flwr_replay.data.sections import read_isbi2012
+from flwr_replay.data.slices import read_isbi2012
 from flwr_replay.data.tables import read_diabetes, read_heart_disease
 from flwr_replay.errors import DataError
 from flwr_replay.rng import derived_seed

@@ -32,7 +32,7 @@ Indices = NDArray[np.int64]
 class Dealt(NamedTuple):
     """One data set, dealt."""
 
-    parts: Sequence[Indices]  # K arrays of indices into what is dealt; no index is in two of them
+    shards: Sequence[Indices]  # K arrays of indices into what is dealt; no index is in two of them
     names: tuple[str, ...] = ()  # of the institutions; empty: they are numbered
     dropped: int = 0  # examples left out to reach a target
     classes: ClassCounts | None = None  # of each institution, where the partition is about classes
@@ -106,7 +106,7 @@ def deal_by_function(
     with users_code(ConfigError, f"{option}, called with {len(y)} labels, nodes={nodes} and seed={seed}, failed"):
         own = deal(y.copy(), nodes, seed)
         own = own if isinstance(own, Dealt) else Dealt(own)
-        shards, names = [np.asarray(shard) for shard in own.parts], tuple(map(str, own.names))
+        shards, names = [np.asarray(shard) for shard in own.shards], tuple(map(str, own.names))
         dropped, counts = int(own.dropped), own.classes and own.classes.counts_KC.shape[0]
     require(len(shards) == nodes, f"{option} must return {nodes} arrays, one for each institution; got {len(shards)}")
     for shard in shards:

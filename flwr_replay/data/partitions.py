@@ -151,7 +151,7 @@ def partition(dataset: Dataset, config: PartitionConfig, nodes: int, seed: int) 
         f"partition.contrast needs images of bytes; got {dataset.train.x.dtype}: leave it at 0",
     )
     dealt = DEALERS[config.name](dataset, config, nodes, seed)
-    names, train, test, val_shards = _checked_names(dealt.names, nodes), dealt.parts, dealt.test, dealt.val
+    names, train, test, val_shards = _checked_names(dealt.names, nodes), dealt.shards, dealt.test, dealt.val
     if test is None:
         test = _shards(dataset.test, "test", dataset.train, train, config, seed)
     if val_shards is None:
@@ -247,7 +247,7 @@ def _by_labels(deal: LabelDealer) -> Dealer:
                 "choose another partition, or leave the column patient out"
             )
         dealt = deal(patients.labels, config, nodes, seed, dataset.classes)
-        return dealt._replace(parts=patients.examples(dealt.parts))
+        return dealt._replace(shards=patients.examples(dealt.shards))
 
     return dealer
 

@@ -91,8 +91,8 @@ def _exported(model: TrainedModel, form: str) -> bytes:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.export.export(model, example, dynamic_shapes=free)
-            parts = (part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule))
-            for node in chain.from_iterable(part.graph.nodes for part in parts):
+            graphs = (module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule))
+            for node in chain.from_iterable(module.graph.nodes for module in graphs):
                 node.meta.pop("stack_trace", None)  # it has this machine's folders
             if form == "torch":
                 torch.export.save(program, whole)
@@ -186,10 +186,10 @@ def card(folder: Path, model: TrainedModel, institution: str, best: bool = False
             "",
             "For who releases it to fill in: for whom, for which decision, on which images, and for what not.",
             "",
-            *_section("Results by institution", by_site),
-            *_section("Confusion matrix", confusion_table(result, confusion, model.classes)),
-            *_section("Class counts", labels_table(result, model.classes)),
-            *_section("Privacy", privacy_table(result)),
+            *_headed("Results by institution", by_site),
+            *_headed("Confusion matrix", confusion_table(result, confusion, model.classes)),
+            *_headed("Class counts", labels_table(result, model.classes)),
+            *_headed("Privacy", privacy_table(result)),
             "## Limits",
             "",
             *([CHOSEN] if best else []),
@@ -222,7 +222,7 @@ def _front_matter(
     return ["---", license_line, *yaml.safe_dump(matter, sort_keys=False).splitlines(), "---", ""]
 
 
-def _section(heading: str, table: Mapping[str, Any] | None) -> list[str]:
+def _headed(heading: str, table: Mapping[str, Any] | None) -> list[str]:
     """Return a heading and a table of a run's page, whose cells may have a shade beside them; nothing of None."""
     if not table:
         return []

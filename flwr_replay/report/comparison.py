@@ -24,11 +24,11 @@ __all__ = [
     "markdown",
     "markdown_table",
     "mean_of",
+    "mean_ranks_of",
     "of_data",
     "overview",
     "paired_difference",
     "ranks",
-    "ranks_of_sections",
     "summarise",
 ]
 
@@ -164,7 +164,7 @@ def ranks(report: Mapping[str, Any]) -> MeanRanks | None:
     return MeanRanks.of(values, report["higher-is-better"])
 
 
-def ranks_of_sections(reports: Mapping[str, Mapping[str, Any]]) -> MeanRanks | None:
+def mean_ranks_of(reports: Mapping[str, Mapping[str, Any]]) -> MeanRanks | None:
     """Rank methods comparison by comparison, by their means over seeds; None where these or methods are few."""
     labels = dict.fromkeys(label for report in reports.values() for label in report["strategies"])
     means = {

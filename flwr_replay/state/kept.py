@@ -121,8 +121,8 @@ def leaving(place: Path) -> tuple[list[Path], list[Path]]:
     going = [place / name for name in names if os.path.lexists(place / name)]
     if not going and not alone:
         raise RunError(f"{place} has none of {', '.join(names)}: there is nothing to remove")
-    folders = [part for part in going if part.is_dir()]
-    inside = [path for part in folders for path in (*entries(part), *entries(part / "simulation"))]
+    folders = [top for top in going if top.is_dir()]
+    inside = [path for top in folders for path in (*entries(top), *entries(top / "simulation"))]
     marks = LEDGER, KEY, f"{RUNS}/*/{OPTIONS}"  # a folder `runs` alone may be anyone's
     found = [path for path in inside if any(any(path.glob(mark)) for mark in marks)]
     states = [place] if alone else found
@@ -136,7 +136,7 @@ def leaving(place: Path) -> tuple[list[Path], list[Path]]:
     ]:
         raise RunError(f"no link is followed; {linked[0]} is one: put what it points to in its place, or remove it")
     ours = {*states, place / "state" / ".flower", place / "state" / "supernode.pid"} if clinic else {*states}
-    for file in [] if alone else [file for part in folders for file in files_below(part)]:
+    for file in [] if alone else [file for top in folders for file in files_below(top)]:
         decoded = file.parent.name == DECODED and file.suffix in OF_DECODED
         if ours.isdisjoint((file, *file.parents)) and not decoded:
             raise RunError(f"no other files are removed; {file} is not flwr-replay's: move it away")
@@ -156,7 +156,7 @@ def retire(place: Path, receipt: Path) -> None:
         As `leaving` does; or if the receipt is there already, or in what is removed.
     """
     going, states = leaving(place)
-    if receipt.exists() or any(receipt.resolve().is_relative_to(part.resolve()) for part in going):
+    if receipt.exists() or any(receipt.resolve().is_relative_to(top.resolve()) for top in going):
         raise RunError(f"a receipt is a new folder outside {place}; got {receipt}: give another")
     with new_folder(receipt) as new:
         sums = {}
@@ -169,7 +169,7 @@ def retire(place: Path, receipt: Path) -> None:
                 private_folder((new / name).parent)
                 write_atomic(new / name, content)
                 sums[name.as_posix()] = hashlib.sha256(content).hexdigest()
-        files = looked([*going, *(file for part in going for file in looked_below(part))])
+        files = looked([*going, *(file for top in going for file in looked_below(top))])
         gone = {
             path.relative_to(place).as_posix(): at.st_size for path, at in files.items() if stat.S_ISREG(at.st_mode)
         }
@@ -177,6 +177,6 @@ def retire(place: Path, receipt: Path) -> None:
         at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         private_folder(new)
         write_json(new / RECEIPT, {"folder": place.name, "at": at, "kept": sums, "removed": gone}, indent=1)
-    for part in going:
-        with writing(part):
-            (shutil.rmtree if part.is_dir() else os.unlink)(part)
+    for top in going:
+        with writing(top):
+            (shutil.rmtree if top.is_dir() else os.unlink)(top)

@@ -50,7 +50,7 @@ class Cell:
     folder: Path
     overrides: tuple[str, ...]  # of a fresh run
     metric: str = ""  # printed when the cell ends
-    section: str = ""  # of a study
+    of_study: str = ""  # the name of its comparison there
 
     @property
     def done(self) -> bool:
@@ -75,7 +75,7 @@ def run_all(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Path, dict[str, 
     in_turn = ((cell, run_cell(cell, TerminalDisplay() if sys.stderr.isatty() else Display())) for cell in todo)
     try:
         for count, (cell, outcome) in enumerate(in_turn if jobs == 1 else _at_once(todo, jobs), 1):
-            named = f"{f'{cell.section}, ' if cell.section else ''}{cell.method.label} seed {cell.seed}"
+            named = f"{f'{cell.of_study}, ' if cell.of_study else ''}{cell.method.label} seed {cell.seed}"
             _say(f"[{count}/{len(todo)}] {named}: {_outcome_line(outcome, cell.metric)}")
             yield cell.folder, outcome
     except (KeyboardInterrupt, SystemExit):

@@ -108,12 +108,12 @@ def planned(
     against: str,
     runs_dir: Path,
     metric: str = "",
-    section: str = "",
+    of_study: str = "",
     tuned: Sequence[str] = (),
 ) -> PlannedComparison:
     """Parse and check a comparison; the parameters are those of `compare_strategies`.
 
-    `section` is the one of a study that it belongs to; `tuned` are options that were tuned for each method before.
+    `of_study` is its name in a study; `tuned` are options that were tuned for each method before.
     """
     first = len(strategies) == 1  # values of one method's options: the first is the reference
     strategies, options = swept(strategies, options)
@@ -147,7 +147,7 @@ def planned(
         "options": shared,
         "folder": str(folder),
     }
-    return PlannedComparison(runs, folder, [replace(cell, metric=metric, section=section) for cell in cells], about)
+    return PlannedComparison(runs, folder, [replace(cell, metric=metric, of_study=of_study) for cell in cells], about)
 
 
 def run_comparisons(comparisons: Sequence[PlannedComparison], jobs: int) -> list[tuple[str, dict[str, Any]]]:
@@ -164,7 +164,7 @@ def run_comparisons(comparisons: Sequence[PlannedComparison], jobs: int) -> list
             first = cells.setdefault(cell.folder, cell)
             if first.overrides != cell.overrides and compose(list(first.overrides)) != compose(list(cell.overrides)):
                 raise ConfigError(
-                    f"every run needs its own folder; {first.section} and {cell.section} have different runs in "
+                    f"every run needs its own folder; {first.of_study} and {cell.of_study} have different runs in "
                     f"{cell.folder.name}: give the options in which they differ as options of the methods"
                 )
         outcomes: dict[Path, dict[str, Any]] = {}

@@ -47,7 +47,7 @@ def attacked(asked: Sequence[Asked], minutes: float, jobs: int) -> list[list[dic
     All attacks on one run take about so many minutes. Returns by comparison a line for each attack and run: its result,
     with the method's `label` and the run's `metric`.
     """
-    todo = [(section.folder(cell), section.aux, section.field, minutes) for section in asked for cell in section.cells]
+    todo = [(a.folder(cell), a.aux, a.field, minutes) for a in asked for cell in a.cells]
     if jobs == 1 or not todo:
         seen = iter([_attack(*job) for job in todo])
     else:

@@ -1,7 +1,7 @@
 """A paper's table or figure as one command: `flwr-replay study partitions --data ../shared/data`.
 
 A study is a list of comparisons, found by name in `flwr_replay.simulations`. An interrupted study continues with its
-first unfinished cell. It writes to the folder of runs `study-<name>.md`, a picture for each group of sections, both as
+first unfinished cell. It writes to the folder of runs `study-<name>.md`, a picture for each group of them, both as
 one page, and `study-<name>.csv` with all numbers.
 """
 
@@ -20,7 +20,7 @@ from flwr_replay.errors import ConfigError, DataError, nearest
 from flwr_replay.files.atomic import make_folder, write_atomic
 from flwr_replay.files.table import csv_text
 from flwr_replay.report.charts import FORMS, Row, dots, write_figures
-from flwr_replay.report.comparison import gaps, markdown, overview, ranks_of_sections
+from flwr_replay.report.comparison import gaps, markdown, mean_ranks_of, overview
 from flwr_replay.report.forgetting import last_visits
 from flwr_replay.report.pages import write_study_page
 from flwr_replay.report.plots import lines
@@ -32,20 +32,20 @@ from flwr_replay.studies.leakage import Asked, attacked, leakage
 from flwr_replay.studies.methods import seeds_of, short_hash
 from flwr_replay.studies.printed import Printed
 
-__all__ = ["Section", "forecast", "plan_study", "run_study", "sections_of", "studies"]
+__all__ = ["Compared", "comparisons_of", "forecast", "plan_study", "run_study", "studies"]
 
-MOST_TOLD = 60  # characters of the sections' names in a file's name
+MOST_TOLD = 60  # characters of the comparisons' names in a file's name
 MINUTES = 0.2  # for all attacks on one run, about
 COLUMNS = """\
-- ± is the standard deviation over a section's seeds, which are paired; [ ] is a 95 % t interval, of five seeds or more:
-  fewer cannot show the variation by chance
+- ± is the standard deviation over a comparison's seeds, which are paired; [ ] is a 95 % t interval, of five seeds or
+  more: fewer cannot show the variation by chance
 - worst institution is a mean over seeds
 - [{stem}.csv]({stem}.csv) has all numbers, bytes, examples and seconds too"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Section:
-    """One comparison of a study."""
+class Compared:
+    """A comparison of a study."""
 
     name: str
     about: str  # a sentence for the report
@@ -55,14 +55,14 @@ class Section:
     metric: str = ""  # empty: the task's main one
     data: str = ""  # a folder or file under --data; ".": --data itself
     quick: Sequence[str] = ()  # options of --quick, in place of the same ones
-    group: str = ""  # sections of one group share an overview
-    attack: str = ""  # the attacker's own images, of a section whose messages are recorded and attacked; empty: none
+    group: str = ""  # comparisons of one group share an overview
+    attack: str = ""  # the attacker's own images, of a comparison whose messages are recorded and attacked; empty: none
     field: str = ""  # the only one that is attacked; empty: all
     paper: Printed | None = None  # what the paper prints of it
 
     @classmethod
     def led(cls, name: str, about: str, methods: Sequence[str], options: Sequence[str], **further: Any) -> Self:
-        """Return a section whose first method is the one that the others are compared with."""
+        """Return a comparison whose first method is the one that the others are compared with."""
         first = methods[0].split(" := ")[0]
         return cls(name=name, about=about, methods=methods, options=options, against=first, **further)
 
@@ -73,54 +73,54 @@ def studies() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
 
 
-def sections_of(name: str) -> list[Section]:
-    """Return a study's sections; a name that is no study's is refused."""
+def comparisons_of(name: str) -> list[Compared]:
+    """Return a study's comparisons; a name that is no study's is refused."""
     if name not in studies():
         raise ConfigError(f"unknown study {name!r}: {nearest(name, studies())}")
-    sections: list[Section] = importlib.import_module(f"flwr_replay.simulations.{name}").SECTIONS
-    return sections
+    comparisons: list[Compared] = importlib.import_module(f"flwr_replay.simulations.{name}").COMPARISONS
+    return comparisons
 
 
 def plan_study(
     name: str, data: str, runs_dir: Path, only: Sequence[str] = (), quick: bool = False, seeds: str = ""
-) -> tuple[list[Section], list[PlannedComparison]]:
-    """Check a study's sections, or some of them, with their data; nothing runs, and nothing is written.
+) -> tuple[list[Compared], list[PlannedComparison]]:
+    """Check a study's comparisons, or some of them, with their data; nothing runs, and nothing is written.
 
-    Returns the sections that were asked for, as they will run, and a comparison for each of them.
+    Returns the comparisons that were asked for, as they will run, and as they are planned.
 
     Parameters
     ----------
     name, data : str
-        One of `studies()`, and the folder with the sections' data sets.
+        One of `studies()`, and the folder with the comparisons' data sets.
     runs_dir : Path
         The folder for the comparisons' folders and `study-<name>.md`.
     only : sequence of str
-        Names of sections; empty: all. Their report has a name of its own, so that it does not replace the whole one.
+        Names of comparisons; empty: all. Their report has a name of its own, so that it does not replace the whole one.
     quick : bool
-        The first seed and two rounds of each section, and small networks and images where it says so: whether all of it
+        The first seed and two rounds of each comparison, and small networks and images where it says so: whether all
         runs. Its figures say nothing.
     seeds : str
-        As `seeds=` of a comparison, for every section; empty: each section's own.
+        As `seeds=` of `compare`, for every comparison; empty: each comparison's own.
 
     Raises
     ------
     ConfigError
-        For an unknown study or section, or any other mistake that can be found before the first run.
+        For an unknown study or comparison, or any other mistake that can be found before the first run.
     DataError
-        If a section's data are missing.
+        If a comparison's data are missing.
     """
-    sections = sections_of(name)
-    known = [section.name for section in sections]
+    comparisons = comparisons_of(name)
+    known = [comparison.name for comparison in comparisons]
     for wanted in only:
         if wanted not in known:
-            raise ConfigError(f"unknown section {wanted!r} of study {name}: {nearest(wanted, known)}; --list names all")
-    chosen = [section for section in sections if not only or section.name in only]
+            raise ConfigError(f"study {name} has no comparison {wanted!r}: {nearest(wanted, known)}; --list names all")
+    chosen = [comparison for comparison in comparisons if not only or comparison.name in only]
     if seeds:
         seeds_of(seeds)  # refused with --quick too, which has a seed of its own
     fixed = [f"seeds={seeds}"] if seeds else []
-    chosen = [_shortened(section) if quick else section for section in (_with(section, fixed) for section in chosen)]
-    places = {section.name: _data_option(section, data) for section in chosen}
-    if any(section.attack for section in chosen):
+    chosen = [_shortened(c) if quick else c for c in (_with(comparison, fixed) for comparison in chosen)]
+    places = {comparison.name: _data_option(comparison, data) for comparison in chosen}
+    if any(comparison.attack for comparison in chosen):
         image_metrics()  # refused before anything runs
     return chosen, [
         planned(list(p.methods), [*p.options, *places[p.name]], p.against, runs_dir, p.metric, p.name) for p in chosen
@@ -140,7 +140,7 @@ def run_study(
     """Run a study's comparisons, or some of them; finished cells are not repeated.
 
     The parameters are those of `plan_study`, which raises for what is wrong with them. So many runs as `jobs` take
-    place at the same time; `minutes` are for all attacks on one run, about, where a section's messages are attacked.
+    place at the same time; `minutes` are for all attacks on one run, about, where a comparison's messages are attacked.
     Returns the report, in Markdown, and whether every run finished.
 
     Raises
@@ -150,11 +150,11 @@ def run_study(
     """
     if not minutes > 0:
         raise ConfigError(f"--minutes must be positive; got {minutes:g}")
-    chosen, comparisons = plan_study(name, data, runs_dir, only, quick, seeds)
+    chosen, plans = plan_study(name, data, runs_dir, only, quick, seeds)
     document = importlib.import_module(f"flwr_replay.simulations.{name}").__doc__ or ""
     folder = make_folder(runs_dir.expanduser().absolute(), "--runs-dir")
-    outcomes = run_comparisons(comparisons, jobs)  # as one list, so that no job waits for the end of a section
-    reports = {section.name: report for section, (_, report) in zip(chosen, outcomes, strict=True)}
+    outcomes = run_comparisons(plans, jobs)  # as one list, so that no job waits for the end of a comparison
+    reports = {comparison.name: report for comparison, (_, report) in zip(chosen, outcomes, strict=True)}
     name = f"{name}-quick" if quick else name
     minutes = minutes / 60 if quick else minutes
     asked = {s.name: Asked(reports[s.name], s.attack, s.field) for s in chosen if s.attack}
@@ -168,9 +168,9 @@ def run_study(
     some += f" --seeds {seeds}" if seeds else ""
     some += f" --minutes {minutes:g}" if minutes != MINUTES and not quick else ""
     command = f"flwr-replay study {name.replace('-quick', ' --quick')} --data DIR{some}"
-    sections_told = "-".join(only) if len("-".join(only)) <= MOST_TOLD else short_hash(list(only))
+    named = "-".join(only) if len("-".join(only)) <= MOST_TOLD else short_hash(list(only))
     seeds_told = f"seeds-{seeds.replace(',', '-')}" if seeds else ""
-    stem = "-".join(filter(None, ["study", name, sections_told, seeds_told[:MOST_TOLD]]))
+    stem = "-".join(filter(None, ["study", name, named, seeds_told[:MOST_TOLD]]))
     text = _report(stem, name, document, command, chosen, reports, leaks, papers)
     write_atomic(file := folder / f"{stem}.md", text)
     write_atomic(file.with_suffix(".csv"), _numbers(reports))
@@ -178,8 +178,8 @@ def run_study(
         with spared(picture := folder / _picture(stem, group)):
             if chart := lines(members):
                 write_figures(folder, {picture.stem: chart}, ("png", *FORMS), group)
-    for section_name, (paper, rows) in papers.items():
-        with spared(picture := folder / _beside(stem, section_name)):
+    for which, (paper, rows) in papers.items():
+        with spared(picture := folder / _beside(stem, which)):
             if rows:
                 write_figures(folder, {picture.stem: dots(rows)}, ("png", *FORMS), f"dashed: {paper.source}")
     with spared(file.with_suffix(".html")):
@@ -188,28 +188,26 @@ def run_study(
     return text, not failed
 
 
-def forecast(comparisons: Sequence[PlannedComparison]) -> str:
-    """Count the runs of each section, and forecast the hours of those to come.
+def forecast(plans: Sequence[PlannedComparison]) -> str:
+    """Count the runs of each comparison, and forecast the hours of those to come.
 
     A run to come takes as long as the finished runs of the same method took on average. Attacks are not in it. Runs
-    that several sections have are counted once, at the first.
-    The text has a line for each section and one for all.
+    that several comparisons have are counted once, at the first.
+    The text has a line for each comparison and one for all.
     """
-    counted, sections = set(), []
+    counted, told = set(), []
     seconds: dict[str, list[float]] = {}
     waiting: list[str] = []
-    for comparison in comparisons:
-        cells = [cell for cell in comparison.cells if cell.folder not in counted]
+    for plan in plans:
+        cells = [cell for cell in plan.cells if cell.folder not in counted]
         counted |= {cell.folder for cell in cells}
         done = [cell for cell in cells if cell.done]
         for cell in done:
             seconds.setdefault(cell.method.label, []).append(read_result(cell.folder)["wall-seconds"])
         waiting += [cell.method.label for cell in cells if not cell.done]
-        shared = len(comparison.cells) - len(cells)
-        also = f", {shared} more are of sections above" if shared else ""
-        sections.append(
-            f"{comparison.cells[0].section}: {len(cells)} run{'s' * (len(cells) != 1)}, {len(done)} finished{also}"
-        )
+        shared = len(plan.cells) - len(cells)
+        also = f", {shared} more are of comparisons above" if shared else ""
+        told.append(f"{plan.cells[0].of_study}: {len(cells)} run{'s' * (len(cells) != 1)}, {len(done)} finished{also}")
     means = [fmean(seconds[label]) for label in waiting if label in seconds]
     unknown = len(waiting) - len(means)
     rest = f"all: {len(counted)} runs, {len(waiting)} to run"
@@ -217,32 +215,32 @@ def forecast(comparisons: Sequence[PlannedComparison]) -> str:
         rest += f"; {len(means)} of them take about {sum(means) / 3600:.1f} hours of one job"
     if unknown:
         rest += f"; {unknown} are of methods of which no run has finished, so that nothing is known of their time"
-    return "\n".join([*sections, rest])
+    return "\n".join([*told, rest])
 
 
-def _shortened(section: Section) -> Section:
-    """Return a section with its first seed, two rounds and its own quick options."""
-    seeds = next((option.removeprefix("seeds=") for option in section.options if option.startswith("seeds=")), "")
+def _shortened(comparison: Compared) -> Compared:
+    """Return a comparison with its first seed, two rounds and its own quick options."""
+    seeds = next((option.removeprefix("seeds=") for option in comparison.options if option.startswith("seeds=")), "")
     first = seeds_of(seeds)[0] if seeds else 0
-    methods = [re.sub(r":rounds=\d+", "", method) for method in section.methods]
-    fixed = [*section.quick, "rounds=2", "evaluate_every=1", f"seeds={first},"]
-    return _with(replace(section, methods=methods), fixed)
+    methods = [re.sub(r":rounds=\d+", "", method) for method in comparison.methods]
+    fixed = [*comparison.quick, "rounds=2", "evaluate_every=1", f"seeds={first},"]
+    return _with(replace(comparison, methods=methods), fixed)
 
 
-def _with(section: Section, fixed: Sequence[str]) -> Section:
-    """Return a section with these options too; of several with one name the last counts."""
-    last = {option.partition("=")[0]: option for option in (*section.options, *fixed)}
-    return replace(section, options=[*last.values()])
+def _with(comparison: Compared, fixed: Sequence[str]) -> Compared:
+    """Return a comparison with these options too; of several with one name the last counts."""
+    last = {option.partition("=")[0]: option for option in (*comparison.options, *fixed)}
+    return replace(comparison, options=[*last.values()])
 
 
-def _data_option(section: Section, data: str) -> list[str]:
-    if not section.data:
+def _data_option(comparison: Compared, data: str) -> list[str]:
+    if not comparison.data:
         return []
-    place = Path(data).expanduser().absolute() / section.data if data else None
+    place = Path(data).expanduser().absolute() / comparison.data if data else None
     if place is None or not place.exists():
-        rule = f"section {section.name} needs {section.data} under --data; got {data!r}: give the folder that holds it"
+        rule = f"{comparison.name} needs {comparison.data} under --data; got {data!r}: give the folder that holds it"
         own = f"--data must be the folder of the set, as docs/data.md shows it; got {data!r}: give one that exists"
-        raise DataError(own if section.data == "." else rule)
+        raise DataError(own if comparison.data == "." else rule)
     return [f"task.data-dir={place}"]
 
 
@@ -251,18 +249,18 @@ def _report(
     name: str,
     document: str,
     command: str,
-    sections: Sequence[Section],
+    comparisons: Sequence[Compared],
     reports: dict[str, dict[str, Any]],
     leaks: dict[str, list[str]],
     papers: Mapping[str, tuple[Printed, Mapping[str, Row]]],
 ) -> str:
-    """Write the tables as Markdown: an overview of each group, then section by section.
+    """Write the tables as Markdown: an overview of each group, then comparison by comparison.
 
-    What all sections would say in the same words stands once, before the tables. A section whose means stand in an
+    What all comparisons would say in the same words stands once, before the tables. One whose means stand in an
     overview has no table of its own.
     """
-    notes = {section.name: findings(reports[section.name]) for section in sections}
-    alike = notes[sections[0].name] if len(sections) > 1 else []
+    notes = {comparison.name: findings(reports[comparison.name]) for comparison in comparisons}
+    alike = notes[comparisons[0].name] if len(comparisons) > 1 else []
     alike = [note for note in alike if all(note in own for own in notes.values())]
     alike += [note for note in dict.fromkeys(chain(*map(of_methods, reports.values()))) if note not in alike]
     text = [f"# Study: {name}", "", document.strip(), "", f"Written by `{command}`.", ""]
@@ -271,20 +269,21 @@ def _report(
     text += [COLUMNS.format(stem=stem)]
     text += ["- a difference to a paper is our mean minus its; its seeds, and so its splits, are others"] * any(papers)
     text += [*(f"- {note}" for note in alike), ""]
-    for group, members in _groups(sections, reports).items():
+    for group, members in _groups(comparisons, reports).items():
         text += [f"## {group}", "", *overview(members), "", f"![{group}]({_picture(stem, group)})", ""]
-        text += [f"Over {len(members)} sections {ranked.told}.", ""] if (ranked := ranks_of_sections(members)) else []
-    for section in sections:
-        report = reports[section.name]
-        text += [f"### {section.name}", "", f"{section.about} {report['title']}, {_seeds(report['seeds'])}.", ""]
-        text += [] if section.group else [*markdown(report, costs=False), ""]
-        if section.name in papers:
-            paper, rows = papers[section.name]
+        text += [f"Over {len(members)} comparisons {ranked.told}.", ""] if (ranked := mean_ranks_of(members)) else []
+    for comparison in comparisons:
+        report = reports[comparison.name]
+        text += [f"### {comparison.name}", "", f"{comparison.about} {report['title']}, {_seeds(report['seeds'])}.", ""]
+        text += [] if comparison.group else [*markdown(report, costs=False), ""]
+        if comparison.name in papers:
+            paper, rows = papers[comparison.name]
             text += [f"Beside {paper.source}:", "", *paper.table(rows), ""]
-            text += [f"![{section.name}; dashed: {paper.source}]({_beside(stem, section.name)})", ""] if rows else []
-        text += [f"- {note}" for note in notes[section.name] if note not in alike]
+            shown = f"![{comparison.name}; dashed: {paper.source}]({_beside(stem, comparison.name)})"
+            text += [shown, ""] if rows else []
+        text += [f"- {note}" for note in notes[comparison.name] if note not in alike]
         text += [*_forgotten(report), "", *gaps(report), ""]
-        text += [*leaks.get(section.name, []), ""]
+        text += [*leaks.get(comparison.name, []), ""]
     return "\n".join(text)
 
 
@@ -296,17 +295,19 @@ def _seeds(seeds: Sequence[int]) -> str:
 
 
 def _numbers(reports: Mapping[str, dict[str, Any]]) -> str:
-    """Write the numbers of all sections as CSV, a line for each section and method."""
-    heads = ("part", *lines_of(next(iter(reports.values())))[0])
+    """Write the numbers of all comparisons as CSV, a line for each comparison and method."""
+    heads = ("comparison", *lines_of(next(iter(reports.values())))[0])
     return csv_text([heads, *((name, *line) for name, report in reports.items() for line in lines_of(report)[1:])])
 
 
-def _groups(sections: Sequence[Section], reports: dict[str, dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the reports by group and section."""
+def _groups(
+    comparisons: Sequence[Compared], reports: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the reports by group and comparison."""
     groups: dict[str, dict[str, dict[str, Any]]] = {}
-    for section in sections:
-        if section.group:
-            groups.setdefault(section.group, {})[section.name] = reports[section.name]
+    for comparison in comparisons:
+        if comparison.group:
+            groups.setdefault(comparison.group, {})[comparison.name] = reports[comparison.name]
     return groups
 
 
@@ -314,8 +315,8 @@ def _picture(stem: str, group: str) -> str:
     return f"{stem}-{group.split(',')[0].lower().replace(' ', '-')}.png"
 
 
-def _beside(stem: str, section: str) -> str:
-    return f"{stem}-{section}-paper.png"
+def _beside(stem: str, comparison: str) -> str:
+    return f"{stem}-{comparison}-paper.png"
 
 
 def _forgotten(report: dict[str, Any]) -> list[str]:

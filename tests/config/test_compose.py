@@ -61,7 +61,6 @@ from flwr_replay.runs.options import resolve
             "beta is an option of strategy=fml, proxyfl; for the other one write generator.beta",
         ),
         ("run-name=${oc.env:HOME}", "without ${...}; got one in 'run-name'"),
-        ("task=medmnist task.format=retina", "got task.format=retina: `flwr-replay data convert retina FOLDER`"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(override, says):
@@ -71,12 +70,15 @@ def test_what_cannot_be_is_refused_in_one_line(override, says):
     assert "\n" not in str(refused.value)
 
 
-def test_an_old_name_goes_on_with_a_warning(caplog):
+@pytest.mark.parametrize(
+    ("old", "new"), [("prior=masked", "prior=maskgit"), ("task.format=retina", "task.format=clinical")]
+)
+def test_an_old_name_goes_on_with_a_warning(old, new, caplog):
     today.cache_clear()
     for _ in range(2):
-        assert compose(["prior=masked", "seed=3"]) == compose(["prior=maskgit", "seed=3"])
-    assert [line.message for line in caplog.records if "maskgit" in line.message] == [
-        "prior=masked is called prior=maskgit now; the old name ends with 0.2.0"
+        assert compose(["task=retina", old]) == compose(["task=retina", new])
+    assert [line.message for line in caplog.records if "called" in line.message] == [
+        f"{old} is called {new} now; the old name ends with 0.2.0"
     ]
 
 

@@ -3,7 +3,7 @@
 import pytest
 from scipy.stats import f, friedmanchisquare
 
-from flwr_replay.report.comparison import ranks, ranks_of_sections
+from flwr_replay.report.comparison import mean_ranks_of, ranks
 from flwr_replay.report.ranks import MeanRanks
 from flwr_replay.report.texts import findings
 
@@ -62,5 +62,5 @@ def test_a_comparison_ranks_methods_on_the_same_data_and_on_seeds_enough():
     )
     assert any("average ranks, 1 is best: c 1.00" in line and "seeds of the same data" in line for line in text)
     assert any(line.startswith("not tuned") for line in text)
-    assert ranks_of_sections({str(n): report("a", "b", "c") for n in range(5)}).means == {"c": 1.0, "b": 2.0, "a": 3.0}
-    assert ranks_of_sections({str(n): report("a", "b", "c") for n in range(4)}) is None
+    assert mean_ranks_of({str(n): report("a", "b", "c") for n in range(5)}).means == {"c": 1.0, "b": 2.0, "a": 3.0}
+    assert mean_ranks_of({str(n): report("a", "b", "c") for n in range(4)}) is None

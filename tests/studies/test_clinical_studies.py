@@ -23,10 +23,13 @@ def smaller(monkeypatch):
         monkeypatch.setattr(photographs, size, getattr(photographs, size) / 5)
     for study in (retina, boneage, brats):
         smaller = [
-            [option.replace("task.size=32", "task.size=16") for option in section.quick] for section in study.SECTIONS
+            [option.replace("task.size=32", "task.size=16") for option in comparison.quick]
+            for comparison in study.COMPARISONS
         ]
-        sections = [replace(section, quick=quick) for section, quick in zip(study.SECTIONS, smaller, strict=True)]
-        monkeypatch.setattr(study, "SECTIONS", sections)
+        comparisons = [
+            replace(comparison, quick=quick) for comparison, quick in zip(study.COMPARISONS, smaller, strict=True)
+        ]
+        monkeypatch.setattr(study, "COMPARISONS", comparisons)
 
 
 @pytest.fixture
@@ -49,8 +52,8 @@ def results(folder):
 
 @pytest.mark.sampled(1, of="whole studies")
 def test_tables_1_and_3_on_retina(study, tmp_path):
-    data, sections = str(clinical.retina(tmp_path / "retina", 108)), "table-1,table-3-weights"
-    code, captured = study("retina", "--data", data, "--quick", "--only", sections)
+    data, comparisons = str(clinical.retina(tmp_path / "retina", 108)), "table-1,table-3-weights"
+    code, captured = study("retina", "--data", data, "--quick", "--only", comparisons)
     assert code == 0, captured.err
     runs = results(tmp_path / "runs")
     assert sorted(runs) == ["cwt-seed0", "fedavg-seed0"]
@@ -71,7 +74,7 @@ def test_tables_1_and_3_on_retina(study, tmp_path):
     shares = runs["cwt-seed0"]["skew"]
     assert shares["ks"] == pytest.approx(0.53, abs=0.05)
     assert "gradient matching" in captured.out
-    code, captured = study("retina", "--data", data, "--quick", "--only", sections, "--dry-run")
+    code, captured = study("retina", "--data", data, "--quick", "--only", comparisons, "--dry-run")
     assert code == 0
     assert "table-1: 1 run, 1 finished" in captured.out
     assert "all: 2 runs, 0 to run" in captured.out
@@ -129,20 +132,22 @@ def test_figure_6_on_brats_has_both_dice_coefficients_of_the_same_runs(study, tm
 
 
 def test_every_method_with_a_state_is_there_with_it_fresh_and_kept():
-    for section in [*retina.SECTIONS[:3], *boneage.SECTIONS[:3], *brats.SECTIONS]:
-        methods = dict(map(named, section.methods))
+    for comparison in [*retina.COMPARISONS[:3], *boneage.COMPARISONS[:3], *brats.COMPARISONS]:
+        methods = dict(map(named, comparison.methods))
         kept = {label for label in methods if label.endswith(", kept")}
         assert {label.removesuffix(", kept") for label in kept} == {*methods} - {"central", "fedreplay"} - kept
         for label in kept:
             assert methods[label] == methods[label.removesuffix(", kept")] + ":optimizer-state=keep"
 
 
-def test_what_a_paper_prints_is_of_methods_that_the_section_has():
-    sections = [section for module in (retina, boneage, brats) for section in module.SECTIONS if section.paper]
-    assert len(sections) == 10
-    for section in sections:
-        if section.paper.of != "forgetting":
-            assert {*section.paper.values} <= {*dict(map(named, section.methods))}
+def test_what_a_paper_prints_is_of_methods_that_the_comparison_has():
+    comparisons = [
+        comparison for module in (retina, boneage, brats) for comparison in module.COMPARISONS if comparison.paper
+    ]
+    assert len(comparisons) == 10
+    for comparison in comparisons:
+        if comparison.paper.of != "forgetting":
+            assert {*comparison.paper.values} <= {*dict(map(named, comparison.methods))}
 
 
 @pytest.mark.parametrize("name", ["retina", "boneage", "brats"])

@@ -1,4 +1,4 @@
-"""Studies: their sections compose, their report holds what the runs found, and wrong names are reported."""
+"""Studies: their comparisons compose, their report holds what the runs found, and wrong names are reported."""
 
 import csv
 import json
@@ -34,10 +34,10 @@ from flwr_replay.simulations import (
 from flwr_replay.studies import study
 from flwr_replay.studies.leakage import share_of_cores
 from flwr_replay.studies.methods import methods_of, named, options_of
-from flwr_replay.studies.study import Section, run_study, sections_of, studies
+from flwr_replay.studies.study import Compared, comparisons_of, run_study, studies
 
 
-def test_the_sections_fit_the_data_that_they_name():
+def test_the_comparisons_fit_the_data_that_they_name():
     """FedER's eight institutions take all 8,000 images, so none can be held out for validation."""
     mnist = Path("../shared/data/mnist").resolve()
     if not mnist.exists():
@@ -54,14 +54,14 @@ def test_every_study_is_known():
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
-def test_every_section_composes(module):
-    """Each section's options with a method, and each method with a section's options; ε is as the label says."""
+def test_every_comparison_composes(module):
+    """Each comparison's options with a method, and each method with a comparison's options; ε is as the label says."""
     seen = set()
-    for section in (study._with(section, []) for section in module.SECTIONS):
-        names = [named(method)[1].partition(":")[0] for method in section.methods]
-        shared, own, _ = options_of(section.options, names)
-        methods = methods_of(section.methods, own)
-        assert section.against in [method.label for method in methods]
+    for comparison in (study._with(comparison, []) for comparison in module.COMPARISONS):
+        names = [named(method)[1].partition(":")[0] for method in comparison.methods]
+        shared, own, _ = options_of(comparison.options, names)
+        methods = methods_of(comparison.methods, own)
+        assert comparison.against in [method.label for method in methods]
         for method in methods:
             options = (method.strategy, *method.options)
             if {tuple(shared), options} <= seen:
@@ -79,19 +79,19 @@ def test_every_section_composes(module):
 def test_a_report_has_all_tables_and_the_overview_of_a_group(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     common = ["task=diabetes", "nodes=2", "rounds=1", "seeds=2", "model.width=4"]
-    sections = [
-        Section(name=name, about="Tiny.", methods=["cwt", "fedreplay"], options=[*common, option], group="Tiny, MLP")
+    comparisons = [
+        Compared(name=name, about="Tiny.", methods=["cwt", "fedreplay"], options=[*common, option], group="Tiny, MLP")
         for name, option in (("alike", "partition=iid"), ("apart", "forgetting=true"))
     ]
-    monkeypatch.setattr(skew, "SECTIONS", sections)
+    monkeypatch.setattr(skew, "COMPARISONS", comparisons)
     text, whole = run_study("skew", "", 1, tmp_path)
     assert whole
     assert text == (tmp_path / "study-skew.md").read_text()
     assert "| method | alike (mae) | apart (mae) |" in text
     assert text.count("| cwt |") == 1  # the overview
     numbers = list(csv.DictReader((tmp_path / "study-skew.csv").open()))
-    assert [(row["part"], row["method"]) for row in numbers] == [
-        (section, method) for section in ("alike", "apart") for method in ("cwt", "fedreplay")
+    assert [(row["comparison"], row["method"]) for row in numbers] == [
+        (comparison, method) for comparison in ("alike", "apart") for method in ("cwt", "fedreplay")
     ]
     values = [
         json.loads((tmp_path / folder / "result.json").read_text())["final"]["global"]["mae"]
@@ -105,7 +105,7 @@ def test_a_report_has_all_tables_and_the_overview_of_a_group(tmp_path, monkeypat
     ]
     assert sorted(told) == pytest.approx(sorted(values))
     assert all(float(row["bytes-up"]) > 0 for row in numbers)
-    assert text.count("0: the same labels") == 1  # once, not for each section
+    assert text.count("0: the same labels") == 1  # once, not for each comparison
     assert "cwt seed 1: mean drop" in text
     assert (tmp_path / "study-skew-tiny.png").read_bytes().startswith(b"\x89PNG")
     report, _ = run_study("skew", "", 1, tmp_path, ["apart"])
@@ -123,10 +123,10 @@ def test_a_report_has_all_tables_and_the_overview_of_a_group(tmp_path, monkeypat
 def test_a_quick_study_has_every_method_with_the_first_seed_and_two_rounds(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     options = ["task=diabetes", "nodes=2", "rounds=300", "evaluate_every=10", "seeds=7,9", "model.width=4"]
-    section = Section(
+    comparison = Compared(
         name="tiny", about="Tiny.", methods=["cwt", "long := local:rounds=30"], options=options, against="cwt"
     )
-    monkeypatch.setattr(skew, "SECTIONS", [section])
+    monkeypatch.setattr(skew, "COMPARISONS", [comparison])
     text, whole = run_study("skew", "", 1, tmp_path, quick=True)
     assert whole
     assert text == (tmp_path / "study-skew-quick.md").read_text()
@@ -155,16 +155,16 @@ def test_an_institutions_own_head_is_trained_by_its_own_examples_alone(tmp_path,
         assert pooled[name]["loss"] != metrics["loss"]
 
 
-def test_a_studys_sections_are_listed_with_what_they_are(capsys):
+def test_a_studys_comparisons_are_listed_with_what_they_are(capsys):
     app(["study", "proxyfl", "--list"], standalone_mode=False)
     listed = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in listed] == [section.name for section in sections_of("proxyfl")]
+    assert [line.partition(":")[0] for line in listed] == [comparison.name for comparison in comparisons_of("proxyfl")]
 
 
 def test_what_is_not_there_is_reported_before_anything_runs(tmp_path):
     with pytest.raises(ConfigError, match="unknown study 'partition': did you mean partitions"):
         run_study("partition", "", 1, tmp_path)
-    with pytest.raises(ConfigError, match="unknown section 'mnist-bad' of study partitions"):
+    with pytest.raises(ConfigError, match="study partitions has no comparison 'mnist-bad'"):
         run_study("partitions", "", 1, tmp_path, ["mnist-bad"])
     for quick in (False, True):
         with pytest.raises(ConfigError, match="seeds is a number"):
@@ -204,14 +204,14 @@ def test_a_gap_is_what_lies_between_the_plain_method_and_central():
     assert gaps({**report, "against": "cwt"}) == []
 
 
-def test_sections_with_different_runs_in_one_folder_are_refused(tmp_path, monkeypatch):
+def test_comparisons_with_different_runs_in_one_folder_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     common = ["task=digits", "nodes=4", "rounds=1", "seeds=1", "model.width=4"]
-    sections = [
-        Section(name=name, about="", methods=["avgpush"], options=[*common, f"topology={name}"], against="avgpush")
+    comparisons = [
+        Compared(name=name, about="", methods=["avgpush"], options=[*common, f"topology={name}"], against="avgpush")
         for name in ("ring", "complete")
     ]
-    monkeypatch.setattr(skew, "SECTIONS", sections)
+    monkeypatch.setattr(skew, "COMPARISONS", comparisons)
     with pytest.raises(ConfigError, match="ring and complete have different runs in avgpush-seed0"):
         run_study("skew", "", 1, tmp_path)
     assert not list(tmp_path.rglob("result.json"))
@@ -232,13 +232,13 @@ def test_the_metric_by_epsilon_has_what_was_spent_by_then(tmp_path):
 
 
 @pytest.mark.sampled(1, of="whole studies")
-def test_a_section_whose_messages_are_attacked_has_a_table_of_what_they_show(tmp_path, monkeypatch):
+def test_a_comparison_whose_messages_are_attacked_has_a_table_of_what_they_show(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     options = ["task=digits", "partition=iid", "partition.size=4", "nodes=2", "rounds=1", "seeds=1", "record=all"]
-    section = Section(
+    comparison = Compared(
         name="tiny", about="", methods=["fedsgd"], options=[*options, "model=mlp"], against="fedsgd", attack="undealt"
     )
-    monkeypatch.setattr(leakage, "SECTIONS", [section])
+    monkeypatch.setattr(leakage, "COMPARISONS", [comparison])
     text, whole = run_study("leakage", "", 2, tmp_path, quick=True)
     assert whole
     assert "| fedsgd | " in text

@@ -1,4 +1,4 @@
-"""Tables and sections: what a row and a patch hold, what is imputed from whom, and what is refused."""
+"""Tables and slices: what a row and a patch hold, what is imputed from whom, and what is refused."""
 
 from pathlib import Path
 
@@ -122,11 +122,11 @@ def test_the_four_real_hospitals():
     assert np.isfinite(dataset.train.x).all()
 
 
-# --- sections ---------------------------------------------------------------------------------------------------------
+# --- slices ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def sections(tmp_path):
+def slices(tmp_path):
     rng = np.random.default_rng(0)
     for number in range(10):
         image = np.full((64, 64), number, np.uint8)
@@ -141,27 +141,27 @@ def isbi(folder, *options):
     return compose(["task=isbi2012", f"task.data-dir={folder}", "task.size=32", *options]).task
 
 
-def test_the_last_sections_test_and_a_gap_before_them_is_unused(sections):
-    dataset = load(isbi(sections))
+def test_the_last_slices_test_and_a_gap_before_them_is_unused(slices):
+    dataset = load(isbi(slices))
     of = {split: {int(v) for v in np.unique(getattr(dataset, split).x) if v < 200} for split in ("train", "test")}
     assert of == {"train": set(range(6)), "test": {8, 9}}
     assert (len(dataset.train), len(dataset.test)) == (6 * 4, 2 * 4)
 
 
-def test_patches_are_the_sections_cut_and_labels_go_with_them(sections):
-    dataset = load(isbi(sections))
+def test_patches_are_the_slices_cut_and_labels_go_with_them(slices):
+    dataset = load(isbi(slices))
     assert dataset.train.x.shape == (24, 1, 32, 32)
     assert dataset.train.y.shape == (24, 32, 32)
     assert [int(x.max()) for x in dataset.train.x[:4]] == [200, 0, 0, 0]  # the corner is in the first patch only
-    whole = 1 - np.asarray(Image.open(sections / "label_03.png")) // 255
+    whole = 1 - np.asarray(Image.open(slices / "label_03.png")) // 255
     assert (dataset.train.y[12] == whole[:32, :32]).all()
     assert (dataset.train.y[13] == whole[:32, 32:]).all()
     np.testing.assert_allclose(dataset.train.labels, dataset.train.y.reshape(24, -1).mean(1), rtol=1e-6)
 
 
-def test_institutions_can_differ_in_the_share_of_cells_and_in_contrast(sections):
+def test_institutions_can_differ_in_the_share_of_cells_and_in_contrast(slices):
     config = compose(
-        ["task=isbi2012", f"task.data-dir={sections}", "task.size=32", "partition=ks", "ks=0.9", "contrast=0.5"]
+        ["task=isbi2012", f"task.data-dir={slices}", "task.size=32", "partition=ks", "ks=0.9", "contrast=0.5"]
     )
     dataset = load(config.task)
     dealing = partition(dataset, config.partition, 3, 0)
@@ -173,15 +173,15 @@ def test_institutions_can_differ_in_the_share_of_cells_and_in_contrast(sections)
     assert scaled_contrast(np.array([0, 100, 255], np.uint8), 1.5).tolist() == [0, 86, 255]
 
 
-def test_faulty_sections_are_named(sections):
-    with pytest.raises(ConfigError, match="must divide a section"):
-        load(isbi(sections, "task.size=48"))
-    (sections / "label_02.png").unlink()
+def test_faulty_slices_are_named(slices):
+    with pytest.raises(ConfigError, match="must divide a slice"):
+        load(isbi(slices, "task.size=48"))
+    (slices / "label_02.png").unlink()
     with pytest.raises(DataError, match=r"label_02.png does not exist"):
-        load(isbi(sections))
-    Image.fromarray(np.full((64, 64), 7, np.uint8)).save(sections / "label_02.png")
+        load(isbi(slices))
+    Image.fromarray(np.full((64, 64), 7, np.uint8)).save(slices / "label_02.png")
     with pytest.raises(DataError, match=r"0 \(membrane\) and 255 \(cell\) only; .*label_02.png holds"):
-        load(isbi(sections))
-    (sections / "label_02.png").write_bytes((sections / "label_01.png").read_bytes()[:50])
+        load(isbi(slices))
+    (slices / "label_02.png").write_bytes((slices / "label_01.png").read_bytes()[:50])
     with pytest.raises(DataError, match=r"label_02.png must be an image; it cannot be read"):
-        load(isbi(sections))
+        load(isbi(slices))
