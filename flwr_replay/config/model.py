@@ -70,6 +70,6 @@ class ModelConfig:
 
     @property
     def copy(self) -> str:
-        """What a clinic's own copy of the weights is called in its folder; empty if it needs none."""
+        """What an institution's own copy of the weights is called in its folder; empty if it needs none."""
         suffix = Path(self.weights_file).suffix or ".safetensors"
         return f"weights{suffix}" if self.everywhere and self.weights != LITE0 else ""

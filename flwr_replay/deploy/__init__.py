@@ -1,1 +1,1 @@
-"""A deployment over a network: its folder, a clinic's check, the coordinator's, a rehearsal."""
+"""A deployment over a network: its folder, an institution's check, the coordinator's, a rehearsal."""

@@ -48,7 +48,7 @@ AGE = 300  # seconds after which a ClientApp that has hardly worked waits in vai
 
 
 def examine_clinic(folder: Path) -> tuple[bool, str]:
-    """Check a clinic's folder, as `deploy init` wrote it, with the clinic's data and key; refuse any other.
+    """Check a clinic's folder, as `deploy init` wrote it, with the institution's data and key; refuse any other.
 
     Returns whether all will work, and a line for each finding.
     """
@@ -203,11 +203,11 @@ def _seal(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
     if not compose(study_options(folder / "study")).hiding.pinned:
         return
     make = f"flwr-replay deploy seal-key {env['NAME']}, in this folder"
-    for needed, advice in (("seal.key", make), (PEERS_FILE, "put every clinic's line into it")):
+    for needed, advice in (("seal.key", make), (PEERS_FILE, "put every institution's line into it")):
         if not (folder / needed).is_file():
             raise RunError(f"the study needs keys, and {folder / needed} is missing: {advice}")
     seal = Seal(env["NAME"], make_key(folder / "seal.key")[0], read_pins(folder / PEERS_FILE))
-    yield f"seal: {len(seal.pins)} pinned keys ({', '.join(seal.pins)}); compare with the clinics: {seal.digest}"
+    yield f"seal: {len(seal.pins)} pinned keys ({', '.join(seal.pins)}); compare with the others: {seal.digest}"
 
 
 def _certificate(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
@@ -226,7 +226,7 @@ def _connection(folder: Path, env: Mapping[str, str]) -> Iterator[str]:
 
 
 def _study(folder: Path) -> RunConfig:
-    """Return the study's options, with the clinic's own copy of an encoder's weights."""
+    """Return the study's options, with the institution's own copy of an encoder's weights."""
     options = study_options(folder / "study")
     own = compose(options).model.copy
     return compose([*options, f"model.weights={quoted(str(folder.absolute() / own))}"] if own else options)

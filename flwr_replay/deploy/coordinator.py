@@ -106,7 +106,7 @@ def _keys(folder: Path, names: Sequence[str]) -> Iterator[str]:
     waiting = [name for name in names if not in_state(folder, f"{name}.registered", f"keys/{name}.registered").exists()]
     if waiting:
         came = [name for name in waiting if (folder / "keys" / f"{name}.pub").exists()]
-        what = "run ./register.sh" if came == waiting else "put the clinic's file into keys/, then ./register.sh"
+        what = "run ./register.sh" if came == waiting else "put the institution's file into keys/, then ./register.sh"
         raise RunError(f"not registered: {', '.join(waiting)}: {what}")
     yield f"keys: {', '.join(names)} are registered"
 
@@ -129,7 +129,7 @@ def _supernodes(folder: Path, ask: Ask, names: Sequence[str]) -> Iterator[str]:
             if node not in online
         ).replace(" since N/A", "")
         raise RunError(
-            f"{len(online)} of {len(names)} SuperNodes are online ({away or NEW}): ask the clinics to run ./start.sh; "
+            f"{len(online)} of {len(names)} SuperNodes are online ({away or NEW}): the others must run ./start.sh; "
             "a killed one is admitted again after about a minute"
         )
     yield f"SuperNodes: {len(online)} online"
@@ -143,7 +143,7 @@ def _runs(ask: Ask) -> Iterator[str]:
             f"the last run, {last['run-id']}, failed ({last['status-details'] or 'no details'}): `. ./connect.sh`, "
             f"then `flwr log {last['run-id']} superlink --show`"
         )
-    together = ", which share the clinics' machines" * (len(live) > 1)
+    together = ", which share the institutions' machines" * (len(live) > 1)
     yield f"runs: {len(live)} live{together}, {len(runs) - len(live)} ended"
 
 

@@ -1,4 +1,4 @@
-"""What a real deployment needs, as files: a folder for the coordinator and one for each clinic.
+"""What a real deployment needs, as files: a folder for the coordinator, and a clinic's folder for each institution.
 
     deployment/coordinator/   certificates, the study, scripts for SuperLink, keys and runs, README.md
     deployment/<clinic>/      ca.crt, the study, a proposed policy, scripts for key and SuperNode, README.md
@@ -62,12 +62,12 @@ LEAVES = {  # by the kind of field, the gravest first
     "synthetic": f"{STAYS} Images leave that a generator drew after them; they may resemble yours.",
 }
 IN_STUDY = {
-    Hiding.SEALED: "The run is sealed: the server cannot read what the clinics send each other.",
-    Hiding.MASKED: "The run is masked: of weights the server reads the mean of all clinics, and no single clinic's.",
+    Hiding.SEALED: "The run is sealed: the server cannot read what the hospitals send each other.",
+    Hiding.MASKED: "The run is masked: of weights the server reads the mean of all hospitals, and no single one's.",
 }
 IN_POLICY = {
     Hiding.SEALED: "# No run in which the server could read weights.\nsealed: true\n",
-    Hiding.MASKED: "# No run in which the server could read this clinic's weights alone.\nmasked: true\n",
+    Hiding.MASKED: "# No run in which the server could read this hospital's weights alone.\nmasked: true\n",
 }
 WEIGHTS = ' weights=\\"$PWD/{}\\"'
 MOUNTED = "{{type: bind, source: ./{0}, target: {1}{0}{2}}}"
@@ -114,7 +114,7 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
     config = compose_own([*study, f"nodes={len(clinics)}"], options)
     if config.own_code:
         raise ConfigError(
-            f"`deploy init` writes no start scripts for code of your own, {config.own_code[0]}: a clinic must install "
+            f"`deploy init` writes no start scripts for code of your own, {config.own_code[0]}: all must install "
             "and allow it by hand, as the page docs/extend.md in flwr-replay's repository says"
         )
     policy, digest = _policy(config, clinics), encoder_digest(config.model, config.task)
@@ -213,7 +213,7 @@ def _check_names(clinics: Sequence[str]) -> None:
     """Refuse names that cannot be a folder's, or differ in case only: some file systems take these for one."""
     if wrong := [name for name in clinics if not CLINIC_NAME.fullmatch(name)]:
         raise ConfigError(
-            f"a clinic's name has at most 40 letters, digits, hyphens and underscores, and begins with a letter or "
+            f"an institution's name has at most 40 letters, digits, hyphens, underscores, and begins with a letter or "
             f"digit; got {wrong[0]!r}"
         )
     folded = [name.lower() for name in clinics]
@@ -224,7 +224,7 @@ def _check_names(clinics: Sequence[str]) -> None:
 
 
 def _policy(config: RunConfig, clinics: Sequence[str]) -> dict[str, str]:
-    """Propose the narrowest policy under which a clinic can take part: the method, its kinds, its largest message."""
+    """Propose the narrowest policy under which one can take part: the method, its kinds, its largest message."""
     job = Job.of(config, clinics)
     sums = make_task(config.task).label_sums(torch.arange(EXAMPLES))
     values = {"num_examples": EXAMPLES, "raw_bytes": EXAMPLES, **sums}
@@ -256,7 +256,7 @@ def _agreed(config: RunConfig) -> str:
     if math.isfinite(privacy.limit) and (config.end_to_end or "latents" in privacy.mechanisms):
         if not privacy.delta:
             raise ConfigError(
-                "clinics that agree on an epsilon agree on a delta; got delta=0, one over each clinic's examples: set "
+                "who agrees on an epsilon agrees on a delta; got delta=0, one over each institution's examples: set "
                 "delta=1e-5, or what is far below one over the examples of the largest"
             )
         agreed["max-epsilon" if config.end_to_end else "max-local-epsilon"] = privacy.limit

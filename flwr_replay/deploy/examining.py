@@ -1,4 +1,4 @@
-"""What the doctor does at a clinic and at the coordinator: checks in order, certificates, the SuperLink's answer."""
+"""What the doctor does at institutions and the coordinator: checks in order, certificates, the SuperLink's answer."""
 
 import shutil
 import socket

@@ -194,7 +194,7 @@ def _policy(policy: Path, name: str) -> str:
 
 
 def _names(rows: Sequence[ManifestRow], institutions: int) -> list[str]:
-    """Say whose each image is: the site's, else of one of so many clinics, at random."""
+    """Say whose each image is: the site's, else of one of so many institutions, at random."""
     sites = [row.site for row in rows]
     if all(sites):
         named = [str(site) for site in sites]

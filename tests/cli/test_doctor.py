@@ -31,7 +31,7 @@ def test_the_doctor_names_what_is_wrong_at_the_coordinator(written, tmp_path, mo
     assert command(monkeypatch, "doctor", "--deployment", str(home)) == 1
     checks = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert "for localhost, 127.0.0.1" in checks["ok  certificates"]
-    assert checks["NO  keys"].endswith("north, south: put the clinic's file into keys/, then ./register.sh")
+    assert checks["NO  keys"].endswith("north, south: put the institution's file into keys/, then ./register.sh")
     assert "with the certificate of this study" in checks["ok  connection"]
     assert "run ./register.sh" in checks["NO  SuperNodes"]
     assert checks["ok  folder"] == "its scripts and its study are there"
