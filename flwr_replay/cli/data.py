@@ -47,6 +47,7 @@ def images(
     out: Annotated[str, typer.Argument(metavar="DIR")],
     options: Options = None,
     count: Annotated[int, typer.Option("--count", help="How many images.")] = 20,
+    as_json: AsJson = False,
 ) -> None:
     """Write test images of a task to the folder DIR as PNG files, a folder for each label: try `predict` on them.
 
@@ -58,18 +59,20 @@ def images(
 
     task, folder = resolve(options or [], ".", "")[1].task, absolute(out)
     written = write_images(loaded(task).test, task, count, folder)
-    print(f"{written} test images of {task.name}, a folder for each label: {folder}")
+    text = f"{written} test images of {task.name}, a folder for each label: {folder}"
+    answer({"images": written, "folder": folder}, text, as_json)
 
 
 @app.command("convert")
-def convert(name: str, folder: str) -> None:
+def convert(name: str, folder: str, as_json: AsJson = False) -> None:
     """List a clinical set's unpacked download in FOLDER/manifest.csv, once; task=NAME task.data-dir=FOLDER reads it.
 
     NAME is retina, boneage, brats, isic or tuberculosis.
     """
     from flwr_replay.convert import convert as write_manifest
 
-    print(write_manifest(name, absolute(folder)))
+    manifest = write_manifest(name, absolute(folder))
+    answer({"manifest": manifest}, str(manifest), as_json)
 
 
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave such images out of the manifest, and list them.")]

@@ -214,6 +214,7 @@ def rehearse(
         bool, typer.Option("--record", help="Every institution keeps its own messages, for attacks.")
     ] = False,
     out: Annotated[str, typer.Option("--out", help="A new folder; default: rehearsal-<date> here.")] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Deploy on this machine: a SuperLink, a SuperNode for each institution with data of its own, one run; then stop.
 
@@ -229,10 +230,11 @@ def rehearse(
     rules, source = absolute(policy) if policy else None, absolute(data)
     if "=" in data and not source.exists():
         raise ConfigError(f"a rehearsal needs a folder of images before its options; got {data}")
+    tell = say if as_json else partial(print, flush=True)
     try:
-        _, folder = rehearse(options or [], source, institutions, rules, place, partial(print, flush=True), tls, record)
+        result, folder = rehearse(options or [], source, institutions, rules, place, tell, tls, record)
     except KeyboardInterrupt:
         say(f"interrupted: everything is stopped; what there is lies in {place}")
         raise
-    print(f"each institution's images: {place / 'data'}; its own ledger: {place / 'state'}; its log: {place / 'logs'}")
-    print(f"the run's page: {folder / 'report.html'}")
+    text = f"each institution's images: {place / 'data'}; its own ledger: {place / 'state'}; its log: {place / 'logs'}"
+    answer({"run": folder, "result": result}, f"{text}\nthe run's page: {folder / 'report.html'}", as_json)

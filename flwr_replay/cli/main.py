@@ -236,10 +236,11 @@ def study(
         return
     comparisons = [comparison for comparison in (only or "").split(",") if comparison]
     if dry_run:
-        print(forecast(plan_study(name, data or "", Path(runs_dir), comparisons, quick, seeds or "")[1]))
+        counted, text = forecast(plan_study(name, data or "", Path(runs_dir), comparisons, quick, seeds or "")[1])
+        answer(counted, text, as_json)
         return
-    text, whole = run_study(name, data or "", jobs, Path(runs_dir), comparisons, quick, minutes, seeds or "")
-    print(text)
+    file, whole = run_study(name, data or "", jobs, Path(runs_dir), comparisons, quick, minutes, seeds or "")
+    answer({"files": [file, file.with_suffix(".csv")], "whole": whole}, file.read_text(encoding="utf-8"), as_json)
     if not whole:
         sys.exit(1)
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flwr_replay.cli.places import absolute
+from flwr_replay.cli.places import AsJson, absolute, answer
 from flwr_replay.config.catalogue import choices
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import new_folder
@@ -41,16 +41,17 @@ Into = Annotated[str, typer.Option("--into", help="The folder in which the new o
 
 def _command(kind: str) -> None:
     @app.command(kind, help=KINDS[kind])
-    def write(name: Name, into: Into = ".") -> None:
-        _write(kind, name, into)
+    def write(name: Name, into: Into = ".", as_json: AsJson = False) -> None:
+        place = _write(kind, name, into)
+        answer({"folder": place}, f"{place}\n{NEXT}", as_json)
 
 
 for kind in KINDS:
     _command(kind)
 
 
-def _write(kind: str, name: str, into: str) -> None:
-    """Copy a template under another name; the folder appears whole or not at all."""
+def _write(kind: str, name: str, into: str) -> Path:
+    """Copy a template under another name, and return its folder, which appears whole or not at all."""
     if not NAME.fullmatch(name) or keyword.iskeyword(name):
         raise ConfigError(f"the name must be of small letters and digits, a letter first; got {name!r}")
     if kind == "strategy" and name in choices("strategy"):
@@ -72,4 +73,4 @@ def _write(kind: str, name: str, into: str) -> None:
                     inside, text = inside.replace(old, new_word), text.replace(old, new_word)
                 (new / inside).parent.mkdir(parents=True, exist_ok=True)
                 (new / inside).write_text(text, encoding="utf-8")
-    print(f"{place}\n{NEXT}")
+    return place

@@ -18,7 +18,7 @@ ROOT = "runs"  # where commands put their runs unless told otherwise
 
 Options = Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]…", autocompletion=of_options)]
 RunsDir = Annotated[str, typer.Option("--runs-dir", help="The folder for run directories.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON; its keys stay.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON; its keys stay.")]  # of every command
 
 
 def say(text: str = "loading …") -> None:
@@ -26,9 +26,9 @@ def say(text: str = "loading …") -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def answer(value: object, text: str, as_json: bool) -> None:
+def answer(value: object, text: str, as_json: bool, indent: int | None = 2) -> None:
     """Print what a command has found: with --json its value, dataclasses and paths too, else its text."""
-    print(json.dumps(value, indent=2, ensure_ascii=False, default=_plain) if as_json else text)
+    print(json.dumps(value, indent=indent, ensure_ascii=False, default=_plain) if as_json else text, flush=True)
 
 
 def _plain(value: object) -> object:

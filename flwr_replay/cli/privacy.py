@@ -176,6 +176,7 @@ def plot(
     epochs: Epochs = 300,
     delta: Delta = 0.0,
     out: Annotated[str, typer.Option("--out", help="The picture's file.")] = "epsilon.png",
+    as_json: AsJson = False,
 ) -> None:
     """Draw epsilon (RDP) by epoch for several |D|, as in Fig. 7 of Qu et al. 2022, with their points next to ours."""
     from flwr_replay.files.atomic import make_folder, write_atomic
@@ -205,11 +206,11 @@ def plot(
     chart, title = epsilons(curves, marks), f"DP-SGD, batch {batch}, noise {noise:g}, Poisson sampling, RDP"
     write_atomic(file, chart.file("png", title))
     write_atomic(file.with_suffix(".csv"), chart.csv)
-    print("\n".join([*lines, str(file)]))
+    answer({"epsilons": curves, "files": [file, file.with_suffix(".csv")]}, "\n".join([*lines, str(file)]), as_json)
 
 
 @app.command("digest")
-def show_digest(file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
+def show_digest(file: Annotated[Path, typer.Argument(metavar="FILE")], as_json: AsJson = False) -> None:
     """Print the digest of an encoder's weights, for `weights` in an institution's policy.
 
     FILE is the .safetensors file that has them.
@@ -220,9 +221,10 @@ def show_digest(file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
     from flwr_replay.files.tensors import digest
 
     try:
-        print(digest(load_file(file)))
+        found = digest(load_file(file))
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"privacy digest reads a .safetensors file; got {file}: {error}") from None
+    answer({"digest": found}, found, as_json)
 
 
 def _sizes(examples: str) -> list[int]:

@@ -98,6 +98,7 @@ def plot(
     places: Places,
     metric: Annotated[str, typer.Option("--metric", help="accuracy, loss, …; default: the task's main metric.")] = "",
     out: Annotated[str, typer.Option("--out", help="The picture to write: .png, .pdf or .svg.")] = "runs.png",
+    as_json: AsJson = False,
 ) -> None:
     """Draw a metric of finished runs by round: of one run by institution, of several a line for each."""
     import io
@@ -112,7 +113,7 @@ def plot(
     picture = io.BytesIO()
     draw(_finished(places, "drawn"), metric).savefig(picture, format=file.suffix[1:], dpi=150)
     write_atomic(file, picture.getvalue())
-    print(file)
+    answer({"files": [file]}, str(file), as_json)
 
 
 @app.command()
@@ -138,15 +139,15 @@ def clean(
     clean(folders)
 
 
-def watch(place: Place) -> None:
+def watch(place: Place, as_json: AsJson = False) -> None:
     """Follow a run that another process works on, until it has finished.
 
-    RUN is a run directory, or `last`: the newest in runs/.
+    RUN is a run directory, or `last`: the newest in runs/. With --json each exchange is one line.
     """
     from flwr_replay.runs.listing import watch
 
-    for line in watch(finished_place(place)):
-        print(line, flush=True)
+    for ended in watch(finished_place(place)):
+        answer(ended._asdict(), str(ended), as_json, indent=None)
 
 
 def predict(

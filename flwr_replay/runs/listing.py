@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flwr_replay.errors import RunError
 from flwr_replay.files.atomic import alone, in_use, read_bytes
@@ -48,6 +48,17 @@ class Listed:
         """Its main metric, with its name."""
         result = self.result
         return f"{result['metric']} {result['final']['global'][result['metric']]:.4f}" if result else ""
+
+
+class Ended(NamedTuple):
+    """An exchange that has ended in a run that is watched."""
+
+    exchange: int
+    metrics: dict[str, float]  # the pooled ones; none if nobody evaluated after it
+    seconds: float  # since the run began
+
+    def __str__(self) -> str:
+        return f"exchange {self.exchange}  {shown_metrics(self.metrics)}  elapsed {shown_time(self.seconds)}"
 
 
 def runs_in(root: Path) -> list[Path]:
@@ -142,8 +153,8 @@ def clean(folders: Sequence[Path]) -> None:
             shutil.rmtree(place)
 
 
-def watch(folder: Path, wait: bool = True) -> Iterator[str]:
-    """Yield a line for every exchange of a run that another process works on, from the first to the last.
+def watch(folder: Path, wait: bool = True) -> Iterator[Ended]:
+    """Yield every exchange of a run that another process works on, from the first to the last.
 
     Parameters
     ----------
@@ -169,8 +180,7 @@ def watch(folder: Path, wait: bool = True) -> Iterator[str]:
             news, tested, confusion = time.monotonic(), _pooled(folder), confusion_of(folder)
             for at in times[seen:]:
                 last = max((exchange for exchange in tested if exchange <= at["round"]), default=0)
-                shown = shown_metrics(without_beside(tested.get(last, {}), confusion))
-                yield f"exchange {at['round']}  {shown}  elapsed {shown_time(at['seconds'])}"
+                yield Ended(at["round"], without_beside(tested.get(last, {}), confusion), at["seconds"])
         seen = len(times)
         if finished or not wait:
             return

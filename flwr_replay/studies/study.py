@@ -136,12 +136,12 @@ def run_study(
     quick: bool = False,
     minutes: float = MINUTES,
     seeds: str = "",
-) -> tuple[str, bool]:
+) -> tuple[Path, bool]:
     """Run a study's comparisons, or some of them; finished cells are not repeated.
 
     The parameters are those of `plan_study`, which raises for what is wrong with them. So many runs as `jobs` take
     place at the same time; `minutes` are for all attacks on one run, about, where a comparison's messages are attacked.
-    Returns the report, in Markdown, and whether every run finished.
+    Returns the report's file, in Markdown, and whether every run finished.
 
     Raises
     ------
@@ -171,8 +171,8 @@ def run_study(
     named = "-".join(only) if len("-".join(only)) <= MOST_TOLD else short_hash(list(only))
     seeds_told = f"seeds-{seeds.replace(',', '-')}" if seeds else ""
     stem = "-".join(filter(None, ["study", name, named, seeds_told[:MOST_TOLD]]))
-    text = _report(stem, name, document, command, chosen, reports, leaks, papers)
-    write_atomic(file := folder / f"{stem}.md", text)
+    file = folder / f"{stem}.md"
+    write_atomic(file, _report(stem, name, document, command, chosen, reports, leaks, papers))
     write_atomic(file.with_suffix(".csv"), _numbers(reports))
     for group, members in _groups(chosen, reports).items():
         with spared(picture := folder / _picture(stem, group)):
@@ -185,17 +185,17 @@ def run_study(
     with spared(file.with_suffix(".html")):
         write_study_page(file)
     failed = [cell for report in reports.values() for cell in report["cells"] if "error" in cell]
-    return text, not failed
+    return file, not failed
 
 
-def forecast(plans: Sequence[PlannedComparison]) -> str:
+def forecast(plans: Sequence[PlannedComparison]) -> tuple[dict[str, dict[str, int]], str]:
     """Count the runs of each comparison, and forecast the hours of those to come.
 
     A run to come takes as long as the finished runs of the same method took on average. Attacks are not in it. Runs
     that several comparisons have are counted once, at the first.
-    The text has a line for each comparison and one for all.
+    Returned are each comparison's numbers, and the text: a line for each comparison and one for all.
     """
-    counted, told = set(), []
+    counted, told, numbers = set(), [], dict[str, dict[str, int]]()
     seconds: dict[str, list[float]] = {}
     waiting: list[str] = []
     for plan in plans:
@@ -207,7 +207,9 @@ def forecast(plans: Sequence[PlannedComparison]) -> str:
         waiting += [cell.method.label for cell in cells if not cell.done]
         shared = len(plan.cells) - len(cells)
         also = f", {shared} more are of comparisons above" if shared else ""
-        told.append(f"{plan.cells[0].of_study}: {len(cells)} run{'s' * (len(cells) != 1)}, {len(done)} finished{also}")
+        name = plan.cells[0].of_study
+        numbers[name] = {"runs": len(cells), "finished": len(done), "shared": shared}
+        told.append(f"{name}: {len(cells)} run{'s' * (len(cells) != 1)}, {len(done)} finished{also}")
     means = [fmean(seconds[label]) for label in waiting if label in seconds]
     unknown = len(waiting) - len(means)
     rest = f"all: {len(counted)} runs, {len(waiting)} to run"
@@ -215,7 +217,7 @@ def forecast(plans: Sequence[PlannedComparison]) -> str:
         rest += f"; {len(means)} of them take about {sum(means) / 3600:.1f} hours of one job"
     if unknown:
         rest += f"; {unknown} are of methods of which no run has finished, so that nothing is known of their time"
-    return "\n".join([*told, rest])
+    return numbers, "\n".join([*told, rest])
 
 
 def _shortened(comparison: Compared) -> Compared:

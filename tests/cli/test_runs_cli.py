@@ -191,7 +191,7 @@ def test_a_live_run_is_followed_to_its_end(runs, tmp_path):
 
     worker = threading.Thread(target=go_on)
     worker.start()
-    lines = list(watch(folder))
+    lines = list(map(str, watch(folder)))
     worker.join()
     assert len(lines) == len(timings)
     assert lines[0].startswith("exchange 1  not evaluated")

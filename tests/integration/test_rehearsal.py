@@ -1,6 +1,7 @@
 """A rehearsal deploys on this machine, runs, shows and stops everything, also after Ctrl-C."""
 
 import csv
+import json
 import os
 import runpy
 import signal
@@ -52,12 +53,15 @@ def test_a_rehearsal_runs_shows_and_stops(play, tmp_path):
     (policies / "clinic-a.yaml").write_text("strategies: [cwt]\nsealed: true\n")
     (policies / "clinic-b.yaml").write_text("kinds: [model, statistic]\n")
     process = started(
-        place, play, "rounds=1", "split=test", "sealed=true", "--tls", "--record", "--policy", str(policies)
+        *(place, play, "rounds=1", "split=test", "sealed=true"),
+        *("--tls", "--record", "--json", "--policy", str(policies)),
     )
     output = process.rest()
     assert process.returncode == 0, output
     result = read_json(place / "runs" / "rehearsal" / "result.json")
     assert set(result["final"]["institutions"]) == {"clinic-a", "clinic-b"}
+    told = {"run": str(place / "runs" / "rehearsal"), "result": result}
+    assert output.endswith(f"{json.dumps(told, indent=2, ensure_ascii=False)}\n")
     assert f"cwt on folder: accuracy {result['final']['global']['accuracy']:.4f}" in output
     assert output.count("cwt on folder: accuracy") == 1
     assert "--- the end of" not in output

@@ -170,7 +170,7 @@ def test_balanced_accuracy_stands_beside_accuracy_where_labels_are_unequal(ran, 
     result, folder = ran[0], shutil.copytree(ran[1], tmp_path / "run")
     balanced = result["final"]["global"]["balanced-accuracy"]
     own = result["final"]["institutions"]["institution-1"]
-    live = "  ".join(watch(folder))
+    live = "  ".join(map(str, watch(folder)))
     assert "labels are unequal" not in summary(result, folder)
     assert "balanced" not in live
     counts = [0] * 100
@@ -184,7 +184,7 @@ def test_balanced_accuracy_stands_beside_accuracy_where_labels_are_unequal(ran, 
     line = f"institution-1: {own['accuracy']:.4f}, balanced-accuracy {own['balanced-accuracy']:.4f}"
     assert line in summary(result, folder)
     judged = result["final"]["global"]["validation-balanced-accuracy"]
-    assert f"balanced-accuracy {judged:.4f}, loss" in "  ".join(watch(folder))
+    assert f"balanced-accuracy {judged:.4f}, loss" in "  ".join(map(str, watch(folder)))
     page = Page(write_page(folder))
     assert f"Labels are unequal; this model's balanced-accuracy is {balanced:.3f}." in page.text
     assert "Balanced-accuracy on the institutions' validation examples, by round" in page.text

@@ -76,7 +76,7 @@ def test_every_comparison_composes(module):
 
 
 @pytest.mark.sampled(2, of="slow studies")
-def test_a_report_has_all_tables_and_the_overview_of_a_group(tmp_path, monkeypatch):
+def test_a_report_has_all_tables_and_the_overview_of_a_group(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path))
     common = ["task=diabetes", "nodes=2", "rounds=1", "seeds=2", "model.width=4"]
     comparisons = [
@@ -84,9 +84,11 @@ def test_a_report_has_all_tables_and_the_overview_of_a_group(tmp_path, monkeypat
         for name, option in (("alike", "partition=iid"), ("apart", "forgetting=true"))
     ]
     monkeypatch.setattr(skew, "COMPARISONS", comparisons)
-    text, whole = run_study("skew", "", 1, tmp_path)
-    assert whole
-    assert text == (tmp_path / "study-skew.md").read_text()
+    file, whole = run_study("skew", "", 1, tmp_path)
+    assert (file, whole) == (tmp_path / "study-skew.md", True)
+    text = file.read_text()
+    app(["study", "skew", "--runs-dir", str(tmp_path), "--dry-run", "--json"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["apart"] == {"runs": 4, "finished": 4, "shared": 0}
     assert "| method | alike (mae) | apart (mae) |" in text
     assert text.count("| cwt |") == 1  # the overview
     numbers = list(csv.DictReader((tmp_path / "study-skew.csv").open()))
@@ -109,8 +111,8 @@ def test_a_report_has_all_tables_and_the_overview_of_a_group(tmp_path, monkeypat
     assert "cwt seed 1: mean drop" in text
     assert (tmp_path / "study-skew-tiny.png").read_bytes().startswith(b"\x89PNG")
     report, _ = run_study("skew", "", 1, tmp_path, ["apart"])
-    assert "### alike" not in report
-    assert report == (tmp_path / "study-skew-apart.md").read_text()
+    assert report == tmp_path / "study-skew-apart.md"
+    assert "### alike" not in report.read_text()
     assert (tmp_path / "study-skew.md").read_text() == text  # the whole study's report is not lost
     for file in [tmp_path / "study-skew-tiny.png", tmp_path / "study-skew.html"]:
         file.unlink()
@@ -127,9 +129,7 @@ def test_a_quick_study_has_every_method_with_the_first_seed_and_two_rounds(tmp_p
         name="tiny", about="Tiny.", methods=["cwt", "long := local:rounds=30"], options=options, against="cwt"
     )
     monkeypatch.setattr(skew, "COMPARISONS", [comparison])
-    text, whole = run_study("skew", "", 1, tmp_path, quick=True)
-    assert whole
-    assert text == (tmp_path / "study-skew-quick.md").read_text()
+    assert run_study("skew", "", 1, tmp_path, quick=True) == (tmp_path / "study-skew-quick.md", True)
     results = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
     assert [(result["rounds"], result["seed"]) for result in results] == [(2, 7), (2, 7)]
 
@@ -239,8 +239,9 @@ def test_a_comparison_whose_messages_are_attacked_has_a_table_of_what_they_show(
         name="tiny", about="", methods=["fedsgd"], options=[*options, "model=mlp"], against="fedsgd", attack="undealt"
     )
     monkeypatch.setattr(leakage, "COMPARISONS", [comparison])
-    text, whole = run_study("leakage", "", 2, tmp_path, quick=True)
+    file, whole = run_study("leakage", "", 2, tmp_path, quick=True)
     assert whole
+    text = file.read_text()
     assert "| fedsgd | " in text
     assert "| differentiate arrays | gradient matching | " in text
     assert len(list(tmp_path.rglob("attacks.json"))) == 1
