@@ -253,15 +253,22 @@ def report(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Write the page of a RUN, of a COMPARISON (their directories) or of a STUDY (its study-….md) again.
+    """Write the page of a RUN, a COMPARISON (their directories), a STUDY (its study-….md) or of RUN's attacks again.
 
-    Runs, comparisons and studies write it at their end.
+    Runs, comparisons, studies and attacks write it at their end.
     """
     finished = finished_place(place, comparisons=True)
-    from flwr_replay.files.atomic import make_folder
+    from flwr_replay.files.atomic import make_folder, read_json
     from flwr_replay.report.pages import write_page
 
-    page = write_page(finished, make_folder(absolute(figures), "--figures") if figures else None)
+    drawn = make_folder(absolute(figures), "--figures") if figures else None
+    if (attacks := finished / "attacks.json").exists():
+        from flwr_replay.lab.attack import RESULTS
+        from flwr_replay.lab.page import write_page as write_attacks
+
+        page = write_attacks(finished, read_json(attacks, RESULTS), drawn)
+    else:
+        page = write_page(finished, drawn)
     files = [*([absolute(figures)] if figures else []), page]
     answer({"files": files}, "\n".join(map(str, files)), as_json)
 

@@ -39,11 +39,11 @@ from flwr_replay.report.run_files import read_result
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.execute import Job, claim
 
-__all__ = ["FOLDER", "attack_run"]
+__all__ = ["FOLDER", "RESULTS", "attack_run"]
 
 FOLDER = "attacks"
 FEWEST = 8  # images of an institution, and others, below which nobody says to whom a picture is nearer
-RESULTS = {"attacks": list, "options": dict}
+RESULTS = {"attacks": list, "options": dict, "run": {"about": str, "claim": str}}
 
 
 def attack_run(

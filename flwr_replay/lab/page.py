@@ -1,6 +1,7 @@
 """The privacy lab's page: what recorded messages show, in sentences, pictures and figures; one file, no network."""
 
 import base64
+from collections.abc import Sequence
 from importlib import metadata
 from io import BytesIO
 from pathlib import Path
@@ -11,7 +12,8 @@ from PIL import Image
 
 from flwr_replay.files.atomic import write_atomic
 from flwr_replay.institution.pictures import SCALE, SHOWN
-from flwr_replay.lab.sentences import DOES_NOT_SHOW, between, headline
+from flwr_replay.lab.sentences import DOES_NOT_SHOW, between, found, headline
+from flwr_replay.report.charts import Chart, Row, dots, write_figures
 from flwr_replay.report.templates import render
 
 __all__ = ["write_page"]
@@ -25,9 +27,12 @@ IMAGES = (
 MEMBERS = (*FIELD, "members, others", "AUC [95 %]", "found at 1 % false alarms", "at 0.1 %")
 
 
-def write_page(folder: Path, document: dict[str, Any]) -> Path:
-    """Write the content of `attacks.json` as `report.html` beside the pictures; return its path."""
-    results = document["attacks"]
+def write_page(folder: Path, document: dict[str, Any], figures: Path | None = None) -> Path:
+    """Write the content of `attacks.json` as `report.html` beside the pictures; return its path.
+
+    With `figures`, a folder, every figure is there, too, as SVG and PDF, with the numbers behind it as CSV.
+    """
+    results, drawn = document["attacks"], dict[str, Chart]()
     by_institution: dict[str, list[dict[str, Any]]] = {}
     for result in results:
         shown = {**result, "pairs": [], "alt": "", "caption": ""}
@@ -36,6 +41,7 @@ def write_page(folder: Path, document: dict[str, Any]) -> Path:
             if "nearer" in (result.get("scores") or ()):
                 rows = "Above the nearest of the institution's images, below"
             shown["pairs"] = _columns(folder / result["picture"])
+            drawn[Path(result["picture"]).stem] = _picture(folder / result["picture"], result)
             shown["caption"] = (
                 f"{result['field']} of stage {result['stage']}, {result['attack']}, attacker's images: "
                 f"{result['auxiliary']}. {rows} what the attack made of the message."
@@ -44,6 +50,9 @@ def write_page(folder: Path, document: dict[str, Any]) -> Path:
                 f"An image of {result['institution']} and its reconstruction by the attack {result['attack']}"
             )
         by_institution.setdefault(result["institution"], []).append(shown)
+    charts = {name: chart for name, own in by_institution.items() if (chart := _found(own))}
+    if figures:
+        write_figures(figures, drawn | {f"{name}-found": chart for name, chart in charts.items()})
     told, worst = headline(results)
     first = [
         row for row in by_institution.get(worst.get("institution", ""), []) if row["sentence"] == worst["sentence"]
@@ -58,6 +67,7 @@ def write_page(folder: Path, document: dict[str, Any]) -> Path:
         about=document["run"]["about"],
         claim=document["run"]["claim"],
         by_institution=by_institution,
+        charts=charts,
         images={"caption": "Reconstructed images", "heads": IMAGES, "rows": images},
         members={"caption": "Who was in the training", "heads": MEMBERS, "rows": members},
         not_shown=DOES_NOT_SHOW,
@@ -66,6 +76,33 @@ def write_page(folder: Path, document: dict[str, Any]) -> Path:
     path = folder / "report.html"
     write_atomic(path, text)
     return path
+
+
+def _found(results: Sequence[dict[str, Any]]) -> Chart | None:
+    """Draw what each attack on an institution's messages found, beside guessing; None if nothing was judged."""
+    rows = {}
+    for result, share in ((result, share) for result in results if (share := found(result))):
+        rate, name = share.rate, f"{result['stage']} {result['field']}, {result['attack']}"
+        interval = (rate["low"], rate["high"]) if "high" in rate else None
+        rows[name] = Row({"found": rate["value"]}, rate["value"], interval, share.guess)
+    return dots(rows, "what") if rows else None
+
+
+def _picture(picture: Path, result: dict[str, Any]) -> Chart:
+    """Return a picture of `draw_grid` with the scores of its images, as far as anybody judged them."""
+    from matplotlib.figure import Figure
+
+    with Image.open(picture) as grid:
+        figure = Figure(figsize=(grid.width / 72, grid.height / 72))
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.set_axis_off()
+        axes.imshow(np.asarray(grid.convert("RGB")), interpolation="none")
+    rows = [
+        (of, measure, *(value.values() if isinstance(value, dict) else (value, "", "")))
+        for of in ("scores", "control", "mean-image", "nearest-image")
+        for measure, value in (result.get(of) or {}).items()
+    ]
+    return Chart(figure, result["sentence"], ("of", "measure", "value", "low", "high"), rows)
 
 
 def _columns(picture: Path) -> list[str]:

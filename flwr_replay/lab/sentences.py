@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from flwr_replay.attacks.catalogue import ALONE
 from flwr_replay.attacks.intervals import share
@@ -11,7 +11,7 @@ from flwr_replay.config.own_code import is_own
 from flwr_replay.lab.registry import NUMBER
 from flwr_replay.report.progress import shown_bytes
 
-__all__ = ["DOES_NOT_SHOW", "between", "headline", "sentence"]
+__all__ = ["DOES_NOT_SHOW", "between", "found", "headline", "sentence"]
 
 DOES_NOT_SHOW = (
     "A failed attack proves nothing: a better one may succeed. Only an epsilon from an institution's account bounds "
@@ -33,6 +33,20 @@ DOES_NOT_SHOW = (
 )
 JUDGED = {"membership", "alone", "labels", "scores"}  # keys of a result that has figures
 TIMES = ((90, "second", 1), (5400, "minute", 60), (10**9, "hour", 3600))
+
+
+class Success(NamedTuple):
+    """A share that an attack got right, what guessing gets, and what that means to a patient."""
+
+    rate: Mapping[str, float]  # value, low, high; without high nobody knows the interval, and low is 0 if it is chance
+    guess: float
+    told: str
+
+    @property
+    def beyond(self) -> float:
+        """How much of what guessing leaves it has surely found; 0 if nothing."""
+        low = self.rate["low"]
+        return (low - self.guess) / (1 - self.guess) if low > self.guess else 0.0
 
 
 def sentence(result: Mapping[str, Any], least: int = 0) -> str:
@@ -113,15 +127,15 @@ def headline(results: Sequence[Mapping[str, Any]]) -> tuple[str, Mapping[str, An
     """
     if not any(JUDGED & result.keys() for result in results):
         return "Nothing was judged here: no attack fits, or none was tried. The lines say why; that proves nothing.", {}
-    told = [(*alarm, result) for result in results if (alarm := _beyond(result))]
+    told = [(share, result) for result in results if (share := found(result)) and share.beyond]
     if not told:
         return "No attack here found more than guessing does. That proves nothing: a better one may.", {}
-    _, text, worst = max(told, key=lambda each: each[0])
-    return text, worst
+    most, worst = max(told, key=lambda each: each[0].beyond)
+    return most.told, worst
 
 
-def _beyond(result: Mapping[str, Any]) -> tuple[float, str] | None:
-    """Return how far an attack exceeds guessing, at most 1, with a sentence; None if it is not shown to."""
+def found(result: Mapping[str, Any]) -> Success | None:
+    """Return what an attack found beside guessing; None if nothing was judged."""
     whose, scores, tally = result["institution"], result.get("scores") or {}, result.get("labels", {})
     if "identified" in scores:
         number, rate, control = scores["number"], scores["identified"], result.get("control")
@@ -133,7 +147,7 @@ def _beyond(result: Mapping[str, Any]) -> tuple[float, str] | None:
         )
     elif "nearer" in scores:
         number, guess = scores["number"], scores["by_chance"]
-        rate = {"low": scores["nearer"] / number if scores["p"] < 0.05 else 0}
+        rate = {"value": (nearer := scores["nearer"] / number), "low": nearer if scores["p"] < 0.05 else 0}
         text = (
             f"Of {number:,} images made from what {whose} sent, {scores['nearer']:,} are nearer to its patients' than "
             f"to other people's, where guessing finds {guess:.1f}: the messages tell something of its patients."
@@ -162,8 +176,7 @@ def _beyond(result: Mapping[str, Any]) -> tuple[float, str] | None:
         )
     else:
         return None
-    chance = guess / number
-    return ((rate["low"] - chance) / (1 - chance), text) if rate["low"] > chance else None
+    return Success(rate, guess / number, text)
 
 
 def _allowed(result: Mapping[str, Any], least: int) -> str:

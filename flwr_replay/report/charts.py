@@ -190,14 +190,13 @@ def dots(rows: Mapping[str, Row], of: str = "seed") -> Chart:
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
     axes.xaxis.set_major_formatter("{x:g}")
     marks = {name: "" if row.mark is None else row.mark for name, row in rows.items()}
+    ends = {name: row.interval or ("", "") for name, row in rows.items()}  # of one value, or of the mean of several
     numbers = [
-        (name, key, value, "", "", marks[name]) for name, row in rows.items() for key, value in row.values.items()
-    ]
-    means = [
-        (name, "mean", row.mean, *(row.interval or ("", "")), marks[name])
+        (name, key, value, *(ends[name] if len(row.values) == 1 else ("", "")), marks[name])
         for name, row in rows.items()
-        if len(row.values) > 1
+        for key, value in row.values.items()
     ]
+    means = [(name, "mean", row.mean, *ends[name], marks[name]) for name, row in rows.items() if len(row.values) > 1]
     told = "; ".join(f"{name}: {row.mean:.3f}" for name, row in rows.items())
     return Chart(figure, told, ("name", of, "value", "low", "high", "dashed"), [*numbers, *means])
 

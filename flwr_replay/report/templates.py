@@ -173,13 +173,13 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 {% block content %}
 <p class="headline">{{ headline }}</p>
 {% for one in first if one.pairs %}{{ pairs(one, "pairs large") }}{% endfor %}
-<p><strong>This page shows patients.</strong> Keep it where the data may lie. {{ claim }}</p>
-<p>{{ about }}</p>
+<div class="beside"><p><strong>This page shows patients.</strong> Keep it where the data may lie. {{ claim }}</p>
+<p>{{ about }}</p></div>
 {% for institution, results in by_institution.items() %}
 <h2>{{ institution }}</h2>
-<ul>{% for one in results %}
+<div class="beside"><ul>{% for one in results %}
 <li>{{ one.sentence }}</li>{% endfor %}
-</ul>
+</ul>{% if institution in charts %}<div>{{ draw.chart(charts[institution], "share that each attack got right; line: 95 % interval; dashed: guessing") }}</div>{% endif %}</div>
 {% for one in results if one.pairs and one not in first %}{{ pairs(one, "pairs") }}{% endfor %}
 {% endfor %}
 {% if images.rows %}

@@ -1,5 +1,6 @@
 """The privacy lab on recorded runs: what it finds, what it refuses, and that the attacker never sees an original."""
 
+import csv
 import json
 import re
 import shutil
@@ -64,7 +65,7 @@ def runs(tmp_path_factory):
         ("raw", "images", "look at them", 1.0),
     ],
 )
-def test_images_are_found_and_judged(runs, monkeypatch, capsys, run, field, attack, least):
+def test_images_are_found_and_judged(runs, monkeypatch, capsys, tmp_path, run, field, attack, least):
     code, results, _ = attacked(monkeypatch, capsys, runs / run, "--aux", "undealt", "--field", field)
     assert code == 0
     result = results[field, attack]
@@ -78,10 +79,19 @@ def test_images_are_found_and_judged(runs, monkeypatch, capsys, run, field, atta
         assert re.match(r"Of \d+ .* where guessing finds [\d.]+: whoever", told)
     if attack == "latent matching" and run == "latents":
         assert "images made from what institution-1 sent" in told
-        assert page.count("<figure>") == len({line["picture"] for line in results.values() if "picture" in line})
+        pictures = {line["picture"] for line in results.values() if "picture" in line}
+        assert page.count("<figure>") == len(pictures) + 1  # what each attack found, beside guessing
         assert page.partition("<h2>")[0].count("data:image/png;base64,") == min(12, result["scores"]["number"])
     assert "A failed attack proves nothing" in page
-    assert "http" not in page.replace("http-equiv", "")
+    assert "http" not in page.replace("http://www.w3.org/", "")
+    assert command(monkeypatch, "report", str(runs / run / "attacks"), "--figures", str(tmp_path)) == 0
+    for stem in (result["picture"].removesuffix(".png"), "institution-1-found"):
+        assert (tmp_path / f"{stem}.svg").read_text().startswith("<?xml")
+        assert (tmp_path / f"{stem}.pdf").read_bytes().startswith(b"%PDF")
+    with open(tmp_path / "institution-1-found.csv", newline="") as file:
+        (drawn,) = (row for row in csv.DictReader(file) if row["name"] == f"{result['stage']} {field}, {attack}")
+    assert [float(drawn[end]) for end in ("value", "low", "high")] == [*result["scores"]["identified"].values()]
+    assert f"scores,psnr,{result['scores']['psnr']}" in (tmp_path / f"{result['picture'][:-4]}.csv").read_text()
 
 
 @pytest.mark.sampled(2, of="slow audits")
