@@ -10,6 +10,7 @@ from torch import nn
 from flwr_replay.attacks.attacker import Auxiliary
 from flwr_replay.attacks.gradients import LocalSteps, change_of
 from flwr_replay.attacks.latents import latents_of
+from flwr_replay.config.catalogue import code_of
 from flwr_replay.config.compose import compose
 from flwr_replay.config.own_code import allow
 from flwr_replay.config.sections import require
@@ -33,7 +34,7 @@ def check_partition(choice: str, overrides: Sequence[str] = ()) -> None:
     Parameters
     ----------
     choice : str
-        As `partition=` takes it: `mypkg:deal`.
+        As `partition=` takes it: `mypkg:deal`, or a name that a package brings.
     overrides : sequence of str
         Further options: `partition.size=50`.
 
@@ -64,7 +65,7 @@ def check_attack(choice: str) -> None:
     Parameters
     ----------
     choice : str
-        As `privacy attack --attack` takes it: `mypkg:attack`.
+        As `privacy attack --attack` takes it: `mypkg:attack`, or a name that a package brings.
 
     Raises
     ------
@@ -73,7 +74,7 @@ def check_attack(choice: str) -> None:
     ConfigError
         If it returns something else than it says to give, or takes nothing that can be made here.
     """
-    allow([choice])  # whoever checks it has named it
+    allow(code_of(choice, "attack"))  # whoever checks it has named it
     own, config = own_attack(choice), compose(["task=digits", "model=cnn", "model.width=4"])
     images, labels = torch.rand(40, 1, 8, 8, generator=torch_rng(0, "images")), torch.arange(40) % 10
     model, known = backbone(config.model, config.task)(0).eval(), Auxiliary("of the check", images[::2], labels[::2])

@@ -1,13 +1,16 @@
 """What can be chosen in each group of options, and in which file a choice has its values.
 
-The names are those of the files in `conf/`, and of the strategies that other installed packages bring by entry points:
+The names are those of the files in `conf/`, and of what other installed packages bring by entry points:
 
     [project.entry-points."flwr_replay.strategies"]
     median = "mypkg.median"
 
-names a folder `mypkg/median` with `strategy.py`, `client.py`, `payload.py` if the method sends something new, and
-`conf/strategy/median.yaml`. Presets of its own lie in `conf/preset`. Listing and finding all these imports none of
-that package.
+    [project.entry-points."flwr_replay.models"]
+    mynet = "mypkg.nets:build"
+
+A strategy is a folder `mypkg/median` with `strategy.py`, `client.py`, `payload.py` if the method sends something new,
+and `conf/strategy/median.yaml`. Presets of its own lie in `conf/preset`. Models, tasks, partitions and attacks are
+functions: `model=mynet` is `model=mypkg.nets:build`. Listing and finding all these imports none of that package.
 """
 
 import importlib
@@ -23,6 +26,7 @@ from flwr_replay.errors import ConfigError, nearest
 
 __all__ = [
     "GROUPS",
+    "POINTS",
     "brought",
     "check_choice",
     "choices",
@@ -37,31 +41,37 @@ __all__ = [
 
 GROUPS = ("strategy", "task", "partition", "model", "replay", "generator", "prior", "preset")
 OURS = "flwr-replay"
-GROUP = "flwr_replay.strategies"
+POINTS = {  # the entry points of what a package brings
+    "strategy": "flwr_replay.strategies",
+    **{group: f"flwr_replay.{group}s" for group in ("task", "partition", "model", "attack")},
+}
 
 
 @dataclass(frozen=True)
 class Brought:
-    """A strategy of another package: `package` is the dotted name of the folder with its files."""
+    """What another package brings under a name."""
 
+    group: str  # strategy, task, partition, model, attack
     name: str
-    package: str
+    package: str  # of a strategy, the dotted name of the folder with its files; of others the function
     distribution: str  # as it is installed and uninstalled
 
     @property
     def code(self) -> str:
-        """What an institution allows: `mypkg.median:median`."""
-        return f"{self.package}:{self.name}"
+        """What an institution allows: `mypkg.median:median`, `mypkg.nets:build`; a ConfigError if it is none."""
+        code = f"{self.package}:{self.name}" if self.group == "strategy" else self.package
+        if not (is_own(code) and is_own(f"name:{self.name}") and self.name.islower()):
+            what = "package" if self.group == "strategy" else "function, as mypkg.nets:build"
+            raise ConfigError(
+                f"the package {self.distribution} brings {self.group} {self.name!r} = {self.package!r}; the name "
+                f"must be a Python name in lower case, and the value a {what}: correct or uninstall it"
+            )
+        return code
 
     @cached_property
     def conf(self) -> Path:
         """The folder of its YAML files; a ConfigError if the package is not as it must be."""
-        top, *inner = self.package.split(".")
-        if not (is_own(self.code) and self.name.islower()):
-            raise ConfigError(
-                f"the package {self.distribution} brings a strategy {self.name!r} = {self.package!r}; the name must be "
-                "a Python name in lower case, and the value a package: correct or uninstall it"
-            )
+        top, *inner = self.code.partition(":")[0].split(".")
         spec = util.find_spec(top)  # of the top only: looking for what lies in it would import it
         folders = [Path(place, *inner, "conf") for place in (spec and spec.submodule_search_locations) or ()]
         holding = [folder for folder in folders if (folder / "strategy" / f"{self.name}.yaml").is_file()]
@@ -74,13 +84,15 @@ class Brought:
 
 
 @cache
-def brought() -> Mapping[str, tuple[Brought, ...]]:
-    """Return what is installed, by the strategies' names; several packages of one name clash."""
-    by_name: dict[str, tuple[Brought, ...]] = {}
-    for point in metadata.entry_points(group=GROUP):
-        distribution = point.dist.name if point.dist else point.value
-        by_name[point.name] = (*by_name.get(point.name, ()), Brought(point.name, point.value, distribution))
-    return by_name
+def brought() -> Mapping[str, Mapping[str, tuple[Brought, ...]]]:
+    """Return what is installed, by group and name; several packages of one name clash."""
+    points, by_group = metadata.entry_points(), dict[str, dict[str, tuple[Brought, ...]]]()
+    for group, place in POINTS.items():
+        by_name = by_group.setdefault(group, {})
+        for point in points.select(group=place):
+            found = Brought(group, point.name, point.value, point.dist.name if point.dist else point.value)
+            by_name[point.name] = (*by_name.get(point.name, ()), found)
+    return by_group
 
 
 def conf_dir() -> Path:
@@ -90,11 +102,10 @@ def conf_dir() -> Path:
 
 def choices(group: str) -> list[str]:
     """List the choices of a config group: `choices("strategy")`."""
-    others = brought() if group == "strategy" else ()
     places = _conf_dirs() if group == "preset" else [conf_dir()]
     folders = [conf / group for conf in places if (conf / group).is_dir()]
     files = [path for folder in folders for path in folder.iterdir() if path.is_dir() or path.suffix == ".yaml"]
-    return sorted({*(path.stem for path in files), *others})
+    return sorted({*(path.stem for path in files), *brought().get(group, ())})
 
 
 def check_choice(group: str, choice: str) -> None:
@@ -110,20 +121,22 @@ def check_choice(group: str, choice: str) -> None:
     conf_dir_of(group, choice)
 
 
-def package_of(strategy: str) -> Brought | None:
-    """Return the package of a strategy that is not ours; a ConfigError if several have one of this name."""
-    others = brought().get(strategy, ())
+def package_of(choice: str, group: str = "strategy") -> Brought | None:
+    """Return the package of a choice that is not ours; a ConfigError if several have one of this name."""
+    others = brought().get(group, {}).get(choice, ())
     owners = [other.distribution for other in others]
-    if owners and (conf_dir() / "strategy" / f"{strategy}.yaml").exists():
+    if owners and (conf_dir() / group / f"{choice}.yaml").exists():
         owners.append(OURS)
     if len(owners) > 1:
-        raise ConfigError(f"a strategy's name must be one package's; {strategy} is of {_listed(owners)}")
+        raise ConfigError(f"a name must be one package's; {group} {choice} is of {_listed(owners)}")
     return others[0] if others else None
 
 
-def code_of(strategy: str) -> tuple[str, ...]:
-    """Return the code that must be allowed for another package's strategy; none for ours; errors as of `package_of`."""
-    package = package_of(strategy)
+def code_of(choice: str, group: str = "strategy") -> tuple[str, ...]:
+    """Return the code that a choice needs allowed, a function or a package's; none for ours. Errors of `package_of`."""
+    if group != "strategy" and is_own(choice):
+        return (choice,)
+    package = package_of(choice, group)
     return (package.code,) if package else ()
 
 
@@ -147,8 +160,10 @@ def conf_dir_of(group: str, choice: str) -> Path:
 
 
 def conf_path(group: str, choice: str) -> Path:
-    """Return the file with a choice's values; of a preset, its folder."""
-    return conf_dir_of(group, choice) / group / (choice if group == "preset" else f"{choice}.yaml")
+    """Return the file with a choice's values; of a preset, its folder; of a package's function that of `own`."""
+    path = conf_dir_of(group, choice) / group / (choice if group == "preset" else f"{choice}.yaml")
+    of_own = group != "strategy" and choice in brought().get(group, {}) and not path.exists()
+    return path.with_stem("own") if of_own else path
 
 
 @cache
@@ -172,7 +187,7 @@ def settable(values: Mapping[str, Any]) -> dict[str, Any]:
 def _conf_dirs() -> dict[Path, str]:
     """Return all folders of YAML files with their packages: ours, and others that are not broken."""
     owners = {conf_dir(): OURS}
-    for package in (package for packages in brought().values() for package in packages):
+    for package in (package for packages in brought()["strategy"].values() for package in packages):
         try:
             owners[package.conf] = package.distribution
         except ConfigError:  # said when its strategy is chosen

@@ -33,7 +33,7 @@ from flwr_replay.config.catalogue import (
 )
 from flwr_replay.config.halves import load_generator, load_strategy
 from flwr_replay.config.model import ModelConfig
-from flwr_replay.config.own_code import OWN, allow, is_own
+from flwr_replay.config.own_code import OWN, allow
 from flwr_replay.config.quoting import key_of, quoted, short, value_of
 from flwr_replay.config.renamed import today
 from flwr_replay.config.run import RunConfig, check_numbers
@@ -116,7 +116,7 @@ def overrides_in(run_config: Mapping[str, Any]) -> list[str]:
 def named_code(overrides: Sequence[str]) -> tuple[str, ...]:
     """Return the code that must be allowed for these words: functions, and another package's strategy."""
     pairs = [override.partition("=") for override in overrides]
-    functions = [value for key, _, value in pairs if key in OWN and is_own(value)]
+    functions = [code for key, _, value in pairs if key in OWN for code in code_of(value, key)]
     return (*code_of(dict(_pairs(overrides)).get("strategy", "")), *functions)
 
 
@@ -263,7 +263,7 @@ def _refuse_typed(own: Sequence[str], overrides: Sequence[str], config: RunConfi
 def model_named(name: str) -> ModelConfig:
     """Return a model as in `conf/model/<name>.yaml`; a ConfigError if no model has this name."""
     check_choice("model", name)
-    config: ModelConfig = build(ModelConfig, _hydra((f"model={name}",))["model"], "model")
+    config: ModelConfig = build(ModelConfig, _hydra((f"model={conf_path('model', name).stem}",))["model"], "model")
     return config
 
 
@@ -303,8 +303,8 @@ def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
         key, equals, value = override.partition("=")
         if not equals or not key:
             raise ConfigError(f"an option is written key=value; got {short(override)}")
-        if key in OWN and is_own(value):
-            pairs += [(key, "own"), (f"{key}.{OWN[key]}", quoted(value))]
+        if key in OWN and (code := code_of(value, key)):
+            pairs += [(key, "own"), (f"{key}.{OWN[key]}", quoted(*code))]
         else:
             pairs.append((key_of(override), today(key_of(override), value)))
     return pairs

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from flwr_replay.attacks.attacker import Auxiliary
 from flwr_replay.attacks.catalogue import Attack, Gives, Need
+from flwr_replay.config.catalogue import code_of
 from flwr_replay.config.own_code import import_own, users_code
 from flwr_replay.config.sections import TaskConfig, one_of, require
 from flwr_replay.errors import ConfigError, DataError
@@ -60,14 +61,14 @@ class Seen:
 
 
 def own_attack(name: str) -> Attack:
-    """Import an attack; it gets that name.
+    """Import an attack, a function's or one that a package brings; it gets that name.
 
     Raises
     ------
     ConfigError
         If there is none, or it says to take, need or give what is unknown.
     """
-    imported = import_own("--attack", name)
+    imported = import_own("--attack", *code_of(name, "attack"))
     own = replace(imported, name=name) if isinstance(imported, Attack) else Attack(name, run=imported)
     for key, words, known in (("gives", [own.gives], Gives), ("takes", own.takes, Meaning), ("needs", own.needs, Need)):
         for word in words:

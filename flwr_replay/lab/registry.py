@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flwr_replay.attacks.catalogue import ATTACKS, LAST, Attack
-from flwr_replay.config.own_code import allow, is_own
+from flwr_replay.config.catalogue import brought, code_of
+from flwr_replay.config.own_code import allow
 from flwr_replay.errors import ConfigError, FlwrReplayError, nearest
 from flwr_replay.lab.changes import OfChange, of_weights
 from flwr_replay.lab.evidence import Evidence, Exhibit
@@ -46,12 +47,11 @@ class Only:
     attack: str = ""
 
     def __post_init__(self) -> None:
-        if is_own(self.attack):
-            allow([self.attack])  # whoever attacks has named it
+        allow(code_of(self.attack, "attack"))  # whoever attacks has named it
         if self.attack and not self.one:
             raise ConfigError(
                 f"--attack must be one that is built in, or mypkg:attack; got {self.attack!r}: "
-                f"{nearest(self.attack, [*ATTACKS])}"
+                f"{nearest(self.attack, [*ATTACKS, *brought()['attack']])}"
             )
 
     @property
@@ -62,7 +62,7 @@ class Only:
     @property
     def own(self) -> Attack | None:
         """The attack, if it is one of the user's own."""
-        return own_attack(self.attack) if is_own(self.attack) else None
+        return own_attack(self.attack) if code_of(self.attack, "attack") else None
 
 
 def trial_of(exhibit: Exhibit, evidence: Evidence) -> Trial | None:

@@ -87,5 +87,5 @@ def say_what_differs(method: Any, run: RunState) -> None:
 
 def methods_with(trait: str) -> str:
     """Return the names of this package's methods that have a trait, joined by commas."""
-    ours = [name for name in choices("strategy") if name not in brought()]
+    ours = [name for name in choices("strategy") if name not in brought()["strategy"]]
     return ", ".join(name for name in ours if getattr(load_strategy(name)[1].traits, trait))

@@ -9,19 +9,21 @@ import tomllib
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import numpy as np
 import pytest
 from harness import command, forked, node_configs, run, write_shards
 
-from flwr_replay.check import check_strategy
+from flwr_replay.check import check_attack, check_partition, check_strategy
 from flwr_replay.config import catalogue, halves
 from flwr_replay.config import compose as composing
 from flwr_replay.config.compose import compose, compose_own
-from flwr_replay.config.own_code import VARIABLE, allow
+from flwr_replay.config.own_code import OWN, VARIABLE, allow
 from flwr_replay.config.sources import fields_of
 from flwr_replay.errors import ConfigError, RefusedError
 from flwr_replay.files.atomic import read_json
 from flwr_replay.forecast.described import described
 from flwr_replay.institution.node import _institution
+from flwr_replay.lab.registry import Only
 from flwr_replay.memory import forget
 from flwr_replay.studies.compare import planned
 from flwr_replay.wire.payload import REQUESTS
@@ -30,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extend.md").read_text()
 WRITTEN = dict(re.findall(r"^flwr-replay new (\w+) (\w+)$", PAGE, re.M))  # kinds and names
 MINE, CODE = WRITTEN["strategy"], f"{WRITTEN['strategy']}:{WRITTEN['strategy']}"
+POINTS = catalogue.POINTS
 SMALL = ["task=medmnist", "task.size=8", "classes=3", "device=cpu"]
 OUTSIDE = runpy.run_path(str(ROOT / "docs" / "examples" / "methods" / "outside.py"))
 WALKED = [f"my{method}" for method in OUTSIDE["METHODS"]]
@@ -42,18 +45,19 @@ def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("written")
     with pytest.MonkeyPatch.context() as patch:
         assert {command(patch, "new", *arguments, "--into", str(folder)) for arguments in WRITTEN.items()} == {0}
-    point = tomllib.loads((folder / MINE / "pyproject.toml").read_text())["project"]["entry-points"][catalogue.GROUP]
+    point = tomllib.loads((folder / MINE / "pyproject.toml").read_text())["project"]["entry-points"][POINTS["strategy"]]
     ((name, package),) = point.items()
     distribution(folder, MINE, f"{name} = {package}")
     return folder
 
 
-def distribution(folder, name, point):
-    """Lay down what an installed distribution has beside its code."""
+def distribution(folder, name, point, **functions):
+    """Lay down what an installed distribution has beside its code: a strategy, and functions by group."""
     info = folder / f"{name}-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text(f"[{catalogue.GROUP}]\n{point}\n")
+    points = {"strategy": point, **functions}
+    (info / "entry_points.txt").write_text("".join(f"[{POINTS[group]}]\n{line}\n" for group, line in points.items()))
 
 
 @pytest.fixture
@@ -118,7 +122,7 @@ def test_what_is_written_passes_its_own_tests(path, written):
 def test_a_method_that_the_page_walks_through_keeps_the_contract_outside(path, tmp_path, name):
     OUTSIDE["write"](tmp_path / "mymethods")
     project = tomllib.loads((tmp_path / "mymethods" / "pyproject.toml").read_text())["project"]
-    points = project["entry-points"][catalogue.GROUP]
+    points = project["entry-points"][POINTS["strategy"]]
     assert sorted(points) == sorted(WALKED)
     assert all(method in PAGE for method in OUTSIDE["METHODS"])
     distribution(tmp_path, "mymethods", f"{name} = {points[name]}")
@@ -182,6 +186,56 @@ def test_the_pages_commands_run(mine, tmp_path, monkeypatch, capsys):
     (folder,) = tmp_path.glob(f"*-{MINE}-*")
     assert read_json(folder / "environment.json")["versions"][MINE] == "0.1.0"
     assert "strategy.bound  (number)\n    how far an institution may move the model" in output
+
+
+@pytest.fixture
+def functions(path, tmp_path):
+    """Install a package with the page's own model, data, partition and attack; return the options of a run with all."""
+    code = (tmp_path / "taken.py").write_text("\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.S)))
+    assert code
+    points = {group: f"my{group} = taken:{OWN.get(group, group)}" for group in POINTS if group != "strategy"}
+    distribution(tmp_path, "taken", "", **points)
+    path(tmp_path)
+    rng = np.random.default_rng(0)
+    np.save(tmp_path / "x.npy", rng.integers(0, 255, (300, 8, 8), np.uint8))
+    np.save(tmp_path / "y.npy", rng.integers(0, 3, 300))
+    data = [f"task.data-dir={tmp_path}", "task.size=8", "task.channels=1", "task.classes=3"]
+    return [*(f"{group}=my{group}" for group in OWN), *data, "strategy=fedavg", "nodes=2", "rounds=1", "device=cpu"]
+
+
+def test_functions_of_a_package_have_names(functions, monkeypatch, capsys, tmp_path):
+    assert {f"my{group}" for group in OWN} <= {name for group in OWN for name in catalogue.choices(group)}
+    assert command(monkeypatch, "options", "model") == 0
+    assert "model=mymodel" in capsys.readouterr().out
+    write_shards(tmp_path, {"a": 9})
+    (owned,) = node_configs(tmp_path, tmp_path / "state", "a")
+    refused = "taken:build, which has not been allowed here"
+    with pytest.raises(RefusedError, match=refused):  # a server's words
+        _institution((("overrides", " ".join(SMALL)), ("model", "mymodel")), tuple(sorted(owned.items())))
+    assert "taken" not in sys.modules
+    assert set(compose_own(functions).own_code) == {f"taken:{name}" for name in OWN.values()}
+    assert command(monkeypatch, "run", *functions, "--runs-dir", str(tmp_path)) == 0, capsys.readouterr().err
+    check_partition("mypartition")
+    check_attack("myattack")
+    with pytest.raises(ConfigError, match="did you mean myattack"):
+        Only(attack="myatack")
+
+
+@pytest.mark.parametrize(
+    ("point", "message"),
+    [
+        ("cnn = taken:build", "model cnn is of taken and flwr-replay: uninstall one"),
+        ("Mine = taken:build", "the package taken brings model 'Mine'.* in lower case"),
+        ("mine = taken", "brings model 'mine' = 'taken'; .* a function, as mypkg.nets:build: correct or uninstall it"),
+    ],
+)
+def test_a_wrong_function_of_a_package_is_one_line_and_others_work(path, tmp_path, point, message):
+    distribution(tmp_path, "taken", "", model=point)
+    path(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        compose_own([f"model={point.partition(' ')[0]}"])
+    assert described()["model"].options
+    assert compose_own(["model=mlp"]).model.name == "mlp"
 
 
 def test_a_presets_options_hold(mine, written):
@@ -269,7 +323,7 @@ def test_a_name_of_two_packages_is_refused(path, written, tmp_path):
         ("x = 1", "broken", "", "of the package broken must have a class of the strategy's name"),
         ("", "", "", "of the package broken has no conf/strategy/broken.yaml in broken"),
         ("", "broken", "broken = nonesuch.inner", "of the package broken has no conf/strategy/broken.yaml"),
-        ("", "Broken", "Broken = broken", "the package broken brings a strategy 'Broken'.* in lower case"),
+        ("", "Broken", "Broken = broken", "the package broken brings strategy 'Broken'.* in lower case"),
     ],
 )
 def test_a_broken_package_is_one_line_and_others_work(path, tmp_path, code, conf, point, message):
