@@ -159,7 +159,8 @@ class AllRuns:
             yield known
 
     def _accounts(self, delta: float) -> list[Account]:
-        return [Account(run, delta=delta) for run in entries(self.state / RUNS) if there(run / CHARGES)]
+        runs = [*entries(self.state / RUNS), *entries(self.state)]  # of an older version, beside the ledger
+        return [Account(run, delta=delta) for run in runs if there(run / CHARGES)]
 
     def _written(self) -> dict[str, SpentByRun]:
         return {file.stem: SpentByRun(**read_json(file, FORM)) for file in entries(self.state / FOLDER, "*.json")}

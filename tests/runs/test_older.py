@@ -12,11 +12,12 @@ import pytest
 from harness import command
 
 from flwr_replay import load_model
-from flwr_replay.errors import DamagedError, RunError
+from flwr_replay.errors import DamagedError, RefusedError, RunError
 from flwr_replay.institution.policy import Policy, read_policy
 from flwr_replay.privacy.account import Account
 from flwr_replay.report.run_files import read_result
 from flwr_replay.state.kept import kept, retire
+from flwr_replay.state.spent import AllRuns
 from flwr_replay.wire.ledger import Ledger
 
 OLDER = Path(__file__).parent / "older"
@@ -63,11 +64,15 @@ def test_it_does_not_go_on(run, monkeypatch, capsys):
     assert says in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_its_account_has_the_same_charges(run):
-    account = Account(OLDER / "state" / "institution-1" / "run", delta=1 / 24)
+def test_its_account_has_the_same_charges_and_counts_for_later_runs(run, tmp_path):
+    state = shutil.copytree(OLDER / "state" / "institution-1", tmp_path / "institution-1")
+    account = Account(state / "run", delta=1 / 24)
     stated = read_result(run)["privacy"]["institution-1"]["epsilon"]
     assert account.mechanisms == ("classifier",)
     assert account.stated_epsilon == pytest.approx(stated, rel=0.01)
+    assert AllRuns(state).read()["run"].epsilon > stated  # at a smaller delta
+    with pytest.raises(RefusedError, match=r"others \(runs: 1\) have"):
+        AllRuns(state, most=stated).check(0.1, 1e-6)
 
 
 def test_its_state_directory_is_named_for_what_it_is(tmp_path):
