@@ -35,7 +35,7 @@ GONE = 5  # for a node that has gone without a word
 LOST = (*EXPIRED, GONE, 8)  # the last for a ClientApp that was killed
 SIMULATED = ("InMemoryGrid",)  # Flower's grid of a Ray simulation
 INLINE = "InlineGrid"  # which nobody joins later
-ENTERED = 10.0  # seconds after which it has all its nodes
+ENTERED = 1.0  # seconds without another node after which it has all: Flower makes them in one loop as the app begins
 WORKER_FAILED = 0  # its code for a worker that has failed; over a network anybody can send it
 DEPLOYED = ("GrpcGrid", "HttpGrid")  # Flower's grids of deployments; a simulation's has all nodes from the start
 #: What Ray says where modules of two apps have the same names, and what to do. A module of the folder in which the
@@ -82,14 +82,21 @@ def wait_for_nodes(
     `say` is told from time to time how many have, and `who` has not, by name; empty: not known. Returned is whether
     all have. `masked`: institutions answer only together with all whose keys they have pinned.
     """
-    begun, due = time.monotonic(), 0.0
-    seconds = min(seconds, ENTERED) if type(grid).__name__ in SIMULATED else seconds
+    begun, due, before = time.monotonic(), 0.0, 0
+    simulated = type(grid).__name__ in SIMULATED
     seconds = 0 if type(grid).__name__ == INLINE else seconds
     deadline = begun + seconds
     while (joined := len(set(grid.get_node_ids()))) < number:
+        if simulated and joined > before:
+            deadline, before = min(begun + seconds, time.monotonic() + ENTERED), joined
         if time.monotonic() >= deadline:
             if joined >= (minimum := number - missing):
                 return False
+            if simulated and joined:
+                raise RunError(
+                    f"this run needs at least {minimum} institutions; Flower simulates {joined}: --federation-config "
+                    f"num-supernodes={number}, or lower nodes"
+                )
             advice = "start more SuperNodes (a simulation: --federation-config num-supernodes=N) or lower nodes"
             if away := who():
                 others = f"if the others' officers agree, whose pages and policies were for {number}"
