@@ -176,14 +176,15 @@ def remove(
     yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove an institution's keys, models and images for good; first stop its SuperNode.
+    """Remove keys, models and images for good; first stop the SuperNode, or the SuperLink.
 
-    FOLDER is a state directory, a clinic's folder as `deploy init` wrote it (state and keys go), or $FLWR_REPLAY_HOME
-    (all states and decoded images go).
+    FOLDER is a state directory, a clinic's or the coordinator's folder as `deploy init` wrote it (states, keys,
+    certificates and runs go), or $FLWR_REPLAY_HOME (all states and decoded images go).
 
     RECEIPT keeps the ledgers, and each run's account of epsilon, options and counts. Its receipt.json names what was
     removed. Whoever joins again begins a new account: what has left before still counts.
     """
+    from flwr_replay.deploy import coordinator
     from flwr_replay.deploy.clinic import supernode
     from flwr_replay.state.kept import leaving, retire
 
@@ -191,11 +192,12 @@ def remove(
     clinic = folder.resolve().parent.parent  # of state/NAME in it
     if process := supernode(folder) or supernode(clinic):
         raise ConfigError(f"a SuperNode must not run while its state is removed; process {process} does: stop it")
-    going, states = leaving(folder)
+    look = coordinator.leaving if (folder / "superlink.sh").is_file() else leaving
+    going, staying = look(folder)
     named = ", ".join(map(str, going))
     if not yes:
-        typer.confirm(f"Remove {named} (states with keys: {len(states)})? No run can go on then", abort=True)
-    retire(folder, absolute(receipt))
+        typer.confirm(f"Remove {named} (files that a receipt keeps: {len(staying)})? No run can go on", abort=True)
+    retire(folder, absolute(receipt), look)
     left = sorted(path.name for path in folder.glob("*"))
     text = f"removed: {named}; what shows what has left: {absolute(receipt)}"
     text += f"; what stays in {folder}: {', '.join(left)}" * bool(left)

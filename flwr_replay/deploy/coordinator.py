@@ -25,14 +25,16 @@ from flwr_replay.engines.certificates import CA, SERVER, SERVER_KEY
 from flwr_replay.engines.superlink import answers, flower
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import in_use, read_bytes, read_text
-from flwr_replay.files.disk import looked, looked_below
+from flwr_replay.files.disk import entries, looked, looked_below
+from flwr_replay.files.lines import segments
 from flwr_replay.processes import using
 from flwr_replay.report.progress import shown_bytes, shown_time
-from flwr_replay.report.run_files import FORMS, read_result
+from flwr_replay.report.run_files import FORMS, RUN_ID, SUMS, read_result
 from flwr_replay.runs.opening import RESUME, check_unchanged, saved_options
+from flwr_replay.state.kept import EVIDENCE
 from flwr_replay.wire.ledger import LEDGER, ledger_lines, unanswered
 
-__all__ = ["examine_coordinator"]
+__all__ = ["examine_coordinator", "leaving"]
 
 ANEW = "make the deployment's folders anew with `flwr-replay deploy init`"
 STRANGER = "stop what runs there, and start ./superlink.sh"
@@ -40,6 +42,13 @@ SECONDS = 60  # for an answer of Flower's `flwr`
 NEW = "no other is known; if superlink.db is new: rm */*.registered, ./register.sh"
 LOSES = 60  # by which a ServerApp has ended that lost its SuperLink
 LARGEST = 3  # places on the disk that are named
+WRITTEN = {  # what a folder that works has, by the place in it, and with it goes; others' files are not removed
+    "certificates": ("*.crt", "*.key"),
+    "keys": ("*.pub", "*.registered"),
+    "state": ("*.registered", "superlink.db*", ".flower"),
+    "runs": ("*",),
+}
+KEPT = (*FORMS, RUN_ID, SUMS, "environment.json", EVIDENCE)  # of a run, beside its ledger's segments
 Ask = Callable[..., dict[str, Any]]
 ADDRESS = re.compile(r'^address = "(.+)"$', re.MULTILINE)
 NODE = re.compile(r"\b\d+\b")  # its number, in what Flower says of one that is registered
@@ -48,13 +57,7 @@ NAMES = re.compile(r"^for name in (.+); do$", re.MULTILINE)
 
 def examine_coordinator(folder: Path) -> tuple[bool, str]:
     """Check a coordinator's folder, as `deploy init` wrote it; refuse any other; return as `examine_clinic` does."""
-    texts = []
-    for script, form in (("connect.sh", ADDRESS), ("register.sh", NAMES)):
-        written = form.search(read_text(folder / script)) if (folder / script).is_file() else None
-        if not written:
-            raise ConfigError(f"--deployment must be a coordinator's folder, as `deploy init` writes it; got {folder}")
-        texts.append(written[1])
-    address, names = texts[0], texts[1].split()
+    address, names = _read(folder)
     ask = cache(partial(_asked, folder, address))
     return examined(
         {
@@ -69,6 +72,46 @@ def examine_coordinator(folder: Path) -> tuple[bool, str]:
             "disk": partial(_disk, folder),
         }
     )
+
+
+def leaving(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return what of a coordinator's folder goes for good, and the files in it that show what its runs were.
+
+    These are each run's ledger, options, results and figures: models, latents, messages and pages go.
+
+    Raises
+    ------
+    ConfigError, RunError
+        If it is no coordinator's folder; if a SuperLink or ServerApp works there; if there are others' files, or links.
+    """
+    address, _ = _read(folder)
+    runs = [file.parent for file in (folder / "runs").glob("*/config.yaml")]
+    working = [f"the SuperLink at {address}"] * answers(address)
+    working += [f"a process in {run}" for run in runs if in_use(run)]
+    if working:
+        raise RunError(f"nothing may work while a coordinator's folder is removed; {working[0]} does: stop it")
+    going = [folder / name for name in WRITTEN if os.path.lexists(folder / name)]
+    inside = [path for part in going for path in entries(part)]
+    if not going:
+        raise RunError(f"{folder} has none of {', '.join(WRITTEN)}: there is nothing to remove")
+    if linked := [path for path in (*going, *inside) if path.is_symlink()]:
+        raise RunError(f"no link is followed; {linked[0]} is one: put what it points to in its place, or remove it")
+    ours = {path for name, forms in WRITTEN.items() for form in forms for path in (folder / name).glob(form)}
+    if others := sorted({*inside} - ours | {*entries(folder / "runs")} - {*runs}):
+        raise RunError(f"no other files are removed; {others[0]} is not flwr-replay's: move it away")
+    kept = [file for run in runs for name in KEPT for file in run.glob(name)]
+    return going, [*kept, *(segment for run in runs for segment in segments(run / LEDGER)[:-1])]
+
+
+def _read(folder: Path) -> tuple[str, list[str]]:
+    """Return the SuperLink's address and the clinics' names, as a coordinator's folder has them."""
+    texts = []
+    for script, form in (("connect.sh", ADDRESS), ("register.sh", NAMES)):
+        written = form.search(read_text(folder / script)) if (folder / script).is_file() else None
+        if not written:
+            raise ConfigError(f"a coordinator's folder is as `deploy init` writes it; got {folder}")
+        texts.append(written[1])
+    return texts[0], texts[1].split()
 
 
 def _files(folder: Path) -> Iterator[str]:

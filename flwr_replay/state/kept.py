@@ -5,7 +5,8 @@ stays: the ledger with all its segments, each run's account, its options, its co
 Decoded images and features can go, too, as if they were a run's; those of simulations lie in the home folder.
 
 An institution that leaves for good removes all of it, keys too; a receipt keeps what shows what has left. So it does
-with a clinic's folder, and with the home folder, where simulations keep their institutions.
+with a clinic's folder, and with the home folder, where simulations keep their institutions. A coordinator's folder goes
+the same way (`flwr_replay/deploy/coordinator.py`).
 """
 
 import hashlib
@@ -13,7 +14,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,7 +106,7 @@ def remove(state: Path, runs: Sequence[str]) -> None:
 
 
 def leaving(place: Path) -> tuple[list[Path], list[Path]]:
-    """Return what of a folder `retire` removes, and the state directories in that.
+    """Return what of a folder `retire` removes, and the files in that which it keeps: ledgers, evidence and accounts.
 
     The folder is a state directory, a clinic's folder, the home folder, or its `state` or `state/simulation`.
 
@@ -140,35 +141,36 @@ def leaving(place: Path) -> tuple[list[Path], list[Path]]:
         decoded = file.parent.name == DECODED and file.suffix in OF_DECODED
         if ours.isdisjoint((file, *file.parents)) and not decoded:
             raise RunError(f"no other files are removed; {file} is not flwr-replay's: move it away")
-    return going, states
+    staying = list[Path]()
+    for state in states:
+        runs = files_below(state / RUNS) if (state / RUNS).exists() else []
+        below = [*(file for file in runs if file.suffix not in GOES), *entries(state / SPENT, "*.json")]
+        staying += [*segments(state / LEDGER), *state.glob(EVIDENCE), *below]
+    return going, staying
 
 
-def retire(place: Path, receipt: Path) -> None:
-    """Remove what `leaving` names; a new folder keeps ledgers, evidence, and each run's account, options and counts.
+def retire(place: Path, receipt: Path, look: Callable[[Path], tuple[list[Path], list[Path]]] = leaving) -> None:
+    """Remove what `look` says that goes of a folder; a new folder keeps the files that it says shall be kept.
 
     `receipt.json` in it has the SHA-256 of every file that is kept, and names every file that was removed, with its
     bytes. The receipt is whole before anything is removed. No process may work there meanwhile. Whoever joins again has
-    new keys and an empty account.
+    new keys and an empty account. A link is no file, nor is one kept.
 
     Raises
     ------
     RunError
-        As `leaving` does; or if the receipt is there already, or in what is removed.
+        As `look` does; or if the receipt is there already, or in what is removed.
     """
-    going, states = leaving(place)
+    going, staying = look(place)
     if receipt.exists() or any(receipt.resolve().is_relative_to(top.resolve()) for top in going):
         raise RunError(f"a receipt is a new folder outside {place}; got {receipt}: give another")
     with new_folder(receipt) as new:
         sums = {}
-        for state in states:
-            runs = files_below(state / RUNS) if (state / RUNS).exists() else []
-            below = [*(file for file in runs if file.suffix not in GOES), *entries(state / SPENT, "*.json")]
-            ledger = [segment for segment in segments(state / LEDGER) if segment.exists()]
-            for file in (file for file in [*ledger, *state.glob(EVIDENCE), *below] if not file.is_symlink()):
-                name, content = file.relative_to(place), read_bytes(file)
-                private_folder((new / name).parent)
-                write_atomic(new / name, content)
-                sums[name.as_posix()] = hashlib.sha256(content).hexdigest()
+        for file in (file for file in staying if file.exists() and not file.is_symlink()):
+            name, content = file.relative_to(place), read_bytes(file)
+            private_folder((new / name).parent)
+            write_atomic(new / name, content)
+            sums[name.as_posix()] = hashlib.sha256(content).hexdigest()
         files = looked([*going, *(file for top in going for file in looked_below(top))])
         gone = {
             path.relative_to(place).as_posix(): at.st_size for path, at in files.items() if stat.S_ISREG(at.st_mode)

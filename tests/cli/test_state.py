@@ -3,9 +3,11 @@
 import json
 import os
 import shutil
+import socket
 from contextlib import chdir
 
 from flwr_replay import run
+from flwr_replay.engines.superlink import free_port
 
 TINY = {"task": "digits", "nodes": 2, "partition.size": 60, "model": "mlp", "model.width": 4, "device": "cpu"}
 NOISY = {"strategy": "local", "dp": "classifier", "privacy.noise": "seeded", "epsilon": 50, "delta": 1e-3}
@@ -157,3 +159,43 @@ def test_all_goes_by_one_command_and_nothing_else(tmp_path, flwr_replay):
         assert not [name for name in told["kept"] if "linked" in name]
     assert sorted(file.name for file in outside.iterdir()) == ["image.png", "key"]
     assert list((home / "runs").rglob("result.json"))
+
+
+def test_the_coordinators_folder_goes_as_a_clinics(tmp_path, flwr_replay):
+    port, receipt = free_port(), tmp_path / "receipt"
+    words = ("--clinics", "north,south", "--address", f"127.0.0.1:{port}", "--out", "dep", "rounds=1", "task.size=8")
+    assert flwr_replay("deploy", "init", *words)[0] == 0
+    folder = tmp_path / "dep" / "coordinator"
+    ran = run(TINY, strategy="fedavg", rounds=1, record="all", run_name="first", runs_dir=folder / "runs").folder
+    (folder / "state").mkdir(exist_ok=True)
+    for name in ("superlink.db", "north.registered"):
+        (folder / "state" / name).write_text("Flower's")
+    (tmp_path / "elsewhere").mkdir()
+
+    def refused(says):
+        before = sorted(folder.rglob("*"))
+        code, _, err = flwr_replay("deploy", "remove", str(folder), str(receipt), "--yes")
+        assert (code, sorted(folder.rglob("*"))) == (2, before)
+        assert says in " ".join(err.split())
+
+    with socket.create_server(("127.0.0.1", port)):
+        refused(f"the SuperLink at 127.0.0.1:{port} does: stop it")
+    for strange in (folder / "keys" / "mine.txt", folder / "runs" / "mine.csv"):
+        strange.write_text("mine")
+        refused(f"{strange} is not flwr-replay's: move it away")
+        strange.unlink()
+    (folder / "runs" / "linked").symlink_to(tmp_path / "elsewhere")
+    refused("linked is one")
+    (folder / "runs" / "linked").unlink()
+    shows = {name: (ran / name).read_bytes() for name in ("ledger.jsonl", "config.yaml", "result.json", "run-id")}
+    stays = sorted({path.name for path in folder.iterdir()} - {"certificates", "keys", "state", "runs"})
+    code, out, err = flwr_replay("deploy", "remove", str(folder), str(receipt), "--yes", "--json")
+    assert (code, json.loads(out)["left"]) == (0, stays), err
+    assert sorted(path.name for path in folder.iterdir()) == stays
+    told = json.loads((receipt / "receipt.json").read_text())
+    assert {name: (receipt / "runs" / "first" / name).read_bytes() for name in shows} == shows
+    assert {"certificates/server.key", "state/superlink.db", "runs/first/models/global.safetensors"} <= {
+        *told["removed"]
+    }
+    kept = {file.suffix for file in receipt.rglob("*") if file.is_file()}
+    assert kept <= {".json", ".jsonl", ".yaml", ""}  # no model, message or page
