@@ -39,7 +39,7 @@ body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 h1 { font-size: 1.5rem; line-height: 1.3; } h2 { font-size: 1.2rem; margin-top: 2.5rem; border-bottom: 1px solid var(--line); }
 p, main > ul, main > ol { max-width: 46rem; } .faint, figcaption, caption { color: var(--faint); } caption { text-align: left; padding-bottom: .3rem; }
 caption span { display: inline-block; max-width: min(58rem, calc(100vw - 2rem)); }
-.beside { display: flex; flex-wrap: wrap; gap: 0 3rem; } .beside > * { flex: 1 1 26rem; min-width: 0; }
+.beside { display: flex; flex-wrap: wrap; gap: 0 3rem; } .beside > * { flex: 1 1 26rem; min-width: 0; } main > .columns { columns: 26rem; column-gap: 3rem; max-width: none; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .5rem 0; }
 th, td { text-align: left; padding: .25rem 1.4rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top; font-weight: normal; }
 thead th { font-weight: 600; vertical-align: bottom; } .number { text-align: right; } td.number, td[style] { white-space: nowrap; } .warning { border-left: 4px solid var(--c1); padding-left: .8rem; }
@@ -191,7 +191,7 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 {{ draw.table(members) }}
 {% endif %}
 <h2>What this does not show</h2>
-<ul>{% for line in not_shown %}<li>{{ line }}</li>{% endfor %}</ul>
+<ul class="columns">{% for line in not_shown %}<li>{{ line }}</li>{% endfor %}</ul>
 <p class="faint">Attacks on recorded messages; the judge has the originals, the attacker has not.</p>
 {% endblock %}
 """,
@@ -236,18 +236,18 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 {{ draw.table(first) }}
 <table><caption>Signatures</caption><tbody>{% for who in ("data protection officer", "head of the institution") %}<tr><th scope="row">{{ who }}</th><td>name ____________________</td><td>date __________</td><td>signature ____________________</td></tr>{% endfor %}</tbody></table>
 </section>
-{% for line in about %}<p>{{ line }}</p>
+<div class="beside"><div>{% for line in about %}<p>{{ line }}</p>
 {% endfor %}
 {% for line in sums %}<p>{{ line }}</p>
-{% endfor %}{% if samples %}<p><strong>{{ samples }}</strong></p>{% endif %}
-{% for one in by_kind %}{{ draw.table(one) }}
-{% endfor %}
+{% endfor %}{% if samples %}<p><strong>{{ samples }}</strong></p>{% endif %}</div>
+<div>{% for one in by_kind %}{{ draw.table(one) }}
+{% endfor %}</div></div>
 <h2>The verdict, line by line</h2>
-<p>{% if policy %}The policy is {{ policy }}, as it stands at the end of this page.{% else %}Without a policy only the built-in limits hold.{% endif %} An institution that refuses sends its name and one line that says why; the study goes on without it or, under masks, may stop.</p>
+<div class="beside"><div><p>{% if policy %}The policy is {{ policy }}, as it stands at the end of this page.{% else %}Without a policy only the built-in limits hold.{% endif %} An institution that refuses sends its name and one line that says why; the study goes on without it or, under masks, may stop.</p>
 {% if reasons %}<p>Reasons:</p>
-<ol>{% for line in reasons %}<li>{{ line }}</li>{% endfor %}</ol>{% endif %}
-<details{% if not allowed %} open{% endif %}><summary>Every rule, and every field</summary>
-{{ draw.table(rules) }}
+<ol>{% for line in reasons %}<li>{{ line }}</li>{% endfor %}</ol>{% endif %}</div>
+{{ draw.table(rules) }}</div>
+<details{% if not allowed %} open{% endif %}><summary>Every field</summary>
 {% for one in fields %}{{ draw.table(one) }}
 {% endfor %}</details>
 
@@ -260,13 +260,13 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 <ul>{% for line in not_hidden %}<li>{{ line }}</li>{% endfor %}</ul>{% endif %}
 <p>TLS keeps the network from reading messages. It hides nothing from the server{% if not not_hidden %}, which has them as they are{% endif %}. What earlier runs have sent is not listed here.</p>
 
-<h2>What the institution enforces itself</h2>
+<div class="beside"><div><h2>What the institution enforces itself</h2>
 <p>The program at the institution does this, whatever the server sends:</p>
-<ul>{% for line in enforced %}<li>{{ line }}</li>{% endfor %}{% if pinned %}<li>It accepts only the weights that the policy names for {{ pinned }}. Whether the server's are those is decided when they arrive.</li>{% endif %}</ul>
+<ul>{% for line in enforced %}<li>{{ line }}</li>{% endfor %}{% if pinned %}<li>It accepts only the weights that the policy names for {{ pinned }}. Whether the server's are those is decided when they arrive.</li>{% endif %}</ul></div>
 
-<h2>What an honest server is asked to do</h2>
+<div><h2>What an honest server is asked to do</h2>
 <p>The institution has to trust whoever runs the server:</p>
-<ul>{% for line in asked %}<li>{{ line }}</li>{% endfor %}</ul>
+<ul>{% for line in asked %}<li>{{ line }}</li>{% endfor %}</ul></div></div>
 
 <h2>Policy, options and versions</h2>
 {% if policy_text %}<details open><summary>The policy, as the file has it</summary><pre class="one">{{ policy_text }}</pre></details>{% endif %}

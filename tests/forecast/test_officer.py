@@ -76,7 +76,7 @@ def test_a_refusal_has_the_words_that_the_institution_then_sends(hospitals, tmp_
     asked = {line["field"]: line["reason"] for line in verdicts["fields"] if line["stage"] == "roll-call"}
     assert asked == {"name": "", "num-examples": NOT_IN_IT, "raw-bytes": NOT_IN_IT, "proof": NOT_IN_IT}
     page = write_officer_page(tmp_path, verdicts)[0].read_text()
-    assert "<details open><summary>Every rule, and every field" in page
+    assert "<details open><summary>Every field" in page
     assert page.count("takes no part. Nothing leaves but the name") == 1
     assert "`" not in page.partition("</style>")[2].partition("<h2>Policy")[0]
     held = dict(re.findall(r">what stage ([\w-]+) sends</t.>\s*<td>(\w+)", page))
