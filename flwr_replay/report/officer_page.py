@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flwr_replay.config.hiding import Hiding
 from flwr_replay.files.atomic import write_atomic
 from flwr_replay.report.progress import shown_bytes
 from flwr_replay.report.run_page import KINDS, versions_table
@@ -40,12 +41,14 @@ ENFORCED = (
 class Hidden(NamedTuple):
     """What a page says of a run that hides weights from the server."""
 
+    readers: str = "the server"
     hides: str = ""
     not_hidden: tuple[str, ...] = ()
     enforced: tuple[str, ...] = ()
 
 
 SEALED = Hidden(
+    "the institutions with pinned keys; the server reads numbers only",
     "The seal hides weights and images from the server.",
     (
         "who exchanges with whom, when, and how many bytes.",
@@ -63,6 +66,7 @@ SEALED = Hidden(
     ),
 )
 MASKED = Hidden(
+    "the server, which reads the mean of weights over institutions, and this one's numbers",
     "The masks hide this institution's weights from the server, in those of all.",
     (
         "the mean of the weights of all institutions, which may tell of single examples. Masks are no DP.",
@@ -82,6 +86,7 @@ MASKED = Hidden(
         "sealed nor masked; with masked: true in its policy, in no sealed one either.",
     ),
 )
+HIDDEN = {Hiding.NOTHING: Hidden(), Hiding.SEALED: SEALED, Hiding.MASKED: MASKED}
 HANDS_ON = (
     "to hand on what institutions have sealed. It can hold a parcel back, and it chooses who gets whose, with which "
     "share."
@@ -111,7 +116,7 @@ def write_officer_page(folder: Path, forecast: Mapping[str, Any]) -> tuple[Path,
     """
     names, lines = list(forecast["institutions"]), forecast["fields"]
     of_each = {name: [line for line in lines if line["institution"] == name] for name in names}
-    hidden = SEALED if forecast["sealed"] else MASKED if forecast["masked"] else Hidden()
+    hides = forecast["hides"]
     reasons = list(dict.fromkeys(row["reason"] for row in [*forecast["rules"], *lines] if row["reason"]))
     number = {reason: f"{at}" for at, reason in enumerate(reasons, 1)}
     page, data = folder / f"{PAGE}.html", folder / f"{PAGE}.json"
@@ -135,10 +140,10 @@ def write_officer_page(folder: Path, forecast: Mapping[str, Any]) -> tuple[Path,
         protected=_protected(lines),
         unprotected=_unprotected(lines),
         pinned=_joined(forecast["pinned"]),
-        enforced=[*ENFORCED[: len(ENFORCED) if forecast["private"] else -1], *hidden.enforced, _floor(forecast)],
-        asked=[ASKED[0], HANDS_ON, *ASKED[2:]] if forecast["sealed"] else ASKED,
-        hides=hidden.hides,
-        not_hidden=hidden.not_hidden,
+        enforced=[*ENFORCED[: len(ENFORCED) if forecast["private"] else -1], *HIDDEN[hides].enforced, _floor(forecast)],
+        asked=ASKED if hides.readable else [ASKED[0], HANDS_ON, *ASKED[2:]],
+        hides=HIDDEN[hides].hides,
+        not_hidden=HIDDEN[hides].not_hidden,
         policy=forecast["policy"],
         policy_text=forecast["policy-text"],
         versions=versions_table("Versions here. The other places should have the same.", forecast["versions"]),
@@ -173,9 +178,6 @@ def _first(forecast: Mapping[str, Any]) -> dict[str, Any]:
     names = list(forecast["institutions"])
     size = {kind: sum(line["bytes"] for line in lines if line["kind"] == kind) for kind in KINDS}
     leaves = "; ".join(f"{shown_bytes(size[kind])} of {kind} ({KINDS[kind]})" for kind in KINDS if size[kind])
-    readers = "the institutions with pinned keys; the server reads numbers only" if forecast["sealed"] else "the server"
-    if forecast["masked"]:
-        readers = "the server, which reads the mean of weights over institutions, and this one's numbers"
     rows = [
         [
             "purpose",
@@ -189,7 +191,7 @@ def _first(forecast: Mapping[str, Any]) -> dict[str, Any]:
         ],
         ["verdict", verdict(forecast)],
         ["what leaves", leaves or "nothing"],
-        ["to whom", f"{readers}; run by: ____________________"],
+        ["to whom", f"{HIDDEN[forecast['hides']].readers}; run by: ____________________"],
         ["ε of this run", " ".join(_protected(lines)) or "none: nothing that leaves is differentially private"],
         ["ε before it", " ".join(forecast["all-runs"]) or "not known: the state of earlier runs is not here"],
         [

@@ -54,7 +54,7 @@ EVIDENCE = "That synthetic images lie far from real ones is evidence, and no gua
 
 ALIKE = (  # options that a strategy's settings have under the same name
     *("training", "nodes", "seed", "fraction", "evaluate_every", "split", "external", "evaluate_before_mixing"),
-    *("forgetting", "timeout", "wait", "clinics", "sealed", "masked"),
+    *("forgetting", "timeout", "wait", "clinics", "hiding"),
 )
 NOT_DEPLOYED: Mapping[str, Any] = MappingProxyType({})
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, RecordDict
 
+from flwr_replay.config.hiding import Hiding
 from flwr_replay.errors import FlwrReplayError, WireError
 from flwr_replay.payloads.common import MOST, Trained, whole_number
 from flwr_replay.wire.bounds import LARGEST, LARGEST_NUMBER, largest
@@ -65,15 +66,14 @@ def check_answer(
     request: type[Request],
     asked: RecordDict,
     examples: range,
-    sealed_by: str = "",
-    masked: bool = False,
+    hiding: Hiding = Hiding.NOTHING,
+    sender: str = "",
 ) -> None:
     """Refuse an invalid answer, which `read_answer` has read, before it is used.
 
     `asked` are the request's records: returned weights must have the names, shapes and dtypes of those sent. `examples`
-    are the numbers of examples that the answer may report. `sealed_by` is, in a sealed run, the institution that must
-    have sealed the arrays; what is in them, their receivers check. Of weights under masks (`masked`) only the mean can
-    be checked.
+    are the numbers of examples that the answer may report. In a sealed run `sender` is the institution that must have
+    sealed the arrays; what is in them, their receivers check. Of weights under masks only the mean can be checked.
 
     Raises
     ------
@@ -93,16 +93,17 @@ def check_answer(
     if "num_steps" in declared.declared() and payload.num_steps > seen:
         raise WireError(f"num_steps must be at most examples_seen, here {seen:,}; got {payload.num_steps:,}")
     arrays = undecoded(answer)
-    if arrays and is_sealed(arrays) != bool(sealed_by):
-        raise WireError(f"arrays come {'sealed' if sealed_by else 'in plain'} in this run; these do not: refused")
-    if arrays and is_masked(arrays) != masked:
-        raise WireError(f"weights come {'under masks' if masked else 'in plain'} in this run; these do not: refused")
-    if arrays and sealed_by:
-        _check_head(arrays, declared, config_in(asked), metrics_in(answer).get("weight", 1.0), sealed_by)
-    if sealed_by:
+    if arrays and is_sealed(arrays) == hiding.readable:
+        raise WireError(f"arrays come {'in plain' if hiding.readable else 'sealed'} in this run; these do not: refused")
+    if arrays and is_masked(arrays) != hiding.sums_only:
+        how = "under masks" if hiding.sums_only else "in plain"
+        raise WireError(f"weights come {how} in this run; these do not: refused")
+    if not hiding.readable:
+        if arrays:
+            _check_head(arrays, declared, config_in(asked), metrics_in(answer).get("weight", 1.0), sender)
         return
     added = request.added(config_in(asked))
-    if arrays and masked:
+    if arrays and hiding.sums_only:
         blank = blank_masked({**opened(undecoded(asked) or {}), **added})
         _check_weights(_forms(blank), _forms(arrays), part=False)
         return

@@ -10,6 +10,7 @@ from math import inf
 from flwr.app import Message
 from flwr.serverapp import Grid
 
+from flwr_replay.config.hiding import Hiding
 from flwr_replay.errors import DivergedError, FlwrReplayError, RunError
 from flwr_replay.payloads.common import OPEN_STAGES, Failure
 from flwr_replay.wire.payload import request_of
@@ -75,12 +76,12 @@ def wait_for_nodes(
     say: Callable[[str], None],
     missing: int = 0,
     who: Callable[[], str] = str,
-    masked: bool = False,
+    hiding: Hiding = Hiding.NOTHING,
 ) -> bool:
     """Wait until so many nodes have joined, and in the end for all but those that may be missing.
 
     `say` is told from time to time how many have, and `who` has not, by name; empty: not known. Returned is whether
-    all have. `masked`: institutions answer only together with all whose keys they have pinned.
+    all have. Where the run hides all but sums, institutions answer only together with all whose keys they have pinned.
     """
     begun, due, before = time.monotonic(), 0.0, 0
     simulated = type(grid).__name__ in SIMULATED
@@ -100,7 +101,7 @@ def wait_for_nodes(
             advice = "start more SuperNodes (a simulation: --federation-config num-supernodes=N) or lower nodes"
             if away := who():
                 others = f"if the others' officers agree, whose pages and policies were for {number}"
-                less = " and every peers.txt without it: masks need three institutions or more," if masked else ""
+                less = " and every peers.txt without it: masks need three institutions or more," * hiding.sums_only
                 advice = f"start its SuperNode, or go on with nodes={joined}{less} {others}"
             raise RunError(
                 f"this run needs at least {minimum} institutions; {joined} joined within {seconds:g} s{away}: {advice}"

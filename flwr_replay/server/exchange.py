@@ -229,9 +229,8 @@ class Exchanger:
                     check_foreign(reply.content, message.content, message.metadata.message_type == "train")
                 elif request is not None:
                     examples = self.method.examples_of(member, request, config_in(message.content))
-                    hiding = self.settings.hiding
-                    by = "" if hiding.readable else member.name
-                    check_answer(reply.content, declared, request, message.content, examples, by, hiding.sums_only)
+                    hidden = self.settings.hiding, member.name
+                    check_answer(reply.content, declared, request, message.content, examples, *hidden)
                     if self.settings.privacy:
                         self.settings.privacy.check_stated(declared, [row.field for row in fields], metrics)
         except WireError as error:

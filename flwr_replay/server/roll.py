@@ -87,9 +87,8 @@ class Roll:
         A node that was killed counts as joined until Flower misses it, a minute later. Then it is waited for once more.
         """
         wait, plan = self.settings.wait, self.settings.privacy
-        missing, masked = plan.dropouts if plan else 0, self.settings.hiding.sums_only
-        who = partial(self.missing, grid)
-        joined = wait_for_nodes(grid, self.nodes, wait, self.recorder.log, missing, who, masked)
+        missing, who = plan.dropouts if plan else 0, partial(self.missing, grid)
+        joined = wait_for_nodes(grid, self.nodes, wait, self.recorder.log, missing, who, self.settings.hiding)
         self.call(grid, 0)
         called, pause = time.monotonic(), 0.5
         wait = wait if joined else 0.0  # it has passed

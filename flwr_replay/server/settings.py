@@ -54,8 +54,7 @@ class Settings(Named):
     clinics: tuple[str, ...] = ()  # their names, so that who is missing is named; empty: not known
     # the run's id, which is unique: institutions keep their state under it
     run: str = field(default_factory=lambda: f"run-{secrets.token_hex(8)}")
-    sealed: bool = False  # institutions seal what they send for each other: the server cannot read it
-    masked: bool = False  # institutions add masks that cancel: the server can read the mean of their weights only
+    hiding: Hiding = Hiding.NOTHING  # what institutions hide from the server: by seals all, by masks all but a mean
     record: str = ""  # which messages the server keeps, as the roll call announces it: up, all, or empty for none
     task: Task | None = None  # loss and pooled metrics; None: metrics are means weighted by numbers of examples
     model: Callable[..., nn.Module] | None = None  # builds the backbone, for training at the server
@@ -80,11 +79,6 @@ class Settings(Named):
         within("Settings: ", self, fraction=SHARE)
         if self.model is not None:
             object.__setattr__(self, "model", builder_of(self.model))
-
-    @property
-    def hiding(self) -> Hiding:
-        """What the run hides from its server."""
-        return Hiding.of(self.sealed, self.masked)
 
 
 def checked_arguments(

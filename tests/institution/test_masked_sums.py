@@ -15,6 +15,7 @@ from sealed_runs import pinned, seal_of
 
 from flwr_replay.check import check_strategy
 from flwr_replay.config.compose import compose
+from flwr_replay.config.hiding import Hiding
 from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.engines.simulate import run_inline
 from flwr_replay.errors import ConfigError, DivergedError, RunError
@@ -254,7 +255,7 @@ def test_an_answer_that_is_not_under_masks_is_refused_and_the_other_way_round(fo
 
     def check(arrays, hidden):
         answer: RecordDict = Trained(arrays=arrays, num_examples=1, examples_seen=1, num_steps=1).encode()
-        check_answer(answer, Trained, Train, asked, range(1, 2), masked=hidden)
+        check_answer(answer, Trained, Train, asked, range(1, 2), Hiding.of(False, hidden))
 
     check(masks, True)
     check({"x": np.zeros(2, np.float32)}, False)

@@ -14,6 +14,7 @@ from sealed_runs import SEALED, all_sealed, parcels_in, pinned, seal_of
 
 from flwr_replay.check import check_strategy
 from flwr_replay.config.compose import compose
+from flwr_replay.config.hiding import Hiding
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import read_json
 from flwr_replay.finished.trained import load_model
@@ -250,7 +251,7 @@ def test_what_needs_a_server_that_reads_is_refused(options, message):
 
 
 def test_a_sealed_run_is_not_evaluated_at_the_server():
-    strategy = CWT(settings=Settings(nodes=4, roll_call=True, sealed=True))
+    strategy = CWT(settings=Settings(nodes=4, roll_call=True, hiding=Hiding.SEALED))
     with pytest.raises(ConfigError, match="evaluate_fn needs weights that the server can read"):
         strategy.evaluations.refuse(lambda number, arrays: None)
 

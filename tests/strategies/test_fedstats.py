@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flwr_replay.config.compose import compose
+from flwr_replay.config.hiding import Hiding
 from flwr_replay.data.dealt import dealt, loaded
 from flwr_replay.engines.simulate import Simulation, run_inline
 from flwr_replay.errors import ConfigError, DivergedError, FlwrReplayError, WireError
@@ -309,7 +310,7 @@ def test_products_that_cannot_be_are_refused_by_the_server(masked, products):
         arrays = blank_masked({**head, **more}) if masked else {**head, **more}
         answer = ClassSums(arrays=arrays, num_examples=1, examples_seen=1, num_steps=0).encode()
         try:
-            check_answer(answer, ClassSums, Summarise, asked, range(1, 2), masked=masked)
+            check_answer(answer, ClassSums, Summarise, asked, range(1, 2), Hiding.of(False, masked))
         except (WireError, DivergedError):
             return True
         return False
