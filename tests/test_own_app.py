@@ -31,7 +31,6 @@ from flwr_replay.generators.base import ImageForm
 from flwr_replay.generators.pixelcnn import PixelCNNConfig
 from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.institution.owner import Institution
-from flwr_replay.learning.tasks import Classification
 from flwr_replay.movements.base import Settings
 from flwr_replay.payloads.common import Train
 from flwr_replay.privacy.plan import Passes, PrivacyPlan
@@ -43,6 +42,7 @@ from flwr_replay.server.asking import failure_of
 from flwr_replay.strategies.cwt import CWT
 from flwr_replay.strategies.fedprox import FedProx
 from flwr_replay.strategies.proxyfl import ProxyFL
+from flwr_replay.tasks import Classification
 
 DOCS = Path(__file__).parent.parent / "docs"
 TABLE = re.findall(r"^\| ((?:`\w+`,? ?)+)\| ([^|]+?) \|", (DOCS / "flower.md").read_text(), re.M)

@@ -10,8 +10,8 @@ from task import train as train_fn
 
 from flwr_replay.clients.fedreplay import FedReplayClient
 from flwr_replay.institution.owner import Institution
-from flwr_replay.learning.tasks import Classification
 from flwr_replay.serve import serving
+from flwr_replay.tasks import Classification
 
 
 def institution(context: Context) -> FedReplayClient:  # new: who trains the encoder and extracts the latents
