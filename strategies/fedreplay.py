@@ -13,7 +13,11 @@ Travels: the encoder, from one institution to all (`Encode`, `Encoder`, `Extract
              for each round: for each batch of e: θ_C ← θ_C − η ∇L(θ_C; e)                   # lines 9-10
 
 Not in the paper: latents=drawn, where only FedStats' sums travel, and e ~ N(μ_c, W) (`strategies/fedstats.py`);
-listen=pool (`flwr_replay/movements/listening.py`).
+listen=pool, where an
+institution pools the model with one of its own, which never leaves. Such a pool is never worse than its better half on
+the held-out examples that weigh it (`flwr_replay/learning/pooling.py`). Its metrics are those of its institution's own
+test examples; the global model's have the prefix global-.
+
 What is protected: With dp=encoder the encoder's weights, with dp=latents latents and labels, with dp=statistics sums.
 
 Deviations: Stage 1 stops early on the institution's validation split, else on a tenth of its training examples, and
@@ -22,7 +26,6 @@ institutions' data; the latents still do. A random encoder's batch norm keeps me
 quantised. With upload-views=n a round has n rows for each example. An institution that is late uploads when it comes.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -30,43 +33,41 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 from torch import Tensor, nn
 
-from flwr_replay.config.sections import PASSES, THREADS, VIEWS, Range, one_of, require, within
-from flwr_replay.config.strategy import Traits
+from flwr_replay.config.sections import PASSES, THREADS, VIEWS, Range, TaskConfig, one_of, require, within
+from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.errors import DivergedError, RunError, refuse_each
 from flwr_replay.files.tensors import nested, unnested
-from flwr_replay.learning.latents import LatentStore, bytes_by_cut, check_chunk, check_reach, rows_per_chunk
+from flwr_replay.learning.latents import check_reach
 from flwr_replay.learning.ranks import Loss, Ranks
 from flwr_replay.learning.training import make_optimizer, mean_loss, refuse_single_batches, torch_rng
 from flwr_replay.models import Part, placed, split
 from flwr_replay.models.layers import step
 from flwr_replay.models.pretrained import read_encoder
-from flwr_replay.movements.base import Exchange, Settings
-from flwr_replay.movements.listening import Listens, ListensConfig
+from flwr_replay.movements.base import Exchange, Outcome, Settings
 from flwr_replay.movements.one_shot import OneShot
-from flwr_replay.payloads.fedreplay import Encode, Encoder, Extract, Latents
+from flwr_replay.payloads.ditto import PersonalEvaluation
+from flwr_replay.payloads.fedreplay import Encode, Encoder, EvaluatePooled
 from flwr_replay.privacy.plan import STATISTICS
-from flwr_replay.report.summary import upload_advice
 from flwr_replay.rng import derived_seed
 from flwr_replay.server.asking import stopped
 from flwr_replay.server.members import Member
+from flwr_replay.server.uploads import Uploads
 from flwr_replay.strategies.fedstats import CLIPS, FedStats, FedStatsConfig
-from flwr_replay.wire.records import StateDict, opened
+from flwr_replay.wire.payload import Request
+from flwr_replay.wire.records import StateDict, Weights, array_record, opened
 from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
 
 __all__ = ["FedReplay", "FedReplayConfig"]
 
-UNDER_WAY_MB = 128  # of uploads in memory at a time (at least one chunk), however many institutions there are
-
 
 @dataclass(frozen=True, kw_only=True)
-class FedReplayConfig(ListensConfig):
+class FedReplayConfig(StrategyConfig):
     """Options of FedReplay; the paper's encoder is trained at an institution and cut at conv1."""
 
     name = "fedreplay"
@@ -84,9 +85,12 @@ class FedReplayConfig(ListensConfig):
     chunk_mb: float = 64.0  # no message holds more latents than this, 10^6 bytes
     upload_views: int = 1  # n: the image as it is and n - 1 randomly shifted views of it
     server_processes: int = 1  # that train the primary together, each on its share of every batch; on GPUs one each
+    listen: str = "none"  # none | pool: institutions pool the model with one of their own, by held-out examples
+    own_epochs: int = 10  # listen=pool: passes of the own model over an institution's examples, once in a run
+    holdout: float = 0.1  # listen=pool: share of these that are held out where there is no validation split
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        one_of("strategy.listen", self.listen, ("none", "pool"))
         one_of("strategy.latents", self.latents, ("sent", "drawn"))
         one_of("strategy.encoder", self.encoder, ("institution", "random", "file"))
         one_of("strategy.latent-dtype", self.latent_dtype, ("float32", "float16", "int8"))
@@ -101,13 +105,26 @@ class FedReplayConfig(ListensConfig):
             "strategy.encoder-institution needs strategy.encoder=institution; "
             f"got encoder={self.encoder} and encoder-institution={self.encoder_institution!r}",
         )
+        within("strategy.", self, own_epochs=(1, PASSES), holdout=Range(0, 1, "is a share between 0 and 1", "()"))
         within("strategy.", self, encoder_epochs=(1, PASSES), patience=(1, PASSES))
         within("strategy.", self, upload_views=(1, VIEWS), server_processes=(1, THREADS))
+
+    def check_task(self, task: TaskConfig) -> None:
+        """Refuse to pool answers that are no classes."""
+        require(
+            self.listen == "none" or task.kind == "classification",
+            f"listen=pool pools probabilities of classes; got task={task.name}: set listen=none",
+        )
 
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
         """The most epochs of the encoder's one training, if an institution trains it; all views of the one upload."""
         trained = {"encoder": self.encoder_epochs} if self.encoder == "institution" else {}
         return {STATISTICS: 1} if self.latents == "drawn" else {**trained, "latents": self.upload_views}
+
+    @property
+    def classifiers(self) -> str:
+        """Those that institutions train alone stay there, and are tested."""
+        return "kept" if self.listen == "pool" else "none"
 
     @property
     def own_images(self) -> bool:
@@ -125,7 +142,7 @@ class FedReplayConfig(ListensConfig):
         return self.latents == "drawn"
 
 
-class FedReplay(OneShot, Listens):
+class FedReplay(OneShot):
     """Latent variables are uploaded once; the server trains on their union."""
 
     config_type = FedReplayConfig
@@ -134,6 +151,11 @@ class FedReplay(OneShot, Listens):
     stages = ("extract", "evaluate")
 
     encoder: StateDict | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.config.listen == "pool":
+            self.evaluated, self.stages = PersonalEvaluation, ("extract", EvaluatePooled.stage_name)
 
     @classmethod
     def check(cls, config: FedReplayConfig, settings: Settings, names: Sequence[str] = ()) -> None:
@@ -152,7 +174,7 @@ class FedReplay(OneShot, Listens):
         trained = config.encoder if self.encoder_shapes else "none that trains"
         idle = trained != config.encoder and (config.encoder, config.encoder_institution) != ("institution", "largest")
         refuse_each(
-            self.fitting_rows,
+            self.uploads.fitting_rows,
             lambda: FedStats.check(self.statistics.config, settings) if self.statistics else None,
             lambda: require(
                 config.upload_views == 1 or (self.blank_labels(1).ndim == 1 and not self.statistics),
@@ -175,13 +197,8 @@ class FedReplay(OneShot, Listens):
         """Compare what will be uploaded with the raw data, before anything is trained."""
         if self.statistics:
             return self.statistics.begin_run()
-        if self.settings.input_shape is None:
-            return
-        rows = sum(member.num_examples for member in self.members) * self.config.upload_views
-        raw = sum(member.raw_bytes for member in self.members)
-        blank_1 = torch.zeros(1, *self.settings.input_shape, device=self.settings.device)
-        sizes = bytes_by_cut(self.parts, blank_1, self.blank_labels(1).nbytes, self.config.latent_dtype)
-        self.recorder.advised(upload_advice("uploads", sizes, self.cut, rows, raw, "freezes more of the network"))
+        if self.settings.input_shape:
+            self.uploads.advise()
 
     @cached_property
     def statistics(self) -> FedStats | None:
@@ -194,23 +211,36 @@ class FedReplay(OneShot, Listens):
         own, sums = super().all_stages(), self.statistics
         return [*(stage for stage in sums.all_stages() if stage != "evaluate"), own[-1]] if sums else own
 
+    def exchange_round(self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord) -> Outcome:
+        """Make stages 1 and 2 as far as they are missing, then one epoch of stage 3."""
+        weights = opened(arrays)
+        if self.statistics:
+            self.statistics.exchange_round(grid, exchange, ArrayRecord(), config, needed=False)
+        else:
+            if self.encoder is None:
+                self.encoder = self.obtained(grid, exchange, weights, config)  # stage 1
+                self.uploads.open(fresh=True)
+                self.checkpoint(exchange - 1, weights)
+            self.uploads.collect(grid, exchange, self.encoder, config)  # stage 2
+        trained, loss = self.learn(exchange, weights)  # stage 3
+        return array_record(trained), MetricRecord({"train-loss": loss})
+
+    def evaluation(self, exchange: int, arrays: Weights) -> Request:
+        """Each institution tests the model, with listen=pool also together with its own."""
+        test, config = super().evaluation(exchange, arrays), self.config
+        if config.listen == "none":
+            return test
+        how = {"listen": config.listen, "holdout": config.holdout, "own_epochs": config.own_epochs}
+        return EvaluatePooled(**vars(test), **how)
+
     # --- stage 1 ------------------------------------------------------------------------------------------------------
 
-    def prepare(self, grid: Grid, exchange: int, arrays: StateDict, config: ConfigRecord) -> None:
-        """Obtain the encoder, once; or the sums of all that are there."""
-        if self.statistics:
-            self.statistics.exchange_round(grid, exchange, ArrayRecord(), config)
-            return
-        self.at_once = max(1, int(UNDER_WAY_MB / self.config.chunk_mb))
-        if self.encoder is not None:
-            return
-        if self.config.encoder == "institution" and self.encoder_shapes:  # of a frozen one nothing is left to train
-            self.encoder = self.train_encoder(grid, exchange, arrays, config)
-        else:
-            weights = read_encoder(Path(file), self.encoder_shapes) if (file := self.config.encoder_file) else arrays
-            self.encoder = {name: weights[name] for name in self.encoder_shapes}
-        self.store = LatentStore(self.recorder.folder("latents", fresh=True), self.settings.run)
-        self.checkpoint(exchange - 1, arrays)
+    def obtained(self, grid: Grid, exchange: int, arrays: StateDict, config: ConfigRecord) -> StateDict:
+        """Return the encoder: from an institution, a file, or as it is; of a frozen one nothing is left to train."""
+        if self.config.encoder == "institution" and self.encoder_shapes:
+            return self.train_encoder(grid, exchange, arrays, config)
+        weights = read_encoder(Path(file), self.encoder_shapes) if (file := self.config.encoder_file) else arrays
+        return {name: weights[name] for name in self.encoder_shapes}
 
     def train_encoder(self, grid: Grid, exchange: int, arrays: StateDict, config: ConfigRecord) -> StateDict:
         """Have one institution train the backbone; with `largest`, if it fails, the next largest is asked."""
@@ -225,7 +255,7 @@ class FedReplay(OneShot, Listens):
 
         candidates, diverged = self.encoder_candidates(), list[str]()
         for member in candidates:
-            self.exchanger(grid, exchange, [self.message(member, request, config)], take=take)
+            self.exchanger(grid, exchange, [self.message(member, request, config)], needed=False, take=take)
             diverged += self.exchanger.diverged
             for answer in encoders:
                 self.recorder.saw(answer.examples_seen)
@@ -255,64 +285,14 @@ class FedReplay(OneShot, Listens):
 
     # --- stage 2 ------------------------------------------------------------------------------------------------------
 
-    def missing(self, member: Member, exchange: int) -> Extract | None:
-        """Ask for the first rows that an institution has not uploaded yet."""
-        if self.statistics or self.encoder is None or (first := self.store.next_row(member.name)) is None:
-            return None
-        return self.extract_request(self.encoder, first, exchange)
-
-    def extract_request(self, encoder: StateDict, first: int, exchange: int) -> Extract:
-        """Ask for the rows from `first` on that fit one message."""
-        return Extract(
-            exchange=exchange,
-            arrays=encoder,
-            run=self.settings.run,
-            cut=self.cut,
-            latent_dtype=self.config.latent_dtype,
-            first=first,
-            chunk_bytes=int(self.config.chunk_mb * 1e6),
-            views=self.config.upload_views,
-        )
-
-    def keep(self, member: Member, reply: Message) -> None:
-        """Store a chunk: e ← e ∪ e_k."""  # Alg. 2, line 7
-        chunk, config, shapes, fit = Latents.decode(reply.content), self.config, self.store.row_shapes, 0
-        if self.settings.input_shape:
-            shapes, fit = (self.latent_shape, self.blank_labels(1).shape[1:]), self.fitting_rows()
-        asked = config.latent_dtype, config.upload_views, fit
-        check_chunk(member.name, chunk, *asked, self.task, self.primary, shapes)
-        self.store.add(member.name, chunk)
-
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """One encoder, if an institution trains it, and every institution's latents, chunk by chunk, once."""
         if self.statistics:
             return self.statistics.forecast({}, num_rounds)
-        encoder, fit = {name: arrays[name] for name in self.encoder_shapes}, self.fitting_rows()
-        dtype, exchanges = self.config.latent_dtype, list[Exchange]()
+        encoder, exchanges = {name: arrays[name] for name in self.encoder_shapes}, list[Exchange]()
         if self.config.encoder == "institution" and encoder:
             exchanges = [(self.encoder_candidates()[0], self.encode_request(0, arrays), Encoder.blank(encoder), 1)]
-        for member in self.members:
-            total = member.num_examples * self.config.upload_views
-            for first in range(0, total, fit):
-                labels = self.blank_labels(min(fit, total - first))
-                latents = np.broadcast_to(np.zeros((), dtype), (len(labels), *self.latent_shape))
-                scales = np.zeros(len(labels), np.float32) if dtype == "int8" else None
-                chunk = Latents.blank(latents=latents, labels=labels, scales=scales)
-                exchanges.append((member, self.extract_request(encoder, first, 0), chunk, 1))
-        return exchanges
-
-    @cached_property
-    def latent_shape(self) -> tuple[int, ...]:
-        """The shape of one example's latents."""
-        assert self.settings.input_shape is not None
-        encoder = self.parts[0].eval()
-        with torch.inference_mode():
-            return tuple(encoder(torch.zeros(1, *self.settings.input_shape, device=self.settings.device)).shape[1:])
-
-    def fitting_rows(self) -> int:
-        """Return how many examples' latents and labels fit one message."""
-        row = math.prod(self.latent_shape), self.blank_labels(1).nbytes, self.config.latent_dtype
-        return rows_per_chunk(*row, int(self.config.chunk_mb * 1e6))
+        return exchanges + self.uploads.forecast(encoder)
 
     # --- stage 3 ------------------------------------------------------------------------------------------------------
 
@@ -328,6 +308,13 @@ class FedReplay(OneShot, Listens):
     def primary(self) -> Part:
         """θ_C, the part after the cut, which the server trains."""
         return self.parts[1]
+
+    @cached_property
+    def uploads(self) -> Uploads:
+        """What institutions upload."""
+        config = self.config
+        asked = config.latent_dtype, int(config.chunk_mb * 1e6), config.upload_views
+        return Uploads(self.exchanger, self.parts, *asked)
 
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -357,9 +344,9 @@ class FedReplay(OneShot, Listens):
     def learn(self, exchange: int, arrays: StateDict) -> tuple[StateDict, float]:
         """Train θ_C for one epoch on the union of the latents."""
         sums, training, task = self.statistics, self.settings.training, self.task
-        if not (sums.held if sums else self.store.complete):
+        if not (sums.held if sums else self.uploads.store.complete):
             raise RunError(f"no institution has uploaded its latents; {self.recorder.failures_line()}")
-        e = sums.draws("primary", exchange) if sums else self.store
+        e = sums.draws("primary", exchange) if sums else self.uploads.store
         refuse_single_batches(self.primary, len(e), training.batch_size)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr(exchange)
@@ -370,7 +357,7 @@ class FedReplay(OneShot, Listens):
         try:
             return {**(self.encoder or {}), **to_arrays(self.primary)}, mean_loss(losses)
         except DivergedError as error:
-            raise DivergedError(str(error) if sums else f"{error}; {self.store.reaches()}") from None
+            raise DivergedError(str(error) if sums else f"{error}; {self.uploads.store.reaches()}") from None
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
         """Return the encoder, θ_C and its optimizer, and sums; the latents are on the disk already."""
@@ -387,7 +374,7 @@ class FedReplay(OneShot, Listens):
         load_optimizer_arrays(self.optimizer, groups["optimizer"])
         if self.statistics:
             return self.statistics.restore(groups["sums"], values)
-        self.store = LatentStore(self.recorder.folder("latents"), self.settings.run)
+        self.uploads.open()
 
 
 def descend(

@@ -12,14 +12,14 @@ What is protected: Nothing by a guarantee; see `strategies/feder.py`.
 Deviations: An institution that is late draws its buffer when it comes, and training goes on with it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_replay.config.sections import within
@@ -31,7 +31,7 @@ from flwr_replay.learning.training import batches, make_optimizer, mean_loss, re
 from flwr_replay.models import placed
 from flwr_replay.models.layers import step
 from flwr_replay.movements.base import Exchange, Outcome
-from flwr_replay.movements.one_shot import AtServer
+from flwr_replay.movements.one_shot import OneShot
 from flwr_replay.server.synthesis import FOLDER, STAGES, Buffers
 from flwr_replay.wire.records import StateDict, array_record, opened
 from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
@@ -63,7 +63,7 @@ class SynCentralConfig(StrategyConfig):
         return {"buffer_refresh": "never"}
 
 
-class SynCentral(AtServer):
+class SynCentral(OneShot):
     """The server trains on synthetic images of all institutions."""
 
     config_type = SynCentralConfig
@@ -103,12 +103,6 @@ class SynCentral(AtServer):
             losses.append(step(self.model, self.optimizer, self.task.loss(self.model(x_B), y_B)))
             self.recorder.saw(len(y_B))
         return array_record(to_arrays(self.model)), MetricRecord({"train-loss": mean_loss(losses)})
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Ask nobody to train a model: the server does."""
-        return []
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:
         """Return the optimizer's state, and what is known of buffers, which are in files."""

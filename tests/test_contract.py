@@ -22,7 +22,6 @@ from flwr_replay.movements.relay import Relay
 from flwr_replay.movements.serial import Serial
 from flwr_replay.payloads.common import Trained
 from flwr_replay.strategies.fedavg import FedAvg, FedAvgConfig
-from flwr_replay.strategies.syncentral import SynCentral
 from flwr_replay.wire.records import opened
 from flwr_replay.wire.weights import to_arrays
 
@@ -225,7 +224,7 @@ def test_one_name_in_five_places():
     cells = re.findall(r"^\| (\[`.*?) \| ([\w-]+)", (ROOT / "README.md").read_text(), re.M)
     rows = {name: movement for cell, movement in cells for name in re.findall(r"\[`(\w+)`\]", cell)}
     assert rows.keys() == names
-    movements = {"one-shot": (OneShot, SynCentral), "serial": Serial, "parallel": Parallel, "relay": Relay}
+    movements = {"one-shot": OneShot, "serial": Serial, "parallel": Parallel, "relay": Relay}
     assert [
         name for name, movement in rows.items() if not issubclass(load_strategy(name)[0], movements[movement])
     ] == []

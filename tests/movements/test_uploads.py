@@ -18,7 +18,7 @@ from flwr_replay.learning.latents import LatentStore
 from flwr_replay.payloads.fedreplay import Latents
 from flwr_replay.report.progress import Display
 from flwr_replay.runs.execute import execute
-from flwr_replay.strategies import fedreplay
+from flwr_replay.server import uploads
 from flwr_replay.wire.records import arrays_in
 
 JOB = [*SHARDS, "classes=3", "model=cnn", "model.width=4", "batch_size=16", "device=cpu"]
@@ -88,8 +88,8 @@ def test_an_upload_that_cannot_be_leaves_no_file_and_spoils_nothing(tmp_path, li
 
 def test_what_the_server_holds_does_not_grow_with_the_institutions(tmp_path, monkeypatch):
     final = {}
-    for at_once, megabytes in ((2, 128), (6, 10**6)):
-        monkeypatch.setattr(fedreplay, "UNDER_WAY_MB", megabytes)
+    for at_once, under_way in ((2, 128e6), (6, 1e12)):
+        monkeypatch.setattr(uploads, "UNDER_WAY", under_way)
         (folder := tmp_path / str(at_once)).mkdir()
         _, path, most = run(folder, "chunk_mb=50", names="fedcba")
         assert most == at_once

@@ -64,7 +64,7 @@ def start(nodes):
         )
         kept.append(strategy)
         result = strategy.start(grid, fresh(config), config.rounds, evaluate_fn=evaluate_fn and evaluate_fn(grid))
-        return opened(result.arrays), grid, strategy.store.folder, strategy.recorder
+        return opened(result.arrays), grid, strategy.uploads.store.folder, strategy.recorder
 
     return start
 
