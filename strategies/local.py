@@ -17,12 +17,11 @@ from dataclasses import dataclass
 
 from flwr_replay.config.sections import one_of
 from flwr_replay.config.strategy import StrategyConfig, Traits
-from flwr_replay.movements.base import Exchange
 from flwr_replay.movements.relay import Relay
 from flwr_replay.payloads.local import EvaluateOwn, TrainedOwn, TrainOwn
 from flwr_replay.rng import derived_seed
 from flwr_replay.server.members import Member
-from flwr_replay.wire.records import StateDict, Weights
+from flwr_replay.wire.records import Weights
 
 __all__ = ["Local", "LocalConfig"]
 
@@ -70,12 +69,6 @@ class Local(Relay):
             init_seed=derived_seed(self.settings.seed, "model"),  # the same fresh weights as in every other method
             optimizer_state=self.config.optimizer_state,
         )
-
-    def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
-        """One exchange with every institution in every round in which it trains; no weights."""
-        times, answer = self.trainings(num_rounds), TrainedOwn.blank()
-        trainers = [member for member in self.members if times[member.name]]
-        return [(member, self.train_request(0, member), answer, times[member.name]) for member in trainers]
 
     def evaluation(self, exchange: int, arrays: Weights) -> EvaluateOwn:
         """Each institution tests its own model."""

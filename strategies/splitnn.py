@@ -268,8 +268,8 @@ class SplitNN(Serial):
                 request = self.next_batch(0, 0, gradients[0], last=not following)
                 half = Half.blank(enter.arrays)
                 visit.append((request, self.empty(following) if following else half, times))
-            exchanges += [(member, request, answer, times * num_rounds) for request, answer, times in visit]
-        return exchanges
+            exchanges += [(member, request, answer, times) for request, answer, times in visit]
+        return self.every_round(exchanges, num_rounds)
 
     def empty(self, n: int) -> Activations:
         """Return a blank upload of n examples, as large as a real one."""

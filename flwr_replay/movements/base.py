@@ -176,6 +176,11 @@ class Movement(Strategy):
         The strategy is the forecast's own, and never runs: what this changes in it need not be set back.
         """
 
+    def every_round(self, exchanges: Iterable[Exchange], num_rounds: int) -> list[Exchange]:
+        """Return a round's exchanges as often as each institution trains."""
+        times = self.trainings(num_rounds)
+        return [(m, request, answer, n * times[m.name]) for m, request, answer, n in exchanges if times[m.name]]
+
     def exchange_round(self, grid: Grid, exchange: int, arrays: ArrayRecord, config: ConfigRecord) -> Outcome:
         """Train in one server round: one exchange, unless a movement needs more."""
         replies = self.exchanger(grid, exchange, self.configure_train(exchange, arrays, config, grid))

@@ -104,14 +104,13 @@ class Parallel(AtOnce):
         masked, form = self.settings.hiding.sums_only, answer_form(request)
         answer = self.answer.blank(blank_masked(form) if masked else form)
         answer = replace(answer, train_loss=None) if masked else answer  # it would give the gradient
-        times = self.trainings(num_rounds)
         exchanges: list[tuple[Request, Payload]] = [(request, answer)]
         if self.spare:
             exchanges = [
                 (request, replace(answer, points=bytes(self.length_of_points))),
                 (self.unmask(self.cohort), Unmasked(shares=bytes(len(self.cohort) * SECRET))),
             ]
-        return [(m, *exchange, times[m.name]) for exchange in exchanges for m in self.members if times[m.name]]
+        return self.every_round(((m, *exchange, 1) for exchange in exchanges for m in self.members), num_rounds)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

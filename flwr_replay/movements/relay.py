@@ -11,10 +11,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from flwr_replay.config.sections import require
-from flwr_replay.movements.base import Outcome
+from flwr_replay.movements.base import Exchange, Outcome
 from flwr_replay.movements.participation import AtOnce, number_chosen
 from flwr_replay.server.members import Member
 from flwr_replay.wire.payload import Payload, Request
+from flwr_replay.wire.records import StateDict
 
 __all__ = ["Relay"]
 
@@ -51,6 +52,11 @@ class Relay(AtOnce):
         """Ask all that train in this round."""
         trainers = self.trainers(server_round)
         return (self.message(member, self.train_request(server_round, member), config) for member in trainers)
+
+    def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
+        """One exchange with every institution in every round in which it trains; no weights."""
+        answer = self.answer.blank()
+        return self.every_round(((m, self.train_request(0, m), answer, 1) for m in self.members), num_rounds)
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Outcome:
         """Count the examples used; there are no weights to aggregate."""

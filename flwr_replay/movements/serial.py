@@ -93,10 +93,9 @@ class Serial(Movement):
 
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """One visit in every cycle that an institution belongs to; in a sealed run the first gets no weights."""
-        travelling, times = self.travelling(arrays), self.trainings(num_rounds)
+        travelling = self.travelling(arrays)
         request, answer = self.train_request(0, travelling), Trained.blank(travelling)
-        visited = [member for member in self.cycle_members() if times[member.name]]
-        exchanges: list[Exchange] = [(member, request, answer, times[member.name]) for member in visited]
+        exchanges = self.every_round(((m, request, answer, 1) for m in self.cycle_members()), num_rounds)
         if not self.settings.hiding.readable:
             first = self.members.get(next(self.visits([0]))[1])
             exchanges = [(m, request, reply, number - (m is first)) for m, request, reply, number in exchanges]
