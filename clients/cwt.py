@@ -1,7 +1,8 @@
 """Cyclic weight transfer: the institution's half; the server's half is `strategies/cwt.py`.
 
 Source: Chang et al. 2018; Qu et al. 2022, section 4.1. A visit is max(1, ⌊|D_k|/b⌋) SGD iterations. With replay every
-batch also holds replayed examples (Qu et al. 2022, Algorithm 1, lines 1-6).
+batch also holds replayed examples (Qu et al. 2022, Algorithm 1, lines 1-6). From `institution/client.py` are the data,
+the learner (θ, its optimizer, what is replayed, DP-SGD's noise) and the answer: θ, its loss and counts.
 """
 
 from flwr_replay.institution.client import InstitutionClient
