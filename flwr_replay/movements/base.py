@@ -147,6 +147,10 @@ class Movement(Strategy):
     def exchanges_per_round(self) -> int:
         """Return how many exchanges make one pass over the institutions' data, or one epoch at the server."""
 
+    def round_of(self, exchange: int) -> int:
+        """Return the round that an exchange belongs to, from 1."""
+        return ceil(exchange / self.exchanges_per_round())
+
     def begin_run(self) -> None:
         """Fix what holds for the whole run; called after the roll call and after `restore`."""
 
@@ -356,11 +360,11 @@ class Movement(Strategy):
         for name in self.members.left():
             self.recorder.failed(exchange, name, "its node has gone; the run goes on without it until it returns")
         if self.replay:
-            last = exchange > (run.num_rounds - 1) * self.exchanges_per_round()
+            last = self.round_of(exchange) == run.num_rounds
             self.replay.prepare(run.grid, exchange, opened(arrays), run.train_config, last)
         trained, metrics = self.exchange_round(run.grid, exchange, arrays, run.train_config)
         if metrics is not None:
-            run.trained(ceil(exchange / self.exchanges_per_round()), metrics)
+            run.trained(self.round_of(exchange), metrics)
         if trained is None:
             return arrays
         arrays = self.exchanger.finite(trained)
@@ -373,7 +377,7 @@ class Movement(Strategy):
 
     def lr(self, exchange: int) -> float:
         """Return the learning rate of the pass that this exchange belongs to."""
-        return learning_rate(self.settings.training, (exchange - 1) // self.exchanges_per_round())
+        return learning_rate(self.settings.training, self.round_of(exchange) - 1)
 
     def summary(self) -> None:
         """Log the strategy and its options."""

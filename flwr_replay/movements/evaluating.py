@@ -117,9 +117,9 @@ class Evaluations:
 
     def if_due(self, run: RunState, exchange: int, arrays: ArrayRecord) -> None:
         """Have every institution evaluate, every `evaluate_every` rounds and after the last."""
-        completed, rest = divmod(exchange, self.method.exchanges_per_round())
-        last = completed == run.num_rounds
-        if rest or not (last or completed % self.exchanger.settings.evaluate_every == 0):
+        completed = self.method.round_of(exchange)
+        last, goes_on = completed == run.num_rounds, self.method.round_of(exchange + 1) == completed
+        if goes_on or not (last or completed % self.exchanger.settings.evaluate_every == 0):
             return
         at_end = last and self.split != "test"
         for test in self.further:
