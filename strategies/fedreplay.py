@@ -13,11 +13,9 @@ Travels: the encoder, from one institution to all (`Encode`, `Encoder`, `Extract
              for each round: for each batch of e: θ_C ← θ_C − η ∇L(θ_C; e)                   # lines 9-10
 
 Not in the paper: latents=drawn, where only FedStats' sums travel, and e ~ N(μ_c, W) (`strategies/fedstats.py`);
-listen=pool, where an
-institution pools the model with one of its own, which never leaves. Such a pool is never worse than its better half on
-the held-out examples that weigh it (`flwr_replay/learning/pooling.py`). Its metrics are those of its institution's own
-test examples; the global model's have the prefix global-.
-
+listen=pool, where an institution pools the model with one of its own, which never leaves. Such a pool is never worse
+than its better half on the held-out examples that weigh it (`flwr_replay/learning/pooling.py`). Its metrics are those
+of its institution's own test examples; the global model's have the prefix global-.
 What is protected: With dp=encoder the encoder's weights, with dp=latents latents and labels, with dp=statistics sums.
 
 Deviations: Stage 1 stops early on the institution's validation split, else on a tenth of its training examples, and
@@ -155,7 +153,7 @@ class FedReplay(OneShot):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.config.listen == "pool":
-            self.evaluated, self.stages = PersonalEvaluation, ("extract", EvaluatePooled.stage_name)
+            self.evaluated, self.stages = PersonalEvaluation, (*self.stages[:-1], EvaluatePooled.stage_name)
 
     @classmethod
     def check(cls, config: FedReplayConfig, settings: Settings, names: Sequence[str] = ()) -> None:
@@ -285,6 +283,13 @@ class FedReplay(OneShot):
 
     # --- stage 2 ------------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def uploads(self) -> Uploads:
+        """What institutions upload."""
+        config = self.config
+        asked = config.latent_dtype, int(config.chunk_mb * 1e6), config.upload_views
+        return Uploads(self.exchanger, self.parts, *asked)
+
     def forecast(self, arrays: StateDict, num_rounds: int) -> list[Exchange]:
         """One encoder, if an institution trains it, and every institution's latents, chunk by chunk, once."""
         if self.statistics:
@@ -308,13 +313,6 @@ class FedReplay(OneShot):
     def primary(self) -> Part:
         """θ_C, the part after the cut, which the server trains."""
         return self.parts[1]
-
-    @cached_property
-    def uploads(self) -> Uploads:
-        """What institutions upload."""
-        config = self.config
-        asked = config.latent_dtype, int(config.chunk_mb * 1e6), config.upload_views
-        return Uploads(self.exchanger, self.parts, *asked)
 
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
