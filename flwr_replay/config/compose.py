@@ -250,7 +250,7 @@ def _refuse_typed(own: Sequence[str], overrides: Sequence[str], config: RunConfi
     base = {key: value for key, value in _unset(tuple(_chosen(_pairs(overrides)))).items() if key != BY_STRATEGY}
     first: dict[str, str] = {}
     for option in own:
-        key = option.partition("=")[0].replace("-", "_")
+        key = key_of(option)
         full = key if key in GROUPS else _full_key(key, base)
         if without and "." not in key and full.startswith(OF_CHOICES):
             raise ConfigError(f"{short(option)} is {full}, and strategy={name} has none: leave it out")

@@ -9,6 +9,7 @@ from math import isinf
 from pathlib import Path
 from typing import Any
 
+from flwr_replay.config.renamed import key_today
 from flwr_replay.errors import ConfigError
 
 __all__ = ["NUMBER", "digits", "key_of", "node_config", "quoted", "short", "toml_text", "value_of", "vanishes"]
@@ -36,8 +37,8 @@ def quoted(value: Any) -> str:
 
 
 def key_of(option: str) -> str:
-    """Return the name in `key=value`, in which a hyphen is an underscore."""
-    return option.partition("=")[0].replace("-", "_")
+    """Return the name in `key=value`, in which a hyphen is an underscore, as it is today."""
+    return key_today(option.partition("=")[0].replace("-", "_"))
 
 
 def digits(text: str) -> str:

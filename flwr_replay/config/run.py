@@ -85,9 +85,9 @@ class RunConfig:
         if self.privacy.noise == "shared":
             self._check_shared()
         require(
-            (self.replay.name == "none" and not self.draws_images) or self.generator.slice_seconds < self.timeout,
-            "generator.slice-seconds must be below timeout, since a message must be answered before that; got "
-            f"{self.generator.slice_seconds:g} and {self.timeout:g}: choose fewer, or a longer timeout",
+            (self.replay.name == "none" and not self.draws_images) or self.generator.piece_seconds < self.timeout,
+            "generator.piece-seconds must be below timeout, since a message must be answered before that; got "
+            f"{self.generator.piece_seconds:g} and {self.timeout:g}: choose fewer, or a longer timeout",
         )
         self.strategy.check_task(self.task)
         require(

@@ -330,11 +330,11 @@ class GeneratorConfig:
         ""  # where each institution has its own: a trained one's file, or a folder with <institution>.safetensors
     )
     classes: tuple[str, ...] = ()  # which institutions draw, by turns: "all" or numbers; empty: those that they have
-    slice_steps: int = 500  # where each institution trains its own: steps in a piece, at most
-    slice_seconds: float = 300.0  # of a piece, also of a prior's training: then the message is answered; below timeout
+    piece_steps: int = 500  # where each institution trains its own: steps in a piece, at most
+    piece_seconds: float = 300.0  # of a piece, also of a prior's training: then the message is answered; below timeout
 
     def __post_init__(self) -> None:
-        within("generator.", self, batch_size=(1, BATCH), lr=POSITIVE, slice_steps=(1, BATCH), slice_seconds=POSITIVE)
+        within("generator.", self, batch_size=(1, BATCH), lr=POSITIVE, piece_steps=(1, BATCH), piece_seconds=POSITIVE)
 
     def check_classes(self, declared: str, classes: int, option: str = "generator.classes") -> None:
         """Refuse what names no classes of a task that has so many."""

@@ -68,7 +68,7 @@ class Simulation:
         if plan := job.settings.privacy:
             sizes = [len(indices) for indices in partition.train]
             _refuse_poor(plan, [sum(sizes)] if plan.pooled else sizes)
-        if (synthesis := job.settings.synthesis) and "train-slice" in job.strategy("").all_stages():
+        if (synthesis := job.settings.synthesis) and "train-piece" in job.strategy("").all_stages():
             labels = loaded(config.task).train.y
             synthesis.check_labels([labels[indices] for indices in partition.train])
         return cls(job, partition)

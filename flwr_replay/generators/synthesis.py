@@ -23,7 +23,7 @@ __all__ = ["FEWEST", "LARGEST", "SynthesisPlan", "TrainingProgress"]
 
 LARGEST = 256  # pixels of an image's side
 # Options that do not change what it learns.
-NOT_LEARNED = ("slice_steps", "slice_seconds", "checkpoint", "classes", "cpu_size")
+NOT_LEARNED = ("piece_steps", "piece_seconds", "checkpoint", "classes", "cpu_size")
 FEWEST = 4  # images of a class from which a generator can learn it
 
 
@@ -122,7 +122,7 @@ class SynthesisPlan:
 
     def pieces(self, examples: int) -> int:
         """Return how many messages a training on so many images takes, if none is cut short by the clock."""
-        return max(1, ceil(self.steps(examples) / self.generator.slice_steps))
+        return max(1, ceil(self.steps(examples) / self.generator.piece_steps))
 
     # --- files --------------------------------------------------------------------------------------------------------
 

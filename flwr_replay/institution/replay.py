@@ -55,7 +55,7 @@ class GenerativeStages:
         self, institution: Institution, state: StateStore, replay_plan: ReplayPlan, budget: PrivacyBudget | None = None
     ) -> None:
         self.institution, self.state, self.replay_plan, self.budget = institution, state, replay_plan, budget
-        self.pieces = Pieces(budget, replay_plan.generator.slice_seconds)
+        self.pieces = Pieces(budget, replay_plan.generator.piece_seconds)
 
     # --- Algorithm 1, lines 7-20 --------------------------------------------------------------------------------------
 

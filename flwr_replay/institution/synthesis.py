@@ -35,7 +35,7 @@ from flwr_replay.wire.records import StateDict
 
 __all__ = ["SynthesisStages"]
 
-TRAIN, DRAW, KEEP = "train-slice", "draw-buffer", "keep-buffer"
+TRAIN, DRAW, KEEP = "train-piece", "draw-buffer", "keep-buffer"
 PER_CLASS = 16  # images drawn to measure how different they are, from each other and from real ones
 COMPARED = 512  # real images at most
 DRAWN_TOGETHER = 256  # images drawn from one seed, so that buffers of all sizes begin with the same images
@@ -70,11 +70,11 @@ class SynthesisStages:
     ) -> None:
         self.institution, self.state, self.plan = institution, state, plan
         self.budget = budget if budget and budget.plan.covers("generator") else None  # None: no generator under DP
-        self.pieces = Pieces(self.budget, plan.generator.slice_seconds)
+        self.pieces = Pieces(self.budget, plan.generator.piece_seconds)
 
     # --- the generator ------------------------------------------------------------------------------------------------
 
-    def train_slice(self, request: TrainPiece) -> TrainedPiece:
+    def train_piece(self, request: TrainPiece) -> TrainedPiece:
         """Train for some steps, and save: an interrupted message costs at most its own steps.
 
         Processes that want the same generator train it by turns: each goes on from where the one before it has stopped.
@@ -83,7 +83,7 @@ class SynthesisStages:
             data = self.images()
             generator, done = self.trained_so_far(request.run)
             before, training = replace(done), OwnTraining(generator, data, self.classes(data))
-            losses = self.pieces.advance(training, done, request, self.plan.generator.slice_steps)
+            losses = self.pieces.advance(training, done, request, self.plan.generator.piece_steps)
             if done != before:
                 done.loss = float(losses.mean()) if len(losses) else done.loss
                 done.margin = None if done.steps_left else training.figures.get("margin")

@@ -34,7 +34,7 @@ class TrainedPiece(Trains):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainPiece(Spending, Request, stage="train-slice", answer=TrainedPiece):
+class TrainPiece(Spending, Request, stage="train-piece", answer=TrainedPiece):
     """Train your generator for some more steps on your own images."""
 
     run: str = instruction()

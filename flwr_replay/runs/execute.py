@@ -148,7 +148,7 @@ def claim(strategy: Movement) -> str:
     """Say what in a run is differentially private, by the declarations of its stages, and what seals or masks hide."""
     privacy, stages = strategy.settings.privacy, strategy.all_stages()
     if privacy is None:
-        text = f"{NOTHING} {EVIDENCE}" if "train-slice" in stages else NOTHING
+        text = f"{NOTHING} {EVIDENCE}" if "train-piece" in stages else NOTHING
     else:
         text = sentence(privacy, {stage: REQUESTS[stage].answer for stage in stages})
     return f"{text} {HIDDEN.get(strategy.settings.hiding, '')}".rstrip()

@@ -36,7 +36,7 @@ __all__ = ["FOLDER", "STAGES", "BufferReplay", "Buffers"]
 ALIKE = 0.3  # diversity below which a class is almost one image
 UNLIKE = 0.1  # precision below which nearly all images are noise
 FOLDER = "buffers"  # of a run directory, with all buffers by their numbers
-STAGES = ("train-slice", "draw-buffer", "keep-buffer")
+STAGES = ("train-piece", "draw-buffer", "keep-buffer")
 
 
 class Buffers:

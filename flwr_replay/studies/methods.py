@@ -259,7 +259,7 @@ def named(name: str) -> tuple[str, str]:
 def own_option(strategy: str, option: str) -> tuple[str, str]:
     """Return an option of one method under its full name with its section, and its value."""
     key, _, value = option.partition("=")
-    plain = key.replace("-", "_")
+    plain = key_of(option)
     _refuse_ours(plain, option)
     if plain == "seeds":
         raise ConfigError(f"seeds are of the whole comparison; got {option!r}: {OURS['seed']}")

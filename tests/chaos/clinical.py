@@ -22,7 +22,7 @@ from flwr_replay.engines.superlink import flwr_run, superlink
 from flwr_replay.files.lines import read_lines
 
 AWAY = 60  # seconds
-OPTIONS = ("strategy=cwt", "replay=vqvae2", "rounds=2", "evaluate_every=2", "generator.slice-seconds=45")
+OPTIONS = ("strategy=cwt", "replay=vqvae2", "rounds=2", "evaluate_every=2", "generator.piece-seconds=45")
 OPTIONS += ("task=folder", "task.channels=1", "task.size=128", "model=resnet34", "model.width=16", "device=cpu")
 OPTIONS += ("task.classes=3", "task.class-names=[covid,normal,pneumonia]")
 

@@ -37,7 +37,7 @@ from flwr_replay.report.run_files import read_run_id
 CWT = ("strategy=cwt", "rounds=1", "evaluate_every=100", "lr=0.05")
 WIDE = ("strategy=fedavg", "rounds=2", "evaluate_every=2", "nodes=2", "model.width=1500", "timeout=60")
 LONG = ("strategy=fedavg", "rounds=6", "evaluate_every=100", "lr=0.05", "nodes=2")
-PIECES = (*CWT, "replay=vqvae2", "generator.epochs=3", "generator.batch-size=48", "generator.slice-seconds=0.001")
+PIECES = (*CWT, "replay=vqvae2", "generator.epochs=3", "generator.batch-size=48", "generator.piece-seconds=0.001")
 NOISY = (
     "strategy=fedavg",
     "rounds=2",

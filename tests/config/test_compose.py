@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from flwr_replay.config import compose as composing
 from flwr_replay.config.catalogue import choices, conf_dir
-from flwr_replay.config.compose import compose, from_run_config, overrides_of, to_yaml
-from flwr_replay.config.renamed import today
+from flwr_replay.config.compose import compose, compose_own, from_run_config, overrides_of, to_yaml
+from flwr_replay.config.renamed import today, told
 from flwr_replay.config.sections import spelled
 from flwr_replay.errors import ConfigError
 from flwr_replay.runs.options import resolve
@@ -71,14 +71,22 @@ def test_what_cannot_be_is_refused_in_one_line(override, says):
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [("prior=masked", "prior=maskgit"), ("task.format=retina", "task.format=clinical")]
+    ("old", "new", "says"),
+    [
+        ("prior=masked", "prior=maskgit", "prior=masked is called prior=maskgit now"),
+        ("task.format=retina", "task.format=clinical", "task.format=retina is called task.format=clinical now"),
+        ("generator.slice-steps=7", "generator.piece_steps=7", "slice-steps is called piece-steps now"),
+        ("slice-seconds=7", "piece-seconds=7", "slice-seconds is called piece-seconds now"),
+    ],
 )
-def test_an_old_name_goes_on_with_a_warning(old, new, caplog):
-    today.cache_clear()
+def test_an_old_name_goes_on_with_a_warning(caplog, old, new, says):
+    for read in (today, told):
+        read.cache_clear()
+    job = ["task=retina", "strategy=cwt", "replay=pixelcnn"]
     for _ in range(2):
-        assert compose(["task=retina", old]) == compose(["task=retina", new])
+        assert compose_own([*job, old], [*job, old]) == compose([*job, new])
     assert [line.message for line in caplog.records if "called" in line.message] == [
-        f"{old} is called {new} now; the old name ends with 0.2.0"
+        f"{says}; the old name ends with 0.2.0"
     ]
 
 
@@ -155,7 +163,7 @@ def test_escapes_within_quotes_are_text():
         ("threads=500", "threads must be at most 256; got 500"),
         ("seed=9999999999999999999", "seed must be a number of fewer than 19 digits"),
         ("lr=1" + "0" * 400, "training.lr must be a number of fewer than 19 digits"),
-        ("strategy=cwt replay=vqvae2 timeout=300", "slice-seconds must be below timeout, since a message must be"),
+        ("strategy=cwt replay=vqvae2 timeout=300", "piece-seconds must be below timeout, since a message must be"),
         ("timeout=inf", "timeout must be positive, in seconds, and at most a year; got inf"),
         ("wait=1e300", "wait must not be negative, in seconds, and at most a year; got 1e+300"),
         ("generator.width=100000", "generator.width must be at most 4096"),

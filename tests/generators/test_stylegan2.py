@@ -162,7 +162,7 @@ def test_samples_come_from_the_running_means_alone():
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"path_length": True, "residual": True, "condition_to": 0.5}])
-def test_a_training_in_slices_ends_with_the_same_bits(options):
+def test_a_training_in_pieces_ends_with_the_same_bits(options):
     x, y = images()
     whole, cut = gan(**options), gan(**options)
     whole.train(x, y, range(30))

@@ -196,7 +196,7 @@ def test_a_generator_that_never_ends_is_its_institutions_failure(folder):
 
     def endless(grid, message, reply):
         stage = config_in(message.content).get("stage")
-        if stage == "train-slice" and grid.name_of(message.metadata.dst_node_id) == "a":
+        if stage == "train-piece" and grid.name_of(message.metadata.dst_node_id) == "a":
             asked.append(1)
             metrics = {**metrics_in(reply.content), "steps": len(asked), "steps-left": 10**15}
             reply.content["metrics"] = MetricRecord(metrics)

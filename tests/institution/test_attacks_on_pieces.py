@@ -17,7 +17,7 @@ from flwr_replay.payloads.replay import KeepCodes, KeepDecoder, TrainGenerator, 
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 from flwr_replay.wire.weights import to_arrays
 
-EACH_STEP = "generator.slice_seconds=1e-9"
+EACH_STEP = "generator.piece_seconds=1e-9"
 PLAIN = [*JOB, "strategy=cwt", "generator.epochs=3", "prior.epochs=2", EACH_STEP]
 CODES, DRAWN = [*PLAIN, "replay=vqvae2"], [*PLAIN, "replay=pixelcnn"]
 PRIVATE = [*DRAWN, "codebook=gradient", "model.norm=group", "dp=end-to-end", "sigma=1", "privacy.delta=0.01"]

@@ -42,9 +42,9 @@ def test_an_institution_draws_from_its_checkpoint_and_trains_nothing(tmp_path, t
     assert not ran.result["failures"]
     assert not list((tmp_path / "state" / "a").glob("generators/*.safetensors"))
     assert len(list((tmp_path / "state" / "b").glob("generators/*.safetensors"))) == 1
-    slices = [reply for asked, _, reply in ran.grid.log if asked[:2] == ("train-slice", "a")]
-    assert len(slices) == 1
-    metrics = slices[0].content["metrics"]
+    pieces = [reply for asked, _, reply in ran.grid.log if asked[:2] == ("train-piece", "a")]
+    assert len(pieces) == 1
+    metrics = pieces[0].content["metrics"]
     assert (metrics["steps"], metrics["steps-left"]) == (9, 0)
     assert "diversity" in metrics
 

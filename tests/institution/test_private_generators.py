@@ -39,9 +39,9 @@ TASK = [*SHARDS, "classes=3", "model=cnn", "model.width=4", "model.norm=group", 
 PLAIN = [*TASK, "training.batch_size=16", "lr=0.05", "rounds=2", "generator.batch_size=16", "generator.classes=[all]"]
 OFF = ["generator.deviation=false", "generator.r1_every=0", "generator.ada_images=0", "generator.privacy_loss=none"]
 STYLE = ["generator=stylegan2", "generator.latents=4", "generator.width=4", "generator.max_width=4", *OFF]
-STYLE += ["generator.steps=6", "generator.slice_steps=4"]
+STYLE += ["generator.steps=6", "generator.piece_steps=4"]
 CODES = ["generator.width=4", "generator.codes=8", "generator.dim=4", "generator.epochs=2", "codebook=gradient"]
-CODES += ["prior.width=4", "prior.layers=1", "prior.epochs=1", "prior.batch_size=16", "generator.slice_steps=3"]
+CODES += ["prior.width=4", "prior.layers=1", "prior.epochs=1", "prior.batch_size=16", "generator.piece_steps=3"]
 FEDER = ["strategy=feder", "buffer=12", "mode=buffer-only"]
 RUNS = {
     "feder, stylegan2": [*PLAIN, *STYLE, "strategy=feder", "buffer=12", "dp=generator"],
@@ -106,7 +106,7 @@ def test_only_what_the_claim_leaves_out_leaves_unprotected(once, name):
     }
     for field in ("images", "labels"):
         assert up["draw-buffer", field].endswith("-DP")
-    assert not {"loss", "margin", "diversity"} & {field for stage, field in up if stage == "train-slice"}
+    assert not {"loss", "margin", "diversity"} & {field for stage, field in up if stage == "train-piece"}
     kept, released = name.startswith("buffer-only"), set() if "dp=end-to-end" in RUNS[name] else {"train-with-buffers"}
     open_ = {stage for (stage, _), protection in up.items() if protection == "none"}
     assert open_ == {"evaluate-own" if kept else "evaluate"} | released
@@ -143,7 +143,7 @@ def test_the_forecast_says_what_the_ledger_will_say(tmp_path, name):
 @pytest.mark.sampled(2, of="slow replay")
 def test_a_crash_after_an_answer_costs_nothing_and_every_message_may_meet_a_new_process(folder, once):
     usual = once("feder, codes")
-    ran = broken(started, folder, *RUNS["feder, codes"], breaking=[("train-slice", "b")], forgetful=True)
+    ran = broken(started, folder, *RUNS["feder, codes"], breaking=[("train-piece", "b")], forgetful=True)
     assert charged(ran, "b") == charged(usual, "b")
 
 
@@ -186,7 +186,7 @@ def stages_of(folder, *options, name="feder, stylegan2", change=0, seed=0):
 
 
 def trained(stages, run="r"):
-    while stages.train_slice(TrainPiece(run=run)).steps_left:
+    while stages.train_piece(TrainPiece(run=run)).steps_left:
         pass
     return stages.draw_buffer(DrawBuffer(run=run, buffer=12, buffer_refresh="never"))
 
@@ -231,10 +231,10 @@ def test_a_training_ends_where_the_budget_ends(tmp_path, spent):
     stages.budget.begin_steps("generator", range(spent), TrainPiece(run="r"))  # as by a crash
     if spent == 6:
         with pytest.raises(BudgetError, match="steps of generator would make"):
-            stages.train_slice(TrainPiece(run="r"))
+            stages.train_piece(TrainPiece(run="r"))
         return
     buffer = trained(stages)
-    assert stages.trained_so_far("r")[1].steps == 4  # of 6: the second slice would be one step too many
+    assert stages.trained_so_far("r")[1].steps == 4  # of 6: the second piece would be one step too many
     assert buffer.epsilon <= limit
 
 

@@ -41,19 +41,19 @@ def test_processes_that_want_one_generator_train_it_by_turns(tmp_path, monkeypat
     monkeypatch.setattr(VQVAE2Images, "train", watched)
 
     def trained(stages):
-        while stages.train_slice(TrainPiece(run="r")).steps_left:
+        while stages.train_piece(TrainPiece(run="r")).steps_left:
             pass
         return stages.complete("r").state()
 
     with ThreadPoolExecutor(3) as pool:
-        first, *others = pool.map(trained, [stages_of(tmp_path, "generator.slice_steps=3") for _ in range(3)])
+        first, *others = pool.map(trained, [stages_of(tmp_path, "generator.piece_steps=3") for _ in range(3)])
     assert sorted(taken) == list(range(27))  # every step once: 3 batches x (8 + 1) epochs
     assert all(np.array_equal(first[key], other[key]) for other in others for key in first)
 
 
-def test_a_message_that_has_waited_longer_than_a_slice_lasts_still_takes_steps(tmp_path):
-    stages = stages_of(tmp_path, "generator.slice_seconds=1e-9")
-    assert stages.train_slice(TrainPiece(run="r")).steps == 10
+def test_a_message_that_has_waited_longer_than_a_piece_lasts_still_takes_steps(tmp_path):
+    stages = stages_of(tmp_path, "generator.piece_seconds=1e-9")
+    assert stages.train_piece(TrainPiece(run="r")).steps == 10
 
 
 def test_a_simulation_in_which_nobody_has_images_of_a_class_ends_before_anything_is_written(tmp_path):

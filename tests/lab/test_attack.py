@@ -24,7 +24,7 @@ from flwr_replay.state.store import DATA
 from flwr_replay.terminal import installing
 from flwr_replay.wire.recording import FOLDER
 
-PIECES = "generator.slice-seconds=1e-9"  # a training takes a message for each step
+PIECES = "generator.piece-seconds=1e-9"  # a training takes a message for each step
 RUNS = {
     "latents": ["strategy=fedreplay", "encoder=random", "partition.size=60", "model.width=16"],
     "gradient": ["strategy=fedsgd", "model=mlp", "partition.size=4", "partition.test=mirror"],

@@ -124,8 +124,8 @@ def test_a_generator_that_is_trained_in_many_messages_is_the_same(folder, tmp_pa
     runs = []
     for steps in (1, 1000):
         job, nodes = [*JOB, "generator.epochs=3"], node_configs(folder, tmp_path / str(steps))
-        runs.append(run(folder, [*job, f"generator.slice_steps={steps}"], nodes, ran=Models))
-    assert [len(asked_of(run, "train-slice")) > 3 for run in runs] == [True, False]
+        runs.append(run(folder, [*job, f"generator.piece_steps={steps}"], nodes, ran=Models))
+    assert [len(asked_of(run, "train-piece")) > 3 for run in runs] == [True, False]
     assert all(same(runs[0].models[name], runs[1].models[name]) for name in SIZES)
 
 
@@ -297,10 +297,10 @@ def test_a_generator_learns_only_images_in_0_to_1(tmp_path, low, high, fine):
     institution.state_root = tmp_path
     stages = SynthesisStages(institution, StateStore(institution), SynthesisPlan.of(compose(JOB)))
     if fine:
-        assert stages.train_slice(TrainPiece(run="r")).steps_left == 0
+        assert stages.train_piece(TrainPiece(run="r")).steps_left == 0
     else:
         with pytest.raises(DataError, match=r"numbers in \[0, 1\]; got others: rescale them"):
-            stages.train_slice(TrainPiece(run="r"))
+            stages.train_piece(TrainPiece(run="r"))
 
 
 @pytest.mark.sampled(1)

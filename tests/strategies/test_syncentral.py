@@ -60,7 +60,7 @@ def test_nothing_but_synthetic_images_goes_up_and_each_once(ran):
 
 def test_a_loss_that_no_picture_can_show_costs_its_sender_only(tmp_path):
     def after(grid, message, reply):
-        if grid.asked[-1][:2] == ("train-slice", "a"):
+        if grid.asked[-1][:2] == ("train-piece", "a"):
             reply.content["metrics"]["loss"] = 1.7e308
         return reply
 

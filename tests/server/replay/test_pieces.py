@@ -15,7 +15,7 @@ from flwr_replay.forecast.forecast import forecast
 from flwr_replay.server import pieces
 from flwr_replay.wire.records import array_record, arrays_in, metrics_in
 
-EACH_STEP = "generator.slice_seconds=1e-9"  # a message for every step, or block of steps under DP
+EACH_STEP = "generator.piece_seconds=1e-9"  # a message for every step, or block of steps under DP
 PLAIN = ["strategy=cwt", "rounds=1", "generator.epochs=3", "replay.ratio=1.5"]
 JOBS = {
     "vqvae2": [*PLAIN, "replay=vqvae2"],
@@ -227,7 +227,7 @@ def test_a_forecast_is_exact_where_a_training_takes_one_message(tmp_path, job):
     data = ["task=digits", "partition=iid", "partition.size=40", "model.width=4"]
     forecasts = {}
     for seconds in (300, 1e-9):
-        ran = simulated(tmp_path / str(seconds), *job, *data, f"generator.slice_seconds={seconds}")
+        ran = simulated(tmp_path / str(seconds), *job, *data, f"generator.piece_seconds={seconds}")
         lines_of = forecast(Simulation.of(compose(overrides_of(ran.folder / "config.yaml"))))
         expected = {}
         for line in lines_of:
