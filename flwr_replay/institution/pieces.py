@@ -10,13 +10,12 @@ with fresh noise. Where the budget allows no further block, the training ends.
 import sys
 import time
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,13 +29,21 @@ from flwr_replay.institution.budget import DPTraining, PrivacyBudget
 from flwr_replay.institution.owner import Shard
 from flwr_replay.payloads.common import ChargedRequest
 
-__all__ = ["Pieces", "Training", "mechanism_at"]
+__all__ = ["Pieces", "Training"]
 
 
 class Training(ABC):
     """A training in steps numbered from 0, which can stop after any and go on later."""
 
     mechanisms: Mapping[str, int]  # in the order of the training: the steps of each
+    budget: PrivacyBudget | None  # of a training under DP
+    releases: tuple[str, ...] = ()  # mechanisms under DP on which the last answer depends
+    done: TrainingProgress
+    losses: NDArray[np.floating]  # that `take` gave
+
+    @abstractmethod
+    def resume(self, request: ChargedRequest) -> None:
+        """Go on from what was kept, or begin; an error if it may do neither."""
 
     @abstractmethod
     def block(self, step: int, charged: bool) -> int:
@@ -48,6 +55,14 @@ class Training(ABC):
 
         Without DP the caller may stop after any. Under DP, `dp` takes the steps, and there is no loss.
         """
+
+    @abstractmethod
+    def end(self, request: ChargedRequest) -> None:
+        """Find what the last answer says beside weights and losses; called once, after the last step."""
+
+    @abstractmethod
+    def keep(self, request: ChargedRequest) -> None:
+        """Write down all that `resume` needs; called after every piece, also one without a step."""
 
 
 class Pieces:
@@ -67,13 +82,10 @@ class Pieces:
         with alone(private_folder(folder), wait=True):
             yield
 
-    def advance(
-        self, training: Training, done: TrainingProgress, request: ChargedRequest, most: int = sys.maxsize
-    ) -> NDArray[np.floating]:
-        """Make steps until the time is over, `most` are made, or the training is complete; call it within `alone`.
+    def train(self, training: Training, request: ChargedRequest, most: int = sys.maxsize) -> None:
+        """Train the next piece, at most so many steps, and keep it; call it within `alone`.
 
-        The training is as it was after the steps that are `done`, to which those made here are added. Returned are the
-        losses that `training.take` gave.
+        A complete training is left as it is. What is released once more costs nothing, but is recorded.
 
         Raises
         ------
@@ -83,17 +95,30 @@ class Pieces:
         DivergedError
             If a loss is not finite.
         """
-        first, losses = done.steps, list[Tensor]()
-        total = first + done.steps_left
-        end = min(total, first + most)
-        charged = self.budget if any(map(self.covers, training.mechanisms)) else None  # if one is, all are
-        while done.steps < end and (done.steps == first or self.in_time):
-            trained = mechanism_at(training.mechanisms, done.steps)
-            steps = range(done.steps, min(end, trained.end, done.steps + training.block(done.steps, bool(charged))))
+        training.resume(request)
+        done = training.done
+        first, left = done.steps, done.steps_left
+        if left:
+            self.advance(training, request, min(first + left, first + most))
+            if not done.steps_left:
+                training.end(request)
+        if training.budget and done.steps == first and not done.steps_left:
+            for released in training.releases:
+                training.budget.rest(released, request)
+        training.keep(request)
+
+    def advance(self, training: Training, request: ChargedRequest, last: int) -> None:
+        """Make steps until the time is over, or this one is reached, or the budget ends; note losses and progress."""
+        done, budget, losses = training.done, training.budget, list[Tensor]()
+        first, total = done.steps, done.steps + done.steps_left
+        ends = [*zip(training.mechanisms, accumulate(training.mechanisms.values()), strict=True)]
+        while done.steps < last and (done.steps == first or self.in_time):
+            mechanism, end = next((mechanism, end) for mechanism, end in ends if done.steps < end)
+            steps = range(done.steps, min(end, last, done.steps + training.block(done.steps, bool(budget))))
             try:
-                dp = charged.begin_steps(trained.mechanism, steps, request) if charged else None
+                dp = budget.begin_steps(mechanism, steps, request) if budget else None
             except BudgetError:
-                if trained.end < total or done.steps == trained.start:  # what was trained would be of no use
+                if end < total or done.steps == end - training.mechanisms[mechanism]:  # it would be of no use
                     raise
                 done.steps_left = 0  # what a crash had repeated was charged twice
                 break
@@ -104,16 +129,15 @@ class Pieces:
                     break
         numbers = torch.stack(losses).cpu().numpy() if losses else np.zeros(0, np.float32)
         if not np.isfinite(numbers).all():
-            what = trained.mechanism
-            raise DivergedError(f"the loss of a {what} must stay finite; it is not: lower {what}.lr")
-        return numbers
+            raise DivergedError(f"the loss of a {mechanism} must stay finite; it is not: lower {mechanism}.lr")
+        training.losses = np.concatenate([training.losses, numbers])
 
     def images(self, data: Shard, mechanism: str) -> Shard:
         """Return examples with images in the range that a generator or prior needs.
 
         Under DP numbers outside [0, 1] are clipped, since an error would reveal them; without DP they are a DataError.
         """
-        if self.covers(mechanism):
+        if self.budget_of(mechanism):
             return data if data.x.dtype == torch.uint8 else replace(data, x=data.x.clamp(0, 1))
         if data.x.dtype != torch.uint8 and not (data.x.min() >= 0 and data.x.max() <= 1):
             raise DataError("a generator needs images of bytes, or of numbers in [0, 1]; got others: rescale them")
@@ -123,31 +147,11 @@ class Pieces:
         """Return the epsilon and delta that an answer states; none without DP."""
         return self.budget.spent(run) if self.budget else {}
 
-    def covers(self, mechanism: str) -> bool:
-        """Return whether a mechanism is trained under DP."""
-        return self.budget is not None and self.budget.plan.covers(mechanism)
+    def budget_of(self, mechanism: str) -> PrivacyBudget | None:
+        """Return the budget if a mechanism is trained under DP."""
+        return self.budget if self.budget and self.budget.plan.covers(mechanism) else None
 
     @property
     def in_time(self) -> bool:
         """Whether the message may take longer."""
         return time.monotonic() - self.began < self.seconds
-
-
-class MechanismSteps(NamedTuple):
-    """The steps of a training that train one mechanism."""
-
-    mechanism: str
-    start: int
-    end: int
-
-
-def mechanism_at(mechanisms: Mapping[str, int], step: int) -> MechanismSteps:
-    """Return the mechanism that a step trains.
-
-    >>> mechanism_at({"generator": 20, "prior": 5}, 20)
-    MechanismSteps(mechanism='prior', start=20, end=25)
-    """
-    ends = [*accumulate(mechanisms.values())]
-    i = bisect_right(ends, step)
-    mechanism, steps = [*mechanisms.items()][i]
-    return MechanismSteps(mechanism, ends[i] - steps, ends[i])

@@ -23,7 +23,7 @@ from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.owner import Institution
 from flwr_replay.institution.pictures import SHOWN, draw_grid
 from flwr_replay.institution.pieces import Pieces
-from flwr_replay.institution.trainings import GeneratorTraining, PriorTraining, ReplayTraining, train_piece
+from flwr_replay.institution.trainings import GeneratorTraining, PriorTraining, Surroundings
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.memory import remembered
 from flwr_replay.payloads.common import RunRequest
@@ -69,20 +69,15 @@ class GenerativeStages:
                 decoder = {name: value.cpu().numpy() for name, value in model.decoder_state_dict().items()}
                 self.state.save("decoder-00", run, request.exchange, decoder)
             sampler = self.sampler(run, request.exchange, request.replayed)
-            training = GeneratorTraining(self.replay_plan, model, data, sampler, self.rng)
             sources = self.sources(run, request.exchange, request.replayed) if sampler else ()
-            around = self.around(*(source.digest for source in sources))
-            train_piece(self.pieces, self.state, training, request, weights, around)  # lines 9-18
-            if training.done.steps_left:
-                return Generated(num_examples=len(data), **self.progress(training, run))
-            self.draw("generator", request, model.eval(), sampler)
-        return Generated(
-            arrays=encoded(model),
-            num_examples=len(data),
-            losses=training.epoch_losses,
-            perplexity=training.further["perplexity"].tolist(),
-            **self.progress(training, run),
-        )
+            around = self.around("generator", weights, *(source.digest for source in sources))
+            training = GeneratorTraining(self.replay_plan, model, data, sampler, around)
+            self.pieces.train(training, request)  # lines 9-18
+            complete = not training.done.steps_left
+            if complete:
+                self.draw("generator", request, model.eval(), sampler)
+        arrays = encoded(model) if complete else None
+        return Generated(arrays=arrays, num_examples=len(data), **training.told, **self.pieces.spent(run))
 
     def encode_images(self, request: EncodeImages) -> Codes:
         """Encode: e ← the codes of x_U, or without replay of x_k."""  # line 19
@@ -105,28 +100,20 @@ class GenerativeStages:
         """Train a prior on the codes of x_k, for a piece of the training. The codes do not leave."""  # footnote 1
         data, run = self.pieces.images(self.institution.train, "prior"), request.run
         generator, in_epoch = self.blank_generator(), -(-len(data) // self.replay_plan.prior.batch_size)
-        if self.budget and self.pieces.covers("prior"):
-            in_epoch = self.budget.plan.cost("prior", len(data), 1).steps
+        if budget := self.pieces.budget_of("prior"):
+            in_epoch = budget.plan.cost("prior", len(data), 1).steps
         with self.pieces.alone(self.state.of_run(run) / TRAINING):
             training = PriorTraining(
                 self.replay_plan.prior,
                 self.replay_plan.fresh_prior(generator).to(self.institution.device),
                 lambda weights: self.codes_of(self.generator(weights).eval()),
                 self.classes(data.y.cpu(), request),
-                self.rng,
                 in_epoch,
+                self.around("prior", opened(request.arrays or {}), f"{request.label_mean} {request.label_scale}"),
             )
-            around = self.around(f"{request.label_mean} {request.label_scale}")
-            train_piece(self.pieces, self.state, training, request, opened(request.arrays or {}), around)
-        if training.done.steps_left:
-            return TrainedPrior(num_examples=len(data), **self.progress(training, run))
-        return TrainedPrior(
-            arrays=nested({"prior": to_arrays(training.model)}),
-            num_examples=len(data),
-            losses=training.epoch_losses,
-            label_counts=training.further["label_counts"].tolist(),
-            **self.progress(training, run),
-        )
+            self.pieces.train(training, request)
+        arrays = None if training.done.steps_left else nested({"prior": to_arrays(training.model)})
+        return TrainedPrior(arrays=arrays, num_examples=len(data), **training.told, **self.pieces.spent(run))
 
     # --- what is kept for replay --------------------------------------------------------------------------------------
 
@@ -205,14 +192,10 @@ class GenerativeStages:
         """Return a generator with fresh weights on the institution's device."""
         return self.replay_plan.fresh_generator().to(self.institution.device)
 
-    def around(self, *further: str) -> str:
-        """Return a digest of the institution's examples, and of further texts, on which a training depends."""
-        return sha256(" ".join([self.institution.data.train.digest, *further]).encode()).hexdigest()
-
-    def progress(self, training: ReplayTraining, run: str) -> dict[str, Any]:
-        """Return how far a training is, and the epsilon and delta that an answer states; none without DP."""
-        steps = {"steps": training.done.steps, "steps_left": training.done.steps_left}
-        return {"examples_seen": training.seen, **steps, **self.pieces.spent(run)}
+    def around(self, mechanism: str, weights: StateDict, *further: str) -> Surroundings:
+        """Return what a training has around it; it depends on the institution's examples, and on further texts."""
+        depends_on = sha256(" ".join([self.institution.data.train.digest, *further]).encode()).hexdigest()
+        return Surroundings(weights, depends_on, self.state, self.rng, self.pieces.budget_of(mechanism))
 
     def draw(self, stage: str, request: RunRequest, model: VQVAE2, sampler: ReplaySampler | None) -> None:
         """Draw a picture of real images, reconstructions and replayed examples, in the state directory."""

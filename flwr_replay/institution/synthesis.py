@@ -27,6 +27,7 @@ from flwr_replay.institution.budget import DPTraining, PrivacyBudget
 from flwr_replay.institution.owner import Institution, Shard
 from flwr_replay.institution.pieces import Pieces, Training
 from flwr_replay.learning.training import torch_rng
+from flwr_replay.payloads.common import ChargedRequest
 from flwr_replay.payloads.replay import Kept
 from flwr_replay.payloads.synthetic import Buffer, DrawBuffer, KeepBuffer, TrainedPiece, TrainPiece
 from flwr_replay.rng import derived_seed
@@ -42,24 +43,6 @@ DRAWN_TOGETHER = 256  # images drawn from one seed, so that buffers of all sizes
 AT_ONCE, CHARGED_AT_ONCE = 10, 50  # steps between two looks at the clock; under DP each is a charge on the disk
 
 
-class OwnTraining(Training):
-    """The training of an institution's generator on its own images, for these classes."""
-
-    def __init__(self, generator: ImageGenerator, data: Shard, classes: Tensor) -> None:
-        self.generator, self.data, self.classes = generator, data, classes
-        self.mechanisms = generator.mechanisms(len(data))
-        self.figures: dict[str, float] = {}  # of the last block
-
-    def block(self, step: int, charged: bool) -> int:
-        """Take some steps together."""
-        return CHARGED_AT_ONCE if charged else AT_ONCE
-
-    def take(self, steps: range, dp: DPTraining | None) -> Iterator[tuple[int, Tensor | None]]:
-        """Train on them."""
-        self.figures = self.generator.train(self.data.x, self.data.y, steps, dp, self.classes)
-        yield len(steps), None if dp else torch.tensor(self.figures["loss"], dtype=torch.float64)
-
-
 class SynthesisStages:
     """The stages of an institution that trains a generator, draws from it, and keeps others' buffers."""
 
@@ -71,6 +54,7 @@ class SynthesisStages:
         self.institution, self.state, self.plan = institution, state, plan
         self.budget = budget if budget and budget.plan.covers("generator") else None  # None: no generator under DP
         self.pieces = Pieces(self.budget, plan.generator.piece_seconds)
+        self.given = plan.checkpoint(institution.name)  # the file of a generator that was trained elsewhere
 
     # --- the generator ------------------------------------------------------------------------------------------------
 
@@ -80,36 +64,10 @@ class SynthesisStages:
         Processes that want the same generator train it by turns: each goes on from where the one before it has stopped.
         """
         with self.pieces.alone(self.file(request.run).with_suffix("")):
-            data = self.images()
-            generator, done = self.trained_so_far(request.run)
-            before, training = replace(done), OwnTraining(generator, data, self.classes(data))
-            losses = self.pieces.advance(training, done, request, self.plan.generator.piece_steps)
-            if done != before:
-                done.loss = float(losses.mean()) if len(losses) else done.loss
-                done.margin = None if done.steps_left else training.figures.get("margin")
-                done = done if done.steps_left else self.measured(done, generator, data)
-                private_folder(self.file(request.run).parent)
-                self.plan.write(self.file(request.run), generator, done, to_disk=self.institution.durable)
-            elif self.plan.checkpoint(self.institution.name):
-                done = self.measured(done, generator, data)
-        values = asdict(done) | ({"loss": None} if self.budget else {})
-        return TrainedPiece(num_examples=len(data), **values, **self.pieces.spent(request.run))
-
-    def measured(self, done: TrainingProgress, generator: ImageGenerator, data: Shard) -> TrainingProgress:
-        """Add the diversity, None where all real images are the same, and the precision of images that it draws.
-
-        Features are those of a network of random weights: one that has learned the institution's task was seen to take
-        noise for X-rays.
-        """
-        if self.budget:  # real ones have no noise
-            return done
-        labels = self.classes(data).repeat_interleave(PER_CLASS)
-        drawn = generator.sample(labels, torch_rng(self.identity, "diversity"))
-        real, device = spread(data.x, data.y), self.institution.device
-        embedding = LocalFeatures(self.plan.form, seed=0).freeze().to(device)
-        rows = torch.randperm(len(data), generator=torch_rng(self.identity, "precision"))[:COMPARED].to(data.x.device)
-        among = precision(embedding.embed_all(drawn, device), embedding.embed_all(data.x[rows], device))
-        return replace(done, diversity=spread(drawn, labels) / real if real > 0 else None, precision=among)
+            training = OwnTraining(self, self.images())
+            self.pieces.train(training, request, self.plan.generator.piece_steps)
+        values = asdict(training.done) | ({"loss": None} if self.budget else {})
+        return TrainedPiece(num_examples=len(training.data), **values, **self.pieces.spent(request.run))
 
     def images(self) -> Shard:
         """Return the institution's training examples. Under DP numbers outside [0, 1] are clipped.
@@ -155,8 +113,8 @@ class SynthesisStages:
     def trained_so_far(self, run: str) -> tuple[ImageGenerator, TrainingProgress]:
         """Return the generator, and how far its training is; or the trained one of the institution's checkpoint."""
         seed, device, file = derived_seed(self.identity), self.institution.device, self.file(run)
-        if path := self.plan.checkpoint(self.institution.name):
-            return self.plan.checkpointed(path, device)
+        if self.given:
+            return self.plan.checkpointed(self.given, device)
         if there(file):
             return self.plan.read(file, seed, device)
         # Another process saves before it lets go of its folder: so who trains is looked for before what is saved.
@@ -192,8 +150,7 @@ class SynthesisStages:
             public = f"{self.budget.seed} {self.institution.name}".encode()
             return _digest({"options": options, "public": np.frombuffer(public, np.uint8)})
         data = self.institution.train
-        path = self.plan.checkpoint(self.institution.name)
-        options = np.frombuffer(read_bytes(path), np.uint8) if path else options
+        options = np.frombuffer(read_bytes(self.given), np.uint8) if self.given else options
         return _digest({"x": data.x.cpu().numpy(), "y": data.y.cpu().numpy(), "options": options})
 
     # --- buffers ------------------------------------------------------------------------------------------------------
@@ -255,6 +212,56 @@ class SynthesisStages:
         x, y = (np.concatenate([buffer[key] for buffer in buffers]) for key in ("images", "labels"))
         device = self.institution.device
         return Shard(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device), 0)
+
+
+class OwnTraining(Training):
+    """The training of an institution's generator on its own images."""
+
+    def __init__(self, stages: SynthesisStages, data: Shard) -> None:
+        self.stages, self.budget, self.data, self.losses = stages, stages.budget, data, np.zeros(0)
+        self.classes, self.figures = stages.classes(data), dict[str, float]()  # the latter of the last block
+
+    def resume(self, request: ChargedRequest) -> None:
+        """Read it; one that was trained elsewhere is complete."""
+        self.generator, self.done = self.stages.trained_so_far(request.run)
+        self.mechanisms = self.generator.mechanisms(len(self.data))
+        if self.stages.given:
+            self.end(request)
+        self.written = replace(self.done)
+
+    def block(self, step: int, charged: bool) -> int:
+        """Take some steps together."""
+        return CHARGED_AT_ONCE if charged else AT_ONCE
+
+    def take(self, steps: range, dp: DPTraining | None) -> Iterator[tuple[int, Tensor | None]]:
+        """Train on them."""
+        self.figures = self.generator.train(self.data.x, self.data.y, steps, dp, self.classes)
+        yield len(steps), None if dp else torch.tensor(self.figures["loss"], dtype=torch.float64)
+
+    def end(self, request: ChargedRequest) -> None:
+        """Find the diversity, None where all real images are the same, and the precision of images that it draws.
+
+        Features are those of a network of random weights: one that has learned the institution's task was seen to take
+        noise for X-rays.
+        """
+        done, data, stages = self.done, self.data, self.stages
+        done.margin = self.figures.get("margin")
+        if self.budget:  # real images have no noise
+            return
+        device, labels = stages.institution.device, self.classes.repeat_interleave(PER_CLASS)
+        drawn = self.generator.sample(labels, torch_rng(stages.identity, "diversity"))
+        embedding, real = LocalFeatures(stages.plan.form, seed=0).freeze().to(device), spread(data.x, data.y)
+        rows = torch.randperm(len(data), generator=torch_rng(stages.identity, "precision"))[:COMPARED].to(data.x.device)
+        done.precision = precision(embedding.embed_all(drawn, device), embedding.embed_all(data.x[rows], device))
+        done.diversity = spread(drawn, labels) / real if real > 0 else None
+
+    def keep(self, request: ChargedRequest) -> None:
+        """Write what has changed, with the mean loss of this message."""
+        if self.done != self.written:
+            self.done.loss = float(self.losses.mean()) if len(self.losses) else self.done.loss
+            file = self.stages.file(request.run)
+            private_folder(file.parent)
+            self.stages.plan.write(file, self.generator, self.done, to_disk=self.stages.institution.durable)
 
 
 def _key(number: int) -> str:

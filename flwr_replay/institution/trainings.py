@@ -11,7 +11,8 @@ public numbers and the clock.
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from flwr_replay.generators.synthesis import TrainingProgress
 from flwr_replay.generators.vqvae2 import VQVAE2Config, generator_steps, prior_steps
 from flwr_replay.institution.budget import DPTraining, PrivacyBudget
 from flwr_replay.institution.owner import Shard
-from flwr_replay.institution.pieces import Pieces, Training
+from flwr_replay.institution.pieces import Training
 from flwr_replay.learning.training import batches, iterations, mean_loss
 from flwr_replay.payloads.common import ChargedRequest
 from flwr_replay.privacy.plan import COUNTS
@@ -36,67 +37,112 @@ from flwr_replay.state.store import StateStore
 from flwr_replay.wire.records import StateDict
 from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
 
-__all__ = ["GeneratorTraining", "PriorTraining", "ReplayTraining", "train_piece"]
+__all__ = ["GeneratorTraining", "PriorTraining", "Surroundings"]
 
 CHARGED_AT_ONCE = 10  # steps of a block, which is charged as a whole; an image may take a second
 
-Rngs = Callable[..., torch.Generator]  # from a purpose to an rng
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a training of replay has around it at its institution."""
+
+    weights: StateDict  # that the request has brought; none: it asks to go on
+    depends_on: str  # a digest of all that the training depends on beside options and weights
+    state: StateStore  # where it is kept
+    rngs: Callable[..., torch.Generator]  # from a purpose to an rng of the institution's own
+    budget: PrivacyBudget | None  # if it is under DP
 
 
 class ReplayTraining(Training):
-    """The training of one network by Adam, in epochs of `in_epoch` steps.
-
-    `rngs` gives an rng of the institution's own for a purpose.
-    """
+    """The training of one network by Adam, in epochs of `in_epoch` steps; `model` has fresh weights."""
 
     mechanism: ClassVar[str]
-    releases: ClassVar[tuple[str, ...]]  # mechanisms under DP on which the last answer depends
 
-    def __init__(self, config: VQVAE2Config | PriorConfig, model: nn.Module, in_epoch: int, rngs: Rngs) -> None:
-        self.model, self.batch_size, self.in_epoch, self.rngs = model, config.batch_size, in_epoch, rngs
+    def __init__(
+        self, config: VQVAE2Config | PriorConfig, model: nn.Module, in_epoch: int, around: Surroundings
+    ) -> None:
+        self.model, self.batch_size, self.in_epoch, self.rngs = model, config.batch_size, in_epoch, around.rngs
+        self.around, self.budget, self.key = around, around.budget, f"training-{self.mechanism}"
+        self.given = digest(around.weights) if around.weights else ""  # of the weights with which it began
         self.optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
         self.mechanisms = {self.mechanism: config.epochs * in_epoch}
         self.done, self.losses = TrainingProgress(steps_left=self.mechanisms[self.mechanism]), np.zeros(0, np.float32)
-        self.further: StateDict = {}  # of a complete training: what the last answer holds beside weights and losses
+        self.found: StateDict = {}  # of a complete training: what the last answer says beside weights and losses
 
     def block(self, step: int, charged: bool) -> int:
         """Take the rest of the epoch together."""
         return min(self.in_epoch - step % self.in_epoch, CHARGED_AT_ONCE if charged else self.in_epoch)
 
     @property
-    def epoch_losses(self) -> list[float]:
-        """The mean loss of each epoch; none under DP."""
-        return [
-            mean_loss([*epoch]) for epoch in torch.split(torch.from_numpy(self.losses), self.in_epoch) if len(epoch)
-        ]
+    def told(self) -> dict[str, Any]:
+        """What an answer says of it beside weights; only the last one has losses, the mean of each epoch."""
+        steps = {"steps": self.done.steps, "steps_left": self.done.steps_left, "examples_seen": self.seen}
+        if self.done.steps_left:
+            return steps
+        epochs = torch.split(torch.from_numpy(self.losses), self.in_epoch)
+        losses = [mean_loss([*epoch]) for epoch in epochs if len(epoch)]
+        return {**steps, "losses": losses} | {name: array.tolist() for name, array in self.found.items()}
 
     @property
     @abstractmethod
     def seen(self) -> int:
         """The examples that were trained on, replayed ones included."""
 
-    @abstractmethod
-    def result(self, budget: PrivacyBudget | None, request: ChargedRequest) -> StateDict:
-        """Return what is `further`; called once, after the last step, with the budget if this training is under DP."""
+    def resume(self, request: ChargedRequest) -> None:
+        """Go on with what these weights began; without weights, with what this exchange began.
+
+        Raises
+        ------
+        TrainingError
+            If the request has brought no weights, and nothing that fits was begun in its exchange.
+        PrivacyError
+            If the budget does not allow the whole training, before anything is charged.
+        """
+        run, state, weights = request.run, self.around.state, self.around.weights
+        # With weights, an earlier exchange may have begun it.
+        load, exchange = (state.load, request.exchange + 1) if weights else (state.at, request.exchange)
+        kept = unnested(load(self.key, run, exchange) or {})
+        bound = {name: array.tobytes().decode() for name, array in kept.get("bound", {}).items()}
+        if kept and bound["around"] == self.around.depends_on and self.given in ("", bound["given"]):
+            self.given = bound["given"]
+            self.load(kept)
+        elif weights:
+            self.begin(weights)
+            if self.budget:
+                self.budget.check_room(self.mechanism, self.done.steps_left, request)
+            state.forget(self.key, run)
+        else:
+            raise TrainingError(
+                "a training goes on in the exchange in which it began, with the same examples and replays; this "
+                f"institution has begun none such of a {self.mechanism} in exchange {request.exchange} of run {run!r}: "
+                "send the weights"
+            )
+
+    def keep(self, request: ChargedRequest) -> None:
+        """Keep it under the request's exchange."""
+        bound, state = {"given": self.given, "around": self.around.depends_on}, self.around.state
+        texts = {name: np.frombuffer(text.encode(), np.uint8) for name, text in bound.items()}
+        arrays = nested({"bound": texts, **self.kept()})
+        state.save(self.key, request.run, request.exchange, arrays, state.institution.durable)
 
     def begin(self, weights: StateDict) -> None:
         """Load the weights that a request has brought."""
         load_arrays(self.model, weights)
 
-    def state(self) -> dict[str, StateDict]:
+    def kept(self) -> dict[str, StateDict]:
         """Return all that was trained; once it is complete, without what only further steps need."""
         numbers = {"steps": np.array([self.done.steps, self.done.steps_left]), "losses": self.losses}
-        arrays = {"model": to_arrays(self.model), "numbers": numbers, "found": self.further}
+        arrays = {"model": to_arrays(self.model), "numbers": numbers, "found": self.found}
         return arrays | ({"optimizer": optimizer_arrays(self.optimizer)} if self.done.steps_left else {})
 
-    def load(self, state: dict[str, StateDict]) -> None:
-        """Restore what `state` returned."""
-        self.done, self.losses = TrainingProgress(*map(int, state["numbers"]["steps"])), state["numbers"]["losses"]
-        load_arrays(self.model, state["model"])
+    def load(self, kept: dict[str, StateDict]) -> None:
+        """Restore what `kept` returned."""
+        self.done, self.losses = TrainingProgress(*map(int, kept["numbers"]["steps"])), kept["numbers"]["losses"]
+        load_arrays(self.model, kept["model"])
         if self.done.steps_left:
-            load_optimizer_arrays(self.optimizer, state["optimizer"])
+            load_optimizer_arrays(self.optimizer, kept["optimizer"])
         else:
-            self.further = state["found"]
+            self.found = kept["found"]
 
 
 class GeneratorTraining(ReplayTraining):
@@ -106,10 +152,10 @@ class GeneratorTraining(ReplayTraining):
     model: VQVAE2
 
     def __init__(
-        self, replay_plan: ReplayPlan, model: VQVAE2, data: Shard, sampler: ReplaySampler | None, rngs: Rngs
+        self, replay_plan: ReplayPlan, model: VQVAE2, data: Shard, sampler: ReplaySampler | None, around: Surroundings
     ) -> None:
         config = replay_plan.generator
-        super().__init__(config, model, iterations(len(data), config.batch_size), rngs)
+        super().__init__(config, model, iterations(len(data), config.batch_size), around)
         self.replay_plan, self.data, self.sampler = replay_plan, data, sampler
         self.num_replayed = sampler.beside(self.batch_size) if sampler else 0
         self.terms: dict[str, Tensor] = {}  # of the last step's loss
@@ -124,21 +170,21 @@ class GeneratorTraining(ReplayTraining):
         self.rng = self.rngs("generator", epoch)
         self.replayed = Rows(len(self.sampler), self.rng) if self.sampler else None
 
-    def state(self) -> dict[str, StateDict]:
+    def kept(self) -> dict[str, StateDict]:
         """Add the state of the epoch's rng, and the order of the replays."""
         if not self.done.steps_left:
-            return super().state()
+            return super().kept()
         order = self.replayed.order.numpy() if self.replayed else np.zeros(0, np.int64)
-        return super().state() | {"kept": {"rng": self.rng.get_state().numpy(), "replayed": order}}
+        return super().kept() | {"kept": {"rng": self.rng.get_state().numpy(), "replayed": order}}
 
-    def load(self, state: dict[str, StateDict]) -> None:
+    def load(self, kept: dict[str, StateDict]) -> None:
         """Restore them too; the next epoch begins with others."""
-        super().load(state)
+        super().load(kept)
         if self.done.steps_left:
             self.begin_epoch(self.done.steps // self.in_epoch)
-            self.rng.set_state(torch.from_numpy(state["kept"]["rng"]))
+            self.rng.set_state(torch.from_numpy(kept["kept"]["rng"]))
             if self.replayed:
-                self.replayed.order = torch.from_numpy(state["kept"]["replayed"])
+                self.replayed.order = torch.from_numpy(kept["kept"]["replayed"])
 
     def take(self, steps: range, dp: DPTraining | None) -> Iterator[tuple[int, Tensor | None]]:
         """Train on batches of real images, each with replayed ones."""
@@ -166,10 +212,10 @@ class GeneratorTraining(ReplayTraining):
         assert self.replayed is not None
         return self.sampler.take(self.replayed.draw(self.num_replayed))[0]
 
-    def result(self, budget: PrivacyBudget | None, request: ChargedRequest) -> StateDict:
-        """Return the perplexity of the codes in the last batch, top and bottom; none under DP."""
+    def end(self, request: ChargedRequest) -> None:
+        """Find the perplexity of the codes in the last batch, top and bottom; none under DP."""
         levels = ("top", "bottom") if self.terms else ()
-        return {"perplexity": np.array([float(self.terms[f"perplexity-{level}"]) for level in levels])}
+        self.found = {"perplexity": np.array([float(self.terms[f"perplexity-{level}"]) for level in levels])}
 
 
 class PriorTraining(ReplayTraining):
@@ -188,10 +234,10 @@ class PriorTraining(ReplayTraining):
         prior: CodePrior,
         encode: Callable[[StateDict], Tensor],
         classes: Tensor,
-        rngs: Rngs,
         in_epoch: int,
+        around: Surroundings,
     ) -> None:
-        super().__init__(config, prior, in_epoch, rngs)
+        super().__init__(config, prior, in_epoch, around)
         self.config, self.encode, self.y = config, encode, classes
 
     @property
@@ -206,16 +252,16 @@ class PriorTraining(ReplayTraining):
         super().begin(groups["prior"])
         self.codes = self.encode(groups["generator"])
 
-    def state(self) -> dict[str, StateDict]:
+    def kept(self) -> dict[str, StateDict]:
         """Add the codes: encoding all images again would cost every piece time."""
         codes = {"kept": {"codes": self.codes.to(torch.int32).numpy()}} if self.done.steps_left else {}
-        return super().state() | codes
+        return super().kept() | codes
 
-    def load(self, state: dict[str, StateDict]) -> None:
+    def load(self, kept: dict[str, StateDict]) -> None:
         """Restore them too."""
-        super().load(state)
+        super().load(kept)
         if self.done.steps_left:
-            self.codes = torch.from_numpy(state["kept"]["codes"]).long()
+            self.codes = torch.from_numpy(kept["kept"]["codes"]).long()
 
     def take(self, steps: range, dp: DPTraining | None) -> Iterator[tuple[int, Tensor | None]]:
         """Train on batches of codes."""
@@ -226,66 +272,7 @@ class PriorTraining(ReplayTraining):
         for loss in prior_steps(self.config, self.model, self.optimizer, batches_B, dp):
             yield 1, loss
 
-    def result(self, budget: PrivacyBudget | None, request: ChargedRequest) -> StateDict:
-        """Return the number of examples of each class, under DP with noise."""
+    def end(self, request: ChargedRequest) -> None:
+        """Count the examples of each class, under DP with noise."""
         counts = torch.bincount(self.y, minlength=self.model.classes)
-        return {"label_counts": (budget.noisy_counts(counts, request) if budget else counts).numpy()}
-
-
-def train_piece(
-    pieces: Pieces,
-    state: StateStore,
-    training: ReplayTraining,
-    request: ChargedRequest,
-    weights: StateDict,
-    around: str,
-) -> None:
-    """Train the next piece, and keep it; call it within `pieces.alone`. A complete training is left as it is.
-
-    `training` has fresh weights; `weights` are those that the request has brought, none: it asks to go on. `around` is
-    a digest of what the training depends on beside options and weights. Afterwards the training's model has the trained
-    weights.
-
-    Raises
-    ------
-    TrainingError
-        If the request has brought no weights, and nothing that fits was begun in its exchange.
-    PrivacyError
-        If the budget does not allow the whole training, or the account states less than before.
-    DivergedError
-        If a loss is not finite.
-    """
-    mechanism, run, done = training.mechanism, request.run, training.done
-    key, brought = f"training-{mechanism}", digest(weights) if weights else ""
-    budget = pieces.budget if pieces.covers(mechanism) else None
-    # With weights, an earlier exchange may have begun it.
-    load, exchange = (state.load, request.exchange + 1) if weights else (state.at, request.exchange)
-    kept = unnested(load(key, run, exchange) or {})
-    bound = {name: array.tobytes().decode() for name, array in kept.get("bound", {}).items()}
-    if kept and bound["around"] == around and brought in ("", bound["given"]):
-        training.load(kept)
-        brought, done = bound["given"], training.done
-    elif weights:
-        training.begin(weights)
-        if budget:
-            budget.check_room(mechanism, done.steps_left, request)
-        state.forget(key, run)
-    else:
-        raise TrainingError(
-            "a training goes on in the exchange in which it began, with the same examples and replays; this "
-            f"institution has begun none such of a {mechanism} in exchange {request.exchange} of run {run!r}: "
-            "send the weights"
-        )
-    steps_before = done.steps
-    if done.steps_left:
-        training.losses = np.concatenate([training.losses, pieces.advance(training, done, request)])
-        if not done.steps_left:
-            training.further = training.result(budget, request)
-            if budget and done.steps == steps_before:
-                budget.rest(mechanism, request)
-    elif budget:  # complete before this message
-        for released in training.releases:
-            budget.rest(released, request)
-    texts = {"given": brought, "around": around}
-    groups = {"bound": {name: np.frombuffer(text.encode(), np.uint8) for name, text in texts.items()}}
-    state.save(key, run, request.exchange, nested({**groups, **training.state()}), state.institution.durable)
+        self.found = {"label_counts": (self.budget.noisy_counts(counts, request) if self.budget else counts).numpy()}

@@ -70,8 +70,7 @@ class Asking:
                 if name in answers:
                     answer, made = answers[name], earlier[-1].steps if earlier else -1
                     try:
-                        _check_going_on(made, answer, totals[member])
-                        _check_form(sent, answer)
+                        _check(made, answer, totals[member], sent)
                     except WireError as error:
                         self.exchanger.recorder.failed(self.exchange, name, str(error))
                         continue
@@ -124,17 +123,16 @@ def shown_progress(name: str, stage: str, made: int, answer: Trains, seconds: fl
     return f"{name}: {stage}, {answer.steps:,} of {answer.steps + answer.steps_left:,} steps{left}"
 
 
-def _check_going_on(made: int, answer: Trains, total: int) -> None:
-    """Refuse an answer that would never end a training: without a further step, or with more steps than it has."""
+def _check(made: int, answer: Trains, total: int, sent: StateDict) -> None:
+    """Refuse an answer that would never end a training: without a further step, or with more steps than it has.
+
+    So are weights before its end, and at its end others than those of the form that was sent.
+    """
     if answer.steps_left and not made < answer.steps <= total - answer.steps_left:
         raise WireError(
             f"must train on to step {total}; its generator had {max(0, made)} steps, now it has {answer.steps} and "
             f"{answer.steps_left} to go"
         )
-
-
-def _check_form(sent: StateDict, answer: Trains) -> None:
-    """Refuse weights before the end of a training, and at its end others than those of the form that was sent."""
     returned = opened(vars(answer).get("arrays") or {})
     if answer.steps_left and returned:
         raise WireError(f"weights come back at the end of a training; these came with {answer.steps_left} steps to go")

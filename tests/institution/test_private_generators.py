@@ -23,7 +23,6 @@ from flwr_replay.generators.synthesis import SynthesisPlan
 from flwr_replay.institution.budget import DPTraining, PrivacyBudget
 from flwr_replay.institution.node import institution_of
 from flwr_replay.institution.owner import Institution
-from flwr_replay.institution.pieces import mechanism_at
 from flwr_replay.institution.synthesis import SynthesisStages
 from flwr_replay.payloads.synthetic import DrawBuffer, TrainPiece
 from flwr_replay.privacy.accounting import SampledGaussian, epsilon
@@ -269,12 +268,6 @@ def test_images_out_of_range_are_clipped_and_not_told(tmp_path):
     object.__setattr__(data, "x", data.x.float() / 100 - 0.5)
     assert (stages.images().x.min(), stages.images().x.max()) == (0, 1)
     trained(stages)
-
-
-@pytest.mark.parametrize("private", [False, True])
-def test_parts_of_a_training(private, tmp_path):
-    assert mechanism_at({"generator": 2, "prior": 3}, 1)[1:] == (0, 2)
-    assert mechanism_at({"generator": 2, "prior": 3}, 4)[1:] == (2, 5)
 
 
 # --- StyleGAN2 --------------------------------------------------------------------------------------------------------
