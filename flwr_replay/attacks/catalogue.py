@@ -33,50 +33,37 @@ class Attack:
         return self.run(*asked)
 
 
-ATTACKS: dict[str, Attack] = {}
-
-
-def _known(
-    name: str,
-    source: str,
-    gives: Gives,
-    takes: tuple[Meaning, ...],
-    needs: tuple[Need, ...] = (),
-    timed: bool = False,
-) -> Attack:
-    return ATTACKS.setdefault(name, Attack(name, source, gives, takes, needs, timed))
-
-
 CHANGES: tuple[Meaning, ...] = ("weights", "gradient")
 SENT: tuple[Need, ...] = ("network",)
 AUX: tuple[Need, ...] = ("network", "auxiliary")
-RECONSTRUCTED = _known(
+RECONSTRUCTED = Attack(
     "reconstruction error", "a small loss, as Yeom et al. 2018", "membership", ("generator weights",)
 )
-PRIOR = _known("prior likelihood", RECONSTRUCTED.source, "membership", ("generator weights",), SENT)
-COUNTS = _known("label counts", "Zhao et al. 2020; Yin et al. 2021", "labels", CHANGES, SENT)
-ANALYTIC = _known("analytic inversion", "Phong et al. 2018", "images", CHANGES, SENT)
-MATCHING = _known(
+PRIOR = Attack("prior likelihood", RECONSTRUCTED.source, "membership", ("generator weights",), SENT)
+COUNTS = Attack("label counts", "Zhao et al. 2020; Yin et al. 2021", "labels", CHANGES, SENT)
+ANALYTIC = Attack("analytic inversion", "Phong et al. 2018", "images", CHANGES, SENT)
+MATCHING = Attack(
     "gradient matching", "Geiping et al. 2020; Qu et al. 2022, eq. 1", "images", CHANGES, SENT, timed=True
 )
-LAST = _known("gradient matching, last message", MATCHING.source, "images", ("weights",), SENT, timed=True)
-LOSS = _known("loss threshold", "Yeom et al. 2018", "membership", ("weights",))
-LIRA = _known("offline LiRA", "Carlini et al. 2022", "membership", ("weights",), ("auxiliary",), timed=True)
-RATIO = _known(
+LAST = Attack("gradient matching, last message", MATCHING.source, "images", ("weights",), SENT, timed=True)
+LOSS = Attack("loss threshold", "Yeom et al. 2018", "membership", ("weights",))
+LIRA = Attack("offline LiRA", "Carlini et al. 2022", "membership", ("weights",), ("auxiliary",), timed=True)
+RATIO = Attack(
     "likelihood ratio, all others known",
     "Neyman and Pearson 1933; Kairouz, Oh and Viswanath 2015",
     "membership",
     ("gradient", "class sums"),
     SENT,
 )
-OPTIMISED = _known(
+OPTIMISED = Attack(
     "latent matching", "He et al. 2019; Qu et al. 2022, eq. 2", "images", ("activations",), SENT, timed=True
 )
-DECODER = _known("learned decoder", "He et al. 2019", "images", ("activations",), AUX, timed=True)
-NEAREST = _known("nearest auxiliary image", "a look-up, as a baseline", "images", ("activations",), AUX)
-DECODED = _known("decoded codes", "Razavi et al. 2019", "images", ("codes",), SENT)
-SHOWN = _known("reading", "labels travel as they are", "labels", ("labels",))
-AT_CUT = _known("labels at the cut", "Erdoğan et al. 2022", "labels", ("gradients at a cut",), SENT)
-LOOKED_AT = _known("look at them", "raw examples travel as they are", "images", ("images",))
-RELEASED = _known("nearest released image", "Chen et al. 2020", "membership", ("images",), ("auxiliary",))
-ALONE = _known("alone in a class", "a look-up: the class's sum is its features", "labels", ("class sums",), SENT)
+DECODER = Attack("learned decoder", "He et al. 2019", "images", ("activations",), AUX, timed=True)
+NEAREST = Attack("nearest auxiliary image", "a look-up, as a baseline", "images", ("activations",), AUX)
+DECODED = Attack("decoded codes", "Razavi et al. 2019", "images", ("codes",), SENT)
+SHOWN = Attack("reading", "labels travel as they are", "labels", ("labels",))
+AT_CUT = Attack("labels at the cut", "Erdoğan et al. 2022", "labels", ("gradients at a cut",), SENT)
+LOOKED_AT = Attack("look at them", "raw examples travel as they are", "images", ("images",))
+RELEASED = Attack("nearest released image", "Chen et al. 2020", "membership", ("images",), ("auxiliary",))
+ALONE = Attack("alone in a class", "a look-up: the class's sum is its features", "labels", ("class sums",), SENT)
+ATTACKS = {value.name: value for value in [*globals().values()] if isinstance(value, Attack)}  # all of the above

@@ -134,7 +134,11 @@ def patient_rows(
     wrong["an image must have one patient"] = [
         f"{names[row]}: {', '.join(sorted(several))}" for row, several in patients.items() if len(several) > 1
     ]
-    wrong[NAMES] = [name for name in names.values() if _unfit(name)]
+    wrong[NAMES] = [  # what a CSV file would not give back, path or class
+        name
+        for name in names.values()
+        if SURROGATE.search(name) or any(level != level.strip() for level in name.split("/"))
+    ]
     whose = {row: own.copy().pop() if len(own := patients[row]) == 1 else "" for row in images}
     return [replace(row, patient=whose[row]) for row in images], {rule: bad for rule, bad in wrong.items() if bad}
 
@@ -152,8 +156,3 @@ def _meant(cell: str, named: Mapping[Tail, list[ManifestRow]], folders: set[str]
         if names[n] in folders:
             break
     return []
-
-
-def _unfit(name: str) -> bool:
-    """Say whether a CSV file would not give a path or its class back."""
-    return bool(SURROGATE.search(name)) or any(level != level.strip() for level in name.split("/"))

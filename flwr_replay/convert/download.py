@@ -1,7 +1,5 @@
 """What a download holds, its tables and images, and a folder for what a converter makes of them."""
 
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +10,7 @@ from flwr_replay.data.folder import images_below
 from flwr_replay.data.manifest import ManifestRow
 from flwr_replay.data.readers import csv_rows
 from flwr_replay.errors import DataError
+from flwr_replay.files.atomic import new_folder
 from flwr_replay.files.disk import writing
 
 __all__ = ["keyed_rows", "located", "whole"]
@@ -71,11 +70,6 @@ def whole(folder: Path) -> Iterator[Path]:
     """
     if folder.exists():
         raise DataError(f"{folder} is there already: remove it to convert the set again")
-    with writing(folder):
-        made = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
-        try:
-            yield made
-            made.rename(folder)
-        except BaseException:
-            shutil.rmtree(made, ignore_errors=True)
-            raise
+    with writing(folder), new_folder(folder) as new:
+        new.mkdir(0o700)
+        yield new
