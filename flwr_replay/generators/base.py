@@ -13,9 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.models.layers import as_input
 from flwr_replay.rng import derived_seed
 from flwr_replay.wire.records import StateDict
+from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
 
 __all__ = [
     "AT_ONCE",
@@ -71,6 +73,8 @@ class ImageGenerator(ABC):
     and noise are others every time.
     """
 
+    parts: dict[str, nn.Module | torch.optim.Optimizer]  # what a file of its state has, in this order
+
     @abstractmethod
     def mechanisms(self, examples: int) -> dict[str, int]:
         """Return the steps of the whole training on so many images: by mechanism, in the order of the training."""
@@ -121,13 +125,22 @@ class ImageGenerator(ABC):
         All images are (B, C, H, W) in [0, 1], float32; those returned are on the CPU.
         """
 
-    @abstractmethod
     def state(self) -> StateDict:
         """Return all that further training and sampling need: weights, running means, optimizers' states."""
+        arrays = {
+            name: to_arrays(part) if isinstance(part, nn.Module) else optimizer_arrays(part)
+            for name, part in self.parts.items()
+        }
+        return nested(arrays)
 
-    @abstractmethod
     def load_state(self, state: StateDict) -> None:
         """Restore what `state` returned; raise `WireError` if names or shapes are not this generator's."""
+        groups = unnested(state, only=tuple(self.parts))
+        for name, part in self.parts.items():
+            if isinstance(part, nn.Module):
+                load_arrays(part, groups[name])
+            else:
+                load_optimizer_arrays(part, groups[name])
 
 
 class Look(nn.Module, ABC):

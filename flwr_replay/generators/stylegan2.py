@@ -52,7 +52,7 @@ from flwr_replay.models.layers import as_input
 from flwr_replay.models.seeding import seeded
 from flwr_replay.rng import derived_seed
 from flwr_replay.wire.records import StateDict
-from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
+from flwr_replay.wire.weights import load_arrays, to_arrays
 
 __all__ = ["StyleGAN2", "StyleGAN2Config", "networks"]
 
@@ -172,6 +172,8 @@ class StyleGAN2(ImageGenerator):
         self.optimizer.param_groups[1]["lr"] *= config.mapping_rate
         self.d_optimizer = self._adam([{"params": [*self.discriminator.parameters()]}], config.r1_every)
         self.r1 = config.r1 or 0.0002 * side**2 / config.batch_size
+        self.parts = {"generator": self.generator, "discriminator": self.discriminator, "running": self.running}
+        self.parts |= {"optimizer": self.optimizer, "d_optimizer": self.d_optimizer}
         self.p, self.signs, self.path_mean = 0.0, 0.0, 0.0
 
     def _adam(self, groups: list[dict[str, list[nn.Parameter]]], every: int) -> torch.optim.Adam:
@@ -351,26 +353,13 @@ class StyleGAN2(ImageGenerator):
     def state(self) -> StateDict:
         """Return networks, running means, optimizers and numbers."""
         numbers = torch.tensor([self.p, self.signs, self.path_mean], dtype=torch.float64).numpy()
-        return nested(
-            {
-                "generator": to_arrays(self.generator),
-                "discriminator": to_arrays(self.discriminator),
-                "running": to_arrays(self.running),
-                "optimizer": optimizer_arrays(self.optimizer),
-                "d_optimizer": optimizer_arrays(self.d_optimizer),
-                "numbers": {"all": numbers},
-            }
-            | ({"look": to_arrays(self.look)} if isinstance(self.look, LocalFeatures) and self.look.learned else {})
-        )
+        look = {"look": to_arrays(self.look)} if isinstance(self.look, LocalFeatures) and self.look.learned else {}
+        return super().state() | nested({"numbers": {"all": numbers}} | look)
 
     def load_state(self, state: StateDict) -> None:
         """Restore what `state` returned."""
         groups = unnested(state)
-        load_arrays(self.generator, groups["generator"])
-        load_arrays(self.discriminator, groups["discriminator"])
-        load_arrays(self.running, groups["running"])
-        load_optimizer_arrays(self.optimizer, groups["optimizer"])
-        load_optimizer_arrays(self.d_optimizer, groups["d_optimizer"])
+        super().load_state(nested({name: groups[name] for name in self.parts}))
         self.p, self.signs, self.path_mean = map(float, groups["numbers"]["all"])
         if isinstance(self.look, LocalFeatures) and "look" in groups:
             load_arrays(self.look, groups["look"])

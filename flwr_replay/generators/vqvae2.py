@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from flwr_replay.config.sections import PriorConfig
-from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.generators.autoencoder import VQVAE2, VQVAE2Config, build_generator, summed_loss
 from flwr_replay.generators.base import AT_ONCE, ChargedSteps, ImageForm, ImageGenerator, Look, rows_of_step, step_rng
 from flwr_replay.generators.priors import CodePrior, build_prior, summed_nats
 from flwr_replay.models.layers import as_input, step
 from flwr_replay.rng import derived_seed
-from flwr_replay.wire.records import StateDict
-from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
 
 __all__ = ["VQVAE2Config", "VQVAE2Images", "generator_steps", "image_generator", "prior_steps"]
 
@@ -85,6 +82,8 @@ class VQVAE2Images(ImageGenerator):
         self.prior = build_prior(prior, self.generator, form.classes, derived_seed(seed, "prior")).to(device)
         self.optimizer = torch.optim.Adam(self.generator.parameters(), lr=config.lr)
         self.prior_optimizer = torch.optim.Adam(self.prior.parameters(), lr=prior.lr)
+        self.parts = {"generator": self.generator, "prior": self.prior}
+        self.parts |= {"optimizer": self.optimizer, "prior_optimizer": self.prior_optimizer}
 
     def mechanisms(self, examples: int) -> dict[str, int]:
         """Return the batches of all epochs of both."""
@@ -147,25 +146,6 @@ class VQVAE2Images(ImageGenerator):
         model = self.generator.eval()
         batches = [model.decode(model.encode(x.to(self.device))) for x in torch.split(x_BCHW, AT_ONCE)]
         return torch.cat(batches).cpu()
-
-    def state(self) -> StateDict:
-        """Return both networks and both optimizers."""
-        return nested(
-            {
-                "generator": to_arrays(self.generator),
-                "prior": to_arrays(self.prior),
-                "optimizer": optimizer_arrays(self.optimizer),
-                "prior_optimizer": optimizer_arrays(self.prior_optimizer),
-            }
-        )
-
-    def load_state(self, state: StateDict) -> None:
-        """Restore both networks and both optimizers."""
-        groups = unnested(state, only=("generator", "prior", "optimizer", "prior_optimizer"))
-        load_arrays(self.generator, groups["generator"])
-        load_arrays(self.prior, groups["prior"])
-        load_optimizer_arrays(self.optimizer, groups["optimizer"])
-        load_optimizer_arrays(self.prior_optimizer, groups["prior_optimizer"])
 
 
 image_generator = VQVAE2Images  # builds it, as `SynthesisPlan.fresh` asks for

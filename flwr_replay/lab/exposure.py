@@ -24,8 +24,15 @@ from torch import Tensor
 from flwr_replay.attacks.membership import bootstrapped
 from flwr_replay.errors import DataError
 from flwr_replay.generators.base import Look
-from flwr_replay.generators.inception import InceptionDistance
-from flwr_replay.generators.perceptual import LocalFeatures, LpipsFeatures, Pixels, frechet, nearest, spread
+from flwr_replay.generators.perceptual import (
+    InceptionDistance,
+    LocalFeatures,
+    LpipsFeatures,
+    Pixels,
+    frechet,
+    nearest,
+    spread,
+)
 from flwr_replay.institution.pictures import draw_grid
 from flwr_replay.institution.synthesis import SynthesisStages
 from flwr_replay.learning.training import torch_rng

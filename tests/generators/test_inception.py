@@ -5,8 +5,8 @@ import torch
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
 from flwr_replay.errors import ConfigError
-from flwr_replay.generators import inception
-from flwr_replay.generators.inception import InceptionDistance
+from flwr_replay.generators import perceptual
+from flwr_replay.generators.perceptual import InceptionDistance
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def weights(tmp_path_factory):
 
 
 def test_the_same_images_are_nearer_than_others(weights, monkeypatch):
-    monkeypatch.setattr(inception, "FEATURES", 64)  # an early layer's: the roots of 2048 x 2048 matrices take long
+    monkeypatch.setattr(perceptual, "FEATURES", 64)  # an early layer's: the roots of 2048 x 2048 matrices take long
     x = torch.rand(6, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     distance = InceptionDistance(str(weights), x, CPU)
     same, other = distance.of((x * 255).round().byte()), distance.of(1 - x.round())
