@@ -1,21 +1,18 @@
 """An institution's own evidence: what its ledger, its state and its policy show, without the coordinator's word."""
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from flwr_replay.errors import RunError
-from flwr_replay.files.atomic import read_bytes, read_json, read_text, write_atomic
+from flwr_replay.files.atomic import read_json, read_text
 from flwr_replay.files.lines import read_lines, segments
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.privacy.account import CHARGES
-from flwr_replay.report.evidence_page import CONTROLS, PAGE, code_digest, kinds_in, sacroml_values, seen_by, table
+from flwr_replay.report.evidence_page import digests, kinds_in, seen_by, table, write_told
 from flwr_replay.report.progress import shown_bytes
 from flwr_replay.report.run_page import versions_table
-from flwr_replay.report.templates import render
 from flwr_replay.runs.environment import versions
 from flwr_replay.state.counts import FILE
 from flwr_replay.state.kept import kept
@@ -87,11 +84,7 @@ def write_own_evidence(
         "attacks": list(attacks),
         "sacroml": sacroml,
         "versions": here,
-        "sha256": {
-            **{path.name: sha256(read_bytes(path)).hexdigest() for path in segments(state / LEDGER) if path.exists()},
-            **(sacroml["model"] if sacroml else {}),
-            "the package's code, where this was written": code_digest(),
-        },
+        "sha256": digests({path.name: path for path in segments(state / LEDGER) if path.exists()}, sacroml),
     }
     by_run: dict[str, list[list[object]]] = {}
     for (run, *of), row in left.items():
@@ -99,8 +92,9 @@ def write_own_evidence(
         by_run.setdefault(run, []).append(shown)
     heads = ["stage", "field", "kind", "messages", "size", "last left", "protection"]
     of_runs = [[name, *own.values()] for name, own in runs.items()]
-    text = render(
-        PAGE,
+    return write_told(
+        state,
+        told,
         title=f"Evidence of {state.name}, from its own files",
         about=f"Ledger, accounts and state of {state.name}, and its policy, as they stood on {told['written']}. What "
         "came down, and who else took part, is in the coordinator's evidence: compare the two.",
@@ -109,20 +103,11 @@ def write_own_evidence(
         kinds=kinds_in(key[3] for key in left),
         seen=[*seen_by({**row, "kind": key[3], "direction": "up"} for key, row in left.items())],
         claim=f"{CLAIM}{told['all-runs']}.",
-        floor=floor,
         policy=told["policy"] or "There is no policy here: everything may leave.",
         attacks=told["attacks"] or ["No attack was run on this record: `flwr-replay privacy attack STATE --run RUN`."],
         audit="An audit by canaries is the coordinator's: see there.",
-        **sacroml_values(sacroml),
-        sums=table("SHA-256", ["file", "digest"], list(told["sha256"].items())),
         versions=versions_table("Versions here, now", here),
-        controls=table("What is asked, and what is here", ["asked by", "asked", "here"], CONTROLS),
-        version=here["flwr-replay"],
     )
-    page, data = state / f"{PAGE}.html", state / f"{PAGE}.json"
-    write_atomic(data, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
-    write_atomic(page, text)
-    return page, data
 
 
 def _run(folder: Path) -> dict[str, Any]:

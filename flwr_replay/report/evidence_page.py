@@ -30,12 +30,12 @@ __all__ = [
     "NOT_RUN",
     "PAGE",
     "code_digest",
-    "evidence",
+    "digests",
     "kinds_in",
-    "sacroml_values",
     "seen_by",
     "table",
     "write_evidence",
+    "write_told",
 ]
 
 PAGE = "evidence"
@@ -104,13 +104,13 @@ CONTROLS = (  # asked by, what is asked, what is here
 )
 
 
-def evidence(
+def write_evidence(
     folder: Path,
     attacks: Sequence[str],
     audit: Mapping[str, Any] | None,
     sacroml: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return the page's data, as `evidence.json` has them.
+) -> tuple[Path, Path]:
+    """Write page and data into a run's directory; return their paths.
 
     `attacks` are sentences on what attacks found, none if none ran; `audit` is the content of an `audit.json`, and
     `sacroml` what `sacroml_found` returns.
@@ -120,9 +120,13 @@ def evidence(
     RunError
         If the run has not finished, or a file of its directory is damaged.
     """
-    result = read_result(folder)
-    models = sorted(folder.glob("models/**/*.safetensors"))
-    return {
+    if not there(folder / RESULT):
+        raise RunError(
+            f"evidence is of a finished run; {folder} has no {RESULT}: flwr-replay runs show says how it stands"
+        )
+    result, models = read_result(folder), sorted(folder.glob("models/**/*.safetensors"))
+    files = {str(path.relative_to(folder)): path for path in [folder / CONFIG, folder / RESULT, *models]}
+    told: dict[str, Any] = {
         "run": read_run_id(folder),
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         **{name: result[name] for name in ("strategy", "task", "model", "rounds", "seed", "wall-seconds")},
@@ -137,37 +141,18 @@ def evidence(
         "audit": audit,
         "sacroml": sacroml,
         "versions": result["versions"],
-        "sha256": {
-            **{str(path.relative_to(folder)): _digest(path) for path in [folder / CONFIG, folder / RESULT, *models]},
-            **(sacroml["model"] if sacroml else {}),
-            "the package's code, where this was written": code_digest(),
-        },
+        "sha256": digests(files, sacroml),
         "controls": [dict(zip(("asked by", "asked", "here"), row, strict=True)) for row in CONTROLS],
     }
-
-
-def write_evidence(
-    folder: Path,
-    attacks: Sequence[str],
-    audit: Mapping[str, Any] | None,
-    sacroml: Mapping[str, Any] | None = None,
-) -> tuple[Path, Path]:
-    """Write page and data into a run's directory; return their paths. Without a result: `RunError`."""
-    if not there(folder / RESULT):
-        raise RunError(
-            f"evidence is of a finished run; {folder} has no {RESULT}: flwr-replay runs show says how it stands"
-        )
-    told, result = evidence(folder, attacks, audit, sacroml), read_result(folder)
-    page, data = folder / f"{PAGE}.html", folder / f"{PAGE}.json"
-    text = render(
-        PAGE,
+    return write_told(
+        folder,
+        told,
         title=f"Evidence of run {told['run']}",
         about=f"{told['strategy']} on {told['task']}, rounds: {told['rounds']}, seed {told['seed']}, the network "
         f"{told['model']}. It took {shown_time(told['wall-seconds'])}. Written {told['written']} from the "
         "coordinator's own files. Each institution has a ledger of its own: compare.",
         left=[left_table(told["left"])],
         kinds=kinds_in(kind for own in told["left"].values() for kind in own),
-        floor=told["small-cells"],
         seen=told["seen"],
         claim=told["claim"],
         privacy=privacy_table(result),
@@ -175,15 +160,37 @@ def write_evidence(
         untested=told["untested"],
         attacks=told["attacks"] or [NOT_RUN["attacks"]],
         audit=_audited(audit) if audit else NOT_RUN["audit"],
-        **sacroml_values(sacroml),
-        sums=table("SHA-256", ["file", "digest"], list(told["sha256"].items())),
         versions=versions_table("Versions of the run", told["versions"]),
+    )
+
+
+def write_told(folder: Path, told: Mapping[str, Any], **values: object) -> tuple[Path, Path]:
+    """Write what is told of a run or an institution as `evidence.html` and `evidence.json`; return their paths.
+
+    `values` are what the page has beside that in words and tables.
+    """
+    page, data, sacroml = folder / f"{PAGE}.html", folder / f"{PAGE}.json", told["sacroml"]
+    rows = sacroml["figures"] if sacroml else []
+    text = render(
+        PAGE,
+        floor=told["small-cells"],
+        sacroml=sacroml["said"] if sacroml else NOT_RUN["sacroml"],
+        figures=table("SACRO-ML", [*rows[0]], [[*row.values()] for row in rows]) if sacroml else None,
+        sums=table("SHA-256", ["file", "digest"], list(told["sha256"].items())),
         controls=table("What is asked, and what is here", ["asked by", "asked", "here"], CONTROLS),
         version=told["versions"]["flwr-replay"],
+        **values,
     )
     write_atomic(data, json.dumps(told, indent=2, ensure_ascii=False) + "\n")
     write_atomic(page, text)
     return page, data
+
+
+def digests(files: Mapping[str, Path], sacroml: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the SHA-256 of files by name, of what SACRO-ML's report is of, and of the package's code."""
+    of_files = {name: _digest(path) for name, path in files.items()}
+    model = sacroml["model"] if sacroml else {}
+    return {**of_files, **model, "the package's code, where this was written": code_digest()}
 
 
 def code_digest() -> str:
@@ -207,14 +214,6 @@ def _digest(path: Path) -> str:
 def table(caption: str, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, Any]:
     """Return a table as the templates draw it."""
     return {"caption": caption, "heads": heads, "rows": rows}
-
-
-def sacroml_values(sacroml: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what the template shows of SACRO-ML's report, or that there is none."""
-    if not sacroml:
-        return {"sacroml": NOT_RUN["sacroml"], "figures": None}
-    rows = sacroml["figures"]
-    return {"sacroml": sacroml["said"], "figures": table("SACRO-ML", [*rows[0]], [[*row.values()] for row in rows])}
 
 
 def kinds_in(kinds: Iterable[str]) -> list[str]:
