@@ -10,8 +10,7 @@ and the classifier are not.
 """
 
 from flwr_replay.simulations.retina import FIGURE_5
-from flwr_replay.studies.printed import Printed
-from flwr_replay.studies.study import Compared
+from flwr_replay.studies.study import Compared, Printed
 
 __all__ = ["COMPARISONS"]
 

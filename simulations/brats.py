@@ -8,8 +8,7 @@ Buda et al. 2019, which do not come with this package; here every run begins wit
 """
 
 from flwr_replay.studies.methods import with_kept
-from flwr_replay.studies.printed import Printed
-from flwr_replay.studies.study import Compared
+from flwr_replay.studies.study import Compared, Printed
 
 __all__ = ["COMPARISONS"]
 

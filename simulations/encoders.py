@@ -41,14 +41,18 @@ PAIR = "proxyfl:listen=pool:alpha=0:beta=0:private_lr=0.01:private_epochs=1:priv
 ROUNDS = {8: (30, 24), 1: (15, 12)}  # of ProxyFL by epsilon, and the round after which its rate is a tenth
 
 
+def network_of(data: str, encoder: str, file: str) -> tuple[list[str], str]:
+    """Return a network's options on one data set, and FedReplay's cut."""
+    network, cut = ENCODERS[encoder]
+    if network[0] == "model=lite0":
+        return [*network, "model.size=224" if data == "xrays" else "model.size=96"], cut
+    return [*network, *(PUBLIC if file == "cifar10-8k.npz" else [])], cut
+
+
 def comparison(data: str, encoder: str) -> Compared:
     """Return the methods on one data set with one network."""
     file, dealt, smallest = DATA[data]
-    network, cut = ENCODERS[encoder]
-    if network[0] == "model=lite0":
-        network = [*network, "model.size=224" if data == "xrays" else "model.size=96"]
-    elif file == "cifar10-8k.npz":
-        network = [*network, *PUBLIC]
+    network, cut = network_of(data, encoder, file)
     tuned = encoder == "tuned"
     high = ":lr=0.1" if tuned else ""
     methods = ["central", f"local{high}", f"fedavg{high}", "cwt", f"fedreplay := fedreplay:cut={cut}"]

@@ -56,11 +56,7 @@ def noisy(institutions: int) -> list[str]:
 def comparison(data: str, encoder: str) -> Compared:
     """Return the methods on one data set with one kind of features."""
     file, dealt, institutions = DATA[data]
-    network, cut = encoders.ENCODERS[encoder]
-    if encoder == "frozen":
-        network = [*network, "model.size=224" if data == "xrays" else "model.size=96"]
-    elif file == "cifar10-8k.npz":
-        network = [*network, *encoders.PUBLIC]
+    network, cut = encoders.network_of(data, encoder, file)
     noiseless = f"GD := {DESCENT}:lr=0.5"
     alone = [f"FedReplay := fedreplay:cut={cut}", "local"]
     alone += [

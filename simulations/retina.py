@@ -11,8 +11,7 @@ methods that it compares.
 from typing import Any
 
 from flwr_replay.studies.methods import named, with_kept
-from flwr_replay.studies.printed import Printed
-from flwr_replay.studies.study import Compared
+from flwr_replay.studies.study import Compared, Printed
 
 __all__ = ["COMPARISONS", "FIGURE_5"]
 
