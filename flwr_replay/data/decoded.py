@@ -106,7 +106,7 @@ class ImageSource:
     task: TaskConfig  # with the form of an example, (task.channels, task.size, task.size)
     files: Sequence[Path]
     about: object  # what else the division depends on, as JSON has it
-    divided: Callable[[], Mapping[str, Indices]]  # returns the indices of the files in each split
+    divide: Callable[[], Mapping[str, Indices]]  # returns the indices of the files in each split
     read: Callable[[int], NDArray[Any]]  # decodes the n-th file
     dtype: DTypeLike = np.uint8  # of an example
 
@@ -125,10 +125,6 @@ class ImageSource:
         """All that the examples and their division depend on, as a digest."""
         files = [(str(file), *_stamp(file)) for file in self.files]
         return digest_of([FORMAT, self.form, np.dtype(self.dtype).str, versions(PACKAGES), self.about, files])
-
-    def divide(self) -> Mapping[str, Indices]:
-        """Return the indices of the files in each split."""
-        return self.divided()
 
     def examples(self, members: Mapping[str, Indices]) -> Iterator[NDArray[Any]]:
         """Decode split by split; yield some at a time, (n, C, H, W)."""

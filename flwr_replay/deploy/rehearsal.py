@@ -14,19 +14,20 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from flwr_replay.ciphers.seal import KEY, make_key
 from flwr_replay.config.compose import compose, compose_own
 from flwr_replay.config.quoting import key_of, node_config, quoted
+from flwr_replay.convert.checked import write_manifest
 from flwr_replay.data.folder import folder_rows, form_of
 from flwr_replay.data.manifest import ManifestRow
 from flwr_replay.engines.certificates import CA, write_key
 from flwr_replay.engines.superlink import COLOUR, SuperLink, flower, flwr_run, free_port, superlink
 from flwr_replay.errors import ConfigError, DataError, RunError
 from flwr_replay.files.atomic import NAME, private_folder, write_atomic
-from flwr_replay.files.table import csv_text
 from flwr_replay.institution.policy import read_policy
 from flwr_replay.report.run_files import read_result
 from flwr_replay.rng import derived_rng
@@ -172,16 +173,11 @@ def deal(rows: Sequence[ManifestRow], names: Sequence[str], root: Path) -> None:
     """Copy each institution's images to `root/<name>`, with a `manifest.csv`; `names` says whose each image is."""
     for name in sorted(set(names)):
         folder = private_folder(root / name)
-        its_rows = [row for row, whose in zip(rows, names, strict=True) if whose == name]
-        split, patients = its_rows[0].split is not None, any(row.patient for row in its_rows)
-        heads = ["image", "label", *(["split"] if split else []), *(["patient"] if patients else [])]
-        lines = [heads]
-        for n, row in enumerate(its_rows):
-            image = f"{n:06d}{row.file.suffix.lower()}"
-            shutil.copy(row.file, folder / image)
-            values = {"image": image, "label": row.label, "split": row.split or "", "patient": row.patient}
-            lines.append([values[head] for head in heads])
-        (folder / "manifest.csv").write_text(csv_text(lines), encoding="utf-8")
+        its_rows = []
+        for n, row in enumerate(row for row, whose in zip(rows, names, strict=True) if whose == name):
+            its_rows.append(replace(row, file=folder / f"{n:06d}{row.file.suffix.lower()}", site=None))
+            shutil.copy(row.file, its_rows[-1].file)
+        write_manifest(folder, its_rows, {})
 
 
 def _policy(policy: Path, name: str) -> str:

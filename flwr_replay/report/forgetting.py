@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.files.atomic import write_atomic
-from flwr_replay.files.lines import Lines, read_lines
+from flwr_replay.files.lines import add_line, read_lines
 from flwr_replay.report.comparison import markdown_table
 from flwr_replay.report.plots import heat_map
 from flwr_replay.report.run_files import FORMS
@@ -26,9 +26,7 @@ class ForgettingMatrix:
 
     def add(self, exchange: int, trained_on: Sequence[str], own: dict[str, float]) -> None:
         """Add a row: the institutions the exchange trained on, and the main metric on each institution's own data."""
-        lines = Lines(self.path)
-        lines.append([{"round": exchange, "taught": list(trained_on), "own": own}])
-        lines.close()
+        add_line(self.path, {"round": exchange, "taught": list(trained_on), "own": own})
 
     def rewind(self, exchange: int) -> None:
         """Drop the rows written after a checkpoint."""
