@@ -323,6 +323,9 @@ class ReplayConfig:
 class GeneratorConfig:
     """Base of every generator's `<Name>Config`, which lies in `flwr_replay.generators.<name>`, with what all have."""
 
+    draws_with: ClassVar[tuple[str, ...]] = ("generator",)  # mechanisms on which an image drawn for a label depends
+    length: ClassVar[str] = "generator.epochs"  # the options that say how long an institution trains it
+
     name: str
     lr: float  # of Adam
     batch_size: int = 32
@@ -344,16 +347,6 @@ class GeneratorConfig:
             or (bool(numbers) and all(n.isascii() and n.isdecimal() and int(n) < classes for n in numbers)),
             f"{option} is all, or numbers below {classes} with spaces between; got {declared!r}",
         )
-
-    @property
-    def draws_with(self) -> tuple[str, ...]:
-        """Mechanisms on which an image that is drawn for a label depends."""
-        return ("generator",)
-
-    @property
-    def length(self) -> str:
-        """The options that say how long an institution trains it."""
-        return "generator.epochs"
 
     @property
     def keeps_distance(self) -> bool:

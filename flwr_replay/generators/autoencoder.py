@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,9 @@ __all__ = ["VQVAE2", "VQVAE2Config", "build_generator", "summed_loss"]
 class VQVAE2Config(GeneratorConfig):
     """The VQ-VAE-2 and its training (Qu et al. 2022, section 4.1; Razavi et al. 2019)."""
 
+    draws_with: ClassVar[tuple[str, ...]] = ("generator", "prior")  # which draws the codes that the decoder decodes
+    length: ClassVar[str] = "generator.epochs, prior.epochs"
+
     codes: int = 128  # vectors in each of the two codebooks
     dim: int = 16  # numbers in each vector
     width: int = 32  # channels of the encoders and the decoder
@@ -66,16 +70,6 @@ class VQVAE2Config(GeneratorConfig):
         within("generator.", self, residual_width=(1, WIDTH))
         within("generator.", self, epochs=(1, PASSES), lr_halving=NOT_NEGATIVE)
         within("generator.", self, beta=NOT_NEGATIVE_FINITE, decay=FRACTION)
-
-    @property
-    def draws_with(self) -> tuple[str, ...]:
-        """A prior draws the codes that the decoder decodes."""
-        return "generator", "prior"
-
-    @property
-    def length(self) -> str:
-        """Its own passes, and those of the prior."""
-        return "generator.epochs, prior.epochs"
 
     @property
     def dp_passes(self) -> int:

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,8 @@ MOST = 100_000_000  # steps
 class StyleGAN2Config(GeneratorConfig):
     """StyleGAN2-ADA and its training (Pennisi et al. 2023, section IV-B.2)."""
 
+    length: ClassVar[str] = "generator.steps"
+
     latents: int = 512  # Z
     mapping: int = 8  # layers of the mapping network
     mapping_rate: float = 0.01  # its learning rate, in units of lr
@@ -105,11 +108,6 @@ class StyleGAN2Config(GeneratorConfig):
     def keeps_distance(self) -> bool:
         """Whether there is a second phase of the training."""
         return self.privacy_loss != "none" and not self.checkpoint
-
-    @property
-    def length(self) -> str:
-        """Steps."""
-        return "generator.steps"
 
     @property
     def dp_steps(self) -> int:

@@ -6,11 +6,11 @@ stand beside it; they show patients.
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,7 +108,7 @@ def attack_run(
     timed = sum(number_timed(exhibit.means, len(exhibit.answers)) for exhibit in evidence.exhibits)
     seconds = 60 * minutes / max(1, timed)
     for name in names:
-        lab = Lab.of(evidence, name, only, auxiliary, data, seconds, place)
+        lab = Lab(evidence, name, only, auxiliary, data, seconds, place)
         for exhibit in (each for each in evidence.exhibits if each.institution == name):
             for result in lab.results(exhibit, done):
                 result |= {"minutes": minutes, "sentence": sentence(result)}
@@ -160,22 +160,15 @@ def _earlier(
     )
 
 
-@dataclass(frozen=True)
 class Lab:
-    """Attacks on the fields of one institution."""
+    """Attacks on the fields of one institution.
 
-    evidence: Evidence
-    only: Only
-    auxiliary: Auxiliary | None  # the attacker's own images, without those that the judge has
-    originals: Originals | None  # the judge's
-    why: str  # why there are none
-    checked: str  # how it was found that they are the run's
-    seconds: float  # for each attack, about
-    place: Path  # of the pictures
+    Its originals are dealt or read, and checked; `data` as in `originals_of`. Each attack takes so many `seconds`,
+    about; pictures lie in `place`.
+    """
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         evidence: Evidence,
         institution: str,
         only: Only,
@@ -183,16 +176,18 @@ class Lab:
         data: str,
         seconds: float,
         place: Path,
-    ) -> Self:
-        """Deal or read the institution's originals, and check them; `data` as in `originals_of`."""
-        originals, why, how = None, "", ""
+    ) -> None:
+        self.evidence, self.only, self.seconds, self.place = evidence, only, seconds, place
+        self.auxiliary = auxiliary  # the attacker's own images, without those that the judge has
+        self.originals: Originals | None = None  # the judge's
+        self.why, self.checked = "", ""  # why there are none; how it was found that they are the run's
         try:
             originals = originals_of(evidence.config, institution, data)
-            auxiliary = without(auxiliary, [originals.x_NCHW, originals.others_NCHW])
-            how = checked(institution, evidence, originals)
+            self.auxiliary = without(auxiliary, [originals.x_NCHW, originals.others_NCHW])
+            self.checked = checked(institution, evidence, originals)
+            self.originals = originals
         except DataError as error:
-            originals, why = None, str(error)
-        return cls(evidence, only, auxiliary, originals, why, how, seconds, place)
+            self.why = str(error)
 
     def results(self, exhibit: Exhibit, done: Collection[tuple[str, ...]]) -> Iterator[dict[str, Any]]:
         """Attack a field; yield a result for each attack, or why there is none."""
