@@ -19,7 +19,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from chaos_runs import Place, jobs, whole
+from chaos_runs import Place, jobs, undisturbed_run
 
 from flwr_replay.files.tensors import digest, read_tensors
 from flwr_replay.report.run_files import METRICS
@@ -51,7 +51,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for number, (name, options) in enumerate(jobs().items()):
             if args.only in name:
-                place, _ = whole(Path(folder) / str(number), options)
+                place, _ = undisturbed_run(Path(folder) / str(number), options)
                 line = f"{name:40}  {hashes(place)}"
                 differs = before is not None and line not in before
                 differing += differs

@@ -64,7 +64,7 @@ def mean(states, sizes):
     return {name: value.round() if name.endswith("tracked") else value for name, value in total.items()}
 
 
-def agree(left, right):
+def assert_weights_close(left, right):
     assert left.keys() == right.keys()
     for name in left:
         np.testing.assert_allclose(left[name], np.asarray(right[name]), rtol=0, atol=2e-6, err_msg=name)

@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 
 from chaos_faults import TAKEN, Fault, slot
-from chaos_runs import Ended, Place, check_results, secretly, whole
+from chaos_runs import Ended, Place, check_results, secretly, undisturbed_run
 
 from flwr_replay.files.lines import read_lines
 
@@ -42,7 +42,7 @@ class Broken:
         folder.mkdir()
         self.folder, self.repeatable, self.copies = folder, SECRET not in options, 0
         options = options if self.repeatable else [*secretly(options), SECRET]
-        self.once, _ = whole(folder / "once", options)
+        self.once, _ = undisturbed_run(folder / "once", options)
         self.place = Place(folder / "broken", options)
         self.place.attempt(Fault("kill", at=round(share * self.once.shared[TAKEN])))
         self.run_id = (self.place.run / "run-id").read_text().strip()
@@ -118,7 +118,7 @@ class Broken:
         return stated
 
 
-def drawn(broken: Broken, rng: Random, number: int) -> list[tuple[Path, str]]:
+def drawn_damage(broken: Broken, rng: Random, number: int) -> list[tuple[Path, str]]:
     """Draw kinds of files, one of each, and a way for each."""
     kinds = broken.kinds()
     return [(rng.choice(kinds[kind]), rng.choice(sorted(WAYS))) for kind in rng.sample(sorted(kinds), number)]

@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 
 import psutil
-from chaos_runs import check_bits, check_ledgers, spent
+from chaos_runs import check_bits, check_ledgers, stated_epsilon
 from deployed import CLINICS, COORDINATOR, REFUSES, TASK, until
 
 from flwr_replay.deploy.coordinator import examine_coordinator
@@ -76,7 +76,7 @@ class Struck:
         until(lambda: self.reached(line) or command.poll() is not None, LONGEST, lambda: f"line {line} never reached")
         time.sleep(pause)
         while command.poll() is None and not self.ended():
-            if matching := having(PROCESSES[kind], living()):
+            if matching := processes_with(PROCESSES[kind], living()):
                 with suppress(psutil.NoSuchProcess):
                     self.rng.choice(matching).kill()
                     self.moments.append(f"{kind} {pause:.1f} s after line {line} of {self.lines}")
@@ -92,7 +92,7 @@ class Struck:
         return (self.folder / "result.json").exists()
 
 
-def having(program: str, processes: list[psutil.Process]) -> list[psutil.Process]:
+def processes_with(program: str, processes: list[psutil.Process]) -> list[psutil.Process]:
     """Return the processes with a word in the first words of their command lines."""
     matching = []
     for process in processes:
@@ -102,7 +102,7 @@ def having(program: str, processes: list[psutil.Process]) -> list[psutil.Process
     return matching
 
 
-def shown(output: str) -> str:
+def reason_shown(output: str) -> str:
     """Return the last line that says why a run ended; a traceback is a finding."""
     assert "Traceback" not in output, output[-3000:]
     return next((line for line in reversed(output.splitlines()) if "error: " in line), "")
@@ -171,7 +171,9 @@ class OnDeployment:
     def without_those_left(self) -> None:
         """Start a SuperNode again that has a ClientApp left: killed next, that one would make all answers late."""
         left = [
-            clinic for clinic in self.clinics if any(map(self.waits, having(PROCESSES["clientapp"], self.of([clinic]))))
+            clinic
+            for clinic in self.clinics
+            if any(map(self.waits, processes_with(PROCESSES["clientapp"], self.of([clinic]))))
         ]
         self.start_again(left)
 
@@ -202,10 +204,10 @@ class OnDeployment:
 
     def left(self) -> list[str]:
         living = members(self.deployment.environment[MARK])
-        apps = [process for kind in ("serverapp", "clientapp") for process in having(PROCESSES[kind], living)]
+        apps = [process for kind in ("serverapp", "clientapp") for process in processes_with(PROCESSES[kind], living)]
         orphans = [
             process
-            for process in having("flower-superexec", living)
+            for process in processes_with("flower-superexec", living)
             if process.ppid() not in {own.pid for own in living}
         ]
         return [str(process) for process in (*apps, *orphans) if not self.waits(process)]
@@ -265,7 +267,7 @@ class OnRay:
             strike.output = "".join(logged[-1:])  # Flower's own tracebacks stand above it
             strike.resumed += not strike.ended()
             if not strike.ended() and command.returncode > 0 and strike.folder.exists():
-                assert f"run --resume {strike.folder}" in shown(strike.output), f"no command: {logged[-9:]}"
+                assert f"run --resume {strike.folder}" in reason_shown(strike.output), f"no command: {logged[-9:]}"
             if strike.folder.exists():
                 words = ["run", "--resume", str(strike.folder)]
         strike.moments += [f"{kind} too late" for _, kind in left]
@@ -293,9 +295,9 @@ class OnRay:
         return [self.folder]
 
 
-def judged(engine, once, struck: Struck) -> str:
+def verdict_on(engine, once, struck: Struck) -> str:
     """Compare a run with the undisturbed one; say in one line what is as there, and what is lost."""
-    reason = shown(struck.output)
+    reason = reason_shown(struck.output)
     failures = read_json(struck.folder / "result.json")["failures"]
     assert all("\n" not in failure["reason"] for failure in failures), failures
     lacked = {failure["institution"] for failure in failures}
@@ -312,7 +314,7 @@ def judged(engine, once, struck: Struck) -> str:
     assert failures or all(charged[name] >= undisturbed[name] for name in charged), f"{charged}, not {undisturbed}"
     stated, expected = (read_json(run / "result.json")["privacy"] for run in (struck.folder, once.run))
     if not failures:
-        less = [name for name in expected if spent(stated[name]) < spent(expected[name])]
+        less = [name for name in expected if stated_epsilon(stated[name]) < stated_epsilon(expected[name])]
         assert not less, f"{less} state less than undisturbed: {stated}, {expected}"
     if charged == undisturbed and not failures:
         assert stated == expected, f"privacy is {stated}, undisturbed {expected}"

@@ -192,13 +192,13 @@ def moments(name: str) -> Random:
     return Random(f"{os.environ.get('FLWR_REPLAY_MOMENTS', '')} {name}")
 
 
-def some(what: str, names: Iterable[str], number: int) -> list[str]:
+def drawn_names(what: str, names: Iterable[str], number: int) -> list[str]:
     """Return some of the names for a test: the same for a commit in CI, others for the next one, or all."""
     names = [*names]
     return names if os.environ.get("FLWR_REPLAY_MOMENTS") == "all" else sorted(moments(what).sample(names, number))
 
 
-def whole(folder: Path, options: list[str]) -> tuple[Place, Ended]:
+def undisturbed_run(folder: Path, options: list[str]) -> tuple[Place, Ended]:
     """Run a job to its end, undisturbed; what it imported and composed the next processes have from the start."""
     place = Place(folder, options)
     ended = place.attempt()
@@ -234,7 +234,7 @@ def check(undisturbed: Place, struck: Place, faults: int) -> None:
     check_ledgers(struck.run, struck.states())
 
 
-def spent(stated: dict | None) -> float:
+def stated_epsilon(stated: dict | None) -> float:
     """Return the epsilon that a result states of an institution; without a bound it is infinite."""
     return 0 if not stated else inf if stated["epsilon"] is None else stated["epsilon"]
 
@@ -249,7 +249,7 @@ def check_stated(undisturbed: Place, struck: Place, faults: int) -> None:
     check_ledgers(struck.run, struck.states())
     for name, written in undisturbed.charges().items() if whole else ():
         once, repeated = (sum(line["steps"] for line in rows) for rows in (written, struck.charges()[name]))
-        expected, stated = (spent(place.result["privacy"][name]) for place in (undisturbed, struck))
+        expected, stated = (stated_epsilon(place.result["privacy"][name]) for place in (undisturbed, struck))
         assert (stated == expected) if once == repeated else (stated > expected), f"{name}: {stated}, once {expected}"
 
 

@@ -38,7 +38,7 @@ def refused(task: TaskConfig, *words: str) -> None:
         assert word in line, line
 
 
-def drawn(root: Path, *folders: str, suffix: str = ".png") -> None:
+def draw_folders(root: Path, *folders: str, suffix: str = ".png") -> None:
     for place, folder in enumerate(folders):
         for n in range(4):
             draw(root / folder / f"{n}{suffix}", 40 * place + n)

@@ -8,7 +8,7 @@ from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.memory import forget
 from flwr_replay.wire.records import config_in
 
-__all__ = ["NEVER", "Asked", "Grid", "first", "nth"]
+__all__ = ["NEVER", "Asked", "Grid", "first_times", "nth"]
 
 NEVER = 9999  # the code of an answer that never comes; none of Flower's
 
@@ -108,6 +108,6 @@ def nth(*calls):
     return lambda grid, at: (at.stage, at.name, grid.times(at.stage, at.name)) in calls
 
 
-def first(*calls):
+def first_times(*calls):
     """Mean the first times that a stage of an institution is asked: (stage, name), as often as it stands here."""
     return lambda grid, at: grid.times(at.stage, at.name) <= calls.count(at[:2])

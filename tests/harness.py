@@ -115,19 +115,19 @@ class Ran:
 
     @property
     def ledger(self):
-        return lines(self.folder / "ledger.jsonl")
+        return json_lines(self.folder / "ledger.jsonl")
 
     def state(self, name):
         return self.root / "state" / name / "runs" / self.run
 
     def own_ledger(self, name):
-        return [entry for entry in lines(self.root / "state" / name / "ledger.jsonl") if entry["run"] == self.run]
+        return [entry for entry in json_lines(self.root / "state" / name / "ledger.jsonl") if entry["run"] == self.run]
 
     def charges(self, name):
-        return lines(self.state(name) / "privacy.jsonl")
+        return json_lines(self.state(name) / "privacy.jsonl")
 
 
-def lines(path):
+def json_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -48,7 +48,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 HREF = "{http://www.w3.org/1999/xlink}href"
 
 
-def drawn(text):
+def drawn_marks(text):
     """Return the marks of points and the outlines of bands as (x, y), and the texts with their x."""
     tree = ElementTree.fromstring(text)
     marks, outlines = [], []

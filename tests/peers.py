@@ -54,7 +54,7 @@ def run(folder, *options, names=NAMES, own=None, away=(), **more):
 broken = partial(harness.broken, run)
 
 
-def total(models):
+def weighted_total(models):
     """Return Σ w θ and Σ w."""
     weighted = [{name: array.astype(np.float64) * w for name, array in theta.items()} for theta, w in models]
     return {name: sum(arrays[name] for arrays in weighted) for name in weighted[0]}, sum(w for _, w in models)

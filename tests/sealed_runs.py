@@ -20,7 +20,7 @@ PUSH, CWT = [*SMALL, "strategy=avgpush", SEALED], [*SMALL, "strategy=cwt", SEALE
 MODEL = {"run": "r", "kind": "model", "weight": 1.0}
 
 
-def pinned(folder, names=NAMES):
+def pinned_keys(folder, names=NAMES):
     """Make keys for hospitals, and a file that pins them; return what their node configs have, by name."""
     file = folder / f"peers-{names}.txt"
     for name in names:
@@ -68,5 +68,5 @@ def train(server, exchange, arrays=None):
     return server.send(Train(arrays=sent, run="r", exchange=exchange, lr=0.1))
 
 
-def again(exchange):
+def push_again(exchange):
     return Push(run="r", exchange=exchange, lr=0.1, init_seed=1, committed=0)

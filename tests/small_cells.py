@@ -17,7 +17,7 @@ TASK = [*SHARDS, "classes=3", "model=mlp", "model.width=6", "batch_size=16", "de
 HEAD = "head.fc"
 
 
-def write(folder, name="a", counts=COUNTS, tests=COUNTS, labels=(0, 1, 2), size=8):
+def write_cells(folder, name="a", counts=COUNTS, tests=COUNTS, labels=(0, 1, 2), size=8):
     """Write a hospital with so many training and test images of each class; of class c they are bright by c."""
     rng, arrays = np.random.default_rng(0), {}
     for split, of_each in (("train", counts), ("test", tests)):
@@ -33,13 +33,13 @@ def server_of(folder, *options, policy=FLOOR, task=TASK, **more):
     return HostileServer(folder, *task, *(options or ["strategy=fedavg"]), policy=policy, **more)
 
 
-def always(server, scores):
+def constant_weights(server, scores):
     """Return weights whose answer is the same for every image: the class with the largest score."""
     blank = {name: np.zeros_like(array) for name, array in server.weights.items()}
     return {**blank, f"{HEAD}.bias": np.array(scores, np.float32)}
 
 
-def ask(server, arrays, run="r", exchange=1, **more):
+def ask_evaluation(server, arrays, run="r", exchange=1, **more):
     return server.send(Evaluate(arrays=arrays, run=run, exchange=exchange, **more))
 
 

@@ -75,7 +75,7 @@ def own(monkeypatch, tmp_path):
         sys.modules.pop(name)
 
 
-def served(name, own, way):
+def app_by(name, own, way):
     """Return a ClientApp of one of the three ways."""
     task, plain = own
 
@@ -117,7 +117,7 @@ def test_the_table_has_every_strategy():
 def test_a_strategy_runs_as_the_table_says(name, own):
     way = ROWS[name]
     strategy = strategy_of(name, own, roll_call=way == SERVE)
-    result, grid = start(strategy, own, served(name, own, way))
+    result, grid = start(strategy, own, app_by(name, own, way))
     assert strategy.recorder.failures == []
     assert set(result.evaluate_metrics_clientapp) == {1, 2}  # rounds, not exchanges
     assert way == SERVE or not grid.of("roll-call")
@@ -129,23 +129,23 @@ def test_a_strategy_runs_as_the_table_says(name, own):
 @pytest.mark.parametrize("name", [name for name, way in ROWS.items() if way == SERVE])
 def test_a_strategy_says_what_it_needs(name, own):
     with pytest.raises(ConfigError, match=r"needs \w+Client at every institution, app = serve\(make_client\)"):
-        start(strategy_of(name, own), own, served(name, own, ANY))
+        start(strategy_of(name, own), own, app_by(name, own, ANY))
 
 
 @pytest.mark.parametrize("asked", [{"external": True}, {"forgetting": True}, {"privacy": PRIVACY}])
 def test_what_a_plain_app_would_silently_leave_out_is_refused(asked, own):
     with pytest.raises(ConfigError, match="CWT needs CWTClient"):
-        start(strategy_of("cwt", own, **asked), own, served("cwt", own, ANY))
+        start(strategy_of("cwt", own, **asked), own, app_by("cwt", own, ANY))
 
 
 def test_a_plain_app_among_those_of_proxyfl_is_left_out_with_the_reason(own):
     with pytest.raises(RunError, match="runs a ClientApp of its own, and ProxyFL needs ProxyFLClient"):
-        start(strategy_of("proxyfl", own, roll_call=True), own, served("proxyfl", own, ANY))
+        start(strategy_of("proxyfl", own, roll_call=True), own, app_by("proxyfl", own, ANY))
 
 
 def test_a_plain_app_takes_no_part_under_dp(own):
     with pytest.raises(RunError, match="runs a ClientApp of its own, and CWT needs CWTClient"):
-        start(strategy_of("cwt", own, roll_call=True, privacy=PRIVACY), own, served("cwt", own, ANY))
+        start(strategy_of("cwt", own, roll_call=True, privacy=PRIVACY), own, app_by("cwt", own, ANY))
 
 
 @pytest.mark.parametrize("name", ["epsilon", "a\nb", "a/b", "", "x" * 81])
@@ -156,7 +156,7 @@ def test_a_foreign_metric_has_a_plain_name_and_none_of_ours(name):
 
 
 def test_the_server_cannot_test_a_model_that_it_has_not(own):
-    app, own_test = served("local", own, SERVE), {"evaluate_fn": lambda number, arrays: None}
+    app, own_test = app_by("local", own, SERVE), {"evaluate_fn": lambda number, arrays: None}
     with pytest.raises(ConfigError, match="evaluate_fn needs a global model; Local has none"):
         start(strategy_of("local", own, roll_call=True), own, app, **own_test)
 
@@ -164,7 +164,7 @@ def test_the_server_cannot_test_a_model_that_it_has_not(own):
 def test_the_server_tests_by_rounds(own):
     asked = []
     start(
-        strategy_of("cwt", own), own, served("cwt", own, ANY), evaluate_fn=lambda number, arrays: asked.append(number)
+        strategy_of("cwt", own), own, app_by("cwt", own, ANY), evaluate_fn=lambda number, arrays: asked.append(number)
     )
     assert asked == [0, 1, 2]  # as Flower's strategies do
 
@@ -192,14 +192,14 @@ def test_metrics_of_a_users_own_app_keep_their_names(name, own, caplog):
 
 
 def test_a_run_without_rounds_is_refused(own):
-    grid = Grid.simulated(served("cwt", own, ANY), {"local-epochs": 1}, NODES)
+    grid = Grid.simulated(app_by("cwt", own, ANY), {"local-epochs": 1}, NODES)
     with pytest.raises(ConfigError, match="num_rounds must be at least 1; got 0"):
         strategy_of("cwt", own).start(grid, ArrayRecord(own[0].net().state_dict()), num_rounds=0)
 
 
 def test_fedprox_says_once_what_an_app_must_add(own, caplog):
     caplog.set_level(logging.INFO, "flwr")
-    start(strategy_of("fedprox", own), own, served("fedprox", own, ANY))
+    start(strategy_of("fedprox", own), own, app_by("fedprox", own, ANY))
     assert sum("if it ignores proximal-mu" in record.message for record in caplog.records) == 1
 
 
@@ -271,13 +271,13 @@ class Net(nn.Module):
 def test_training_that_differs_is_refused_before_anyone_trains(own):
     other = TrainingConfig(optimizer="adam", lr=0.05, batch_size=64)
     with pytest.raises(RunError, match=r"must have the same training; .*optimizer='sgd'.*: give the same"):
-        start(strategy_of("fedavg", own, roll_call=True, training=other), own, served("fedavg", own, SERVE))
+        start(strategy_of("fedavg", own, roll_call=True, training=other), own, app_by("fedavg", own, SERVE))
 
 
 def test_proxies_without_noise_and_a_replaced_learning_rate_are_said_once(own, caplog):
     caplog.set_level(logging.INFO, "flwr")
     strategy = strategy_of("fml", own, roll_call=True)
-    grid = Grid.simulated(served("fml", own, SERVE), {}, NODES)
+    grid = Grid.simulated(app_by("fml", own, SERVE), {}, NODES)
     strategy.start(grid, ArrayRecord(own[0].net().state_dict()), num_rounds=1, train_config=ConfigRecord({"lr": 0.01}))
     for message in (
         "they are trained without noise, and have no epsilon",
@@ -290,7 +290,7 @@ def test_proxies_without_noise_and_a_replaced_learning_rate_are_said_once(own, c
 @pytest.mark.parametrize("name", ["proxyfl", "fml", "local"])
 def test_where_private_models_are_is_said_once_and_they_load_as_the_page_shows(name, own, caplog):
     caplog.set_level(logging.INFO, "flwr")
-    result, _ = start(strategy_of(name, own, roll_call=True), own, served(name, own, SERVE))
+    result, _ = start(strategy_of(name, own, roll_call=True), own, app_by(name, own, SERVE))
     (message,) = [record.message for record in caplog.records if "private models stay" in record.message]
     run, key = re.search(r"state/NAME/runs/(run-\w+)/(\w+)-…\.safetensors", message).groups()
     shown = re.search(r"(?s)```python\n(from safetensors.*?)```", (DOCS / "flower.md").read_text())[1]
@@ -329,7 +329,7 @@ def test_a_node_that_returns_keeps_its_name(own):
         return [2, 3] if grid.looks != 3 else [3]
 
     strategy = strategy_of("fedavg", own)
-    grid = Grid.simulated(served("fedavg", own, ANY), {"local-epochs": 1}, NODES)
+    grid = Grid.simulated(app_by("fedavg", own, ANY), {"local-epochs": 1}, NODES)
     grid.there = there
     strategy.start(grid, ArrayRecord(own[0].net().state_dict()), num_rounds=3, train_config=ConfigRecord({"lr": 0.05}))
     assert {member.name: member.node_id for member in strategy.members.known} == {"node-1": 2, "node-2": 3}
@@ -338,7 +338,7 @@ def test_a_node_that_returns_keeps_its_name(own):
 @pytest.mark.parametrize("name", [name for name, way in ROWS.items() if way == MOD])
 def test_a_plain_app_is_told_to_add_the_mod(name, own):
     with pytest.raises(RunError) as end:
-        start(strategy_of(name, own), own, served(name, own, ANY))
+        start(strategy_of(name, own), own, app_by(name, own, ANY))
     message = str(end.value)
     assert re.search(r"node-2: a ClientApp of your own needs ClientApp\(mods=\[serving\(", message)  # first, and once
     assert message.count("serving(") == 1
@@ -350,7 +350,7 @@ def test_a_plain_app_is_told_to_add_the_mod(name, own):
 def test_modules_of_another_app_are_said_with_what_to_do(where, advised, own):
     """Ray's nodes import them from the folder in which the SuperLink was started."""
     raised = f"Traceback\nAttributeError: Can't get attribute 'make_client' on {where}"
-    grid = Grid.simulated(served("cwt", own, ANY), {"local-epochs": 1}, NODES)
+    grid = Grid.simulated(app_by("cwt", own, ANY), {"local-epochs": 1}, NODES)
     grid.before = lambda grid, message: Message(Error(0, raised), reply_to=message)
     with pytest.raises(RunError) as end:
         strategy_of("cwt", own).start(grid, ArrayRecord(own[0].net().state_dict()), num_rounds=1)

@@ -43,7 +43,7 @@ def few_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attacker, "CHANGE_SEARCHES", QUICK)
 
 
-def quick(auxiliary: Auxiliary | None) -> Attacker:
+def untimed_attacker(auxiliary: Auxiliary | None) -> Attacker:
     """Return an attacker without time, which takes the fewest steps."""
     return Attacker(FORM, auxiliary, 0, seconds=0)
 
@@ -58,7 +58,7 @@ def test_originals_of_nan_change_scores_only(digits: tuple[torch.Tensor, torch.T
     scores, pictures = [], []
     for originals in (digits[0][:50], digits[0][:50] * float("nan")):
         judge = Judge(originals)
-        pictures_of_nan = [attempt.images()[0] for attempt in quick(auxiliary).latents(encoder, sent, 6)]
+        pictures_of_nan = [attempt.images()[0] for attempt in untimed_attacker(auxiliary).latents(encoder, sent, 6)]
         pictures.append(pictures_of_nan)
         scores.append([judge.scores(images, torch.arange(6)) for images in pictures_of_nan])
     assert all(torch.equal(picture, two) for picture, two in zip(*pictures, strict=True))
@@ -76,13 +76,13 @@ def test_no_attack_knows_the_judge() -> None:
 
 def test_settings_come_from_auxiliary_images(digits: tuple[torch.Tensor, torch.Tensor], auxiliary: Auxiliary) -> None:
     encoder, _ = split(network("cnn"), "conv1")
-    attempt = next(quick(auxiliary).latents(encoder, latents_of(encoder, digits[0][:3]), 3))
+    attempt = next(untimed_attacker(auxiliary).latents(encoder, latents_of(encoder, digits[0][:3]), 3))
     assert attempt.images()[1] == {"alpha": 1e-3, "steps": 50, "restarts": 1, "candidates": 2}
 
 
 def test_without_auxiliary_images_there_is_one_attempt(digits: tuple[torch.Tensor, torch.Tensor]) -> None:
     encoder, _ = split(network("cnn"), "conv1")
-    (attempt,) = quick(None).latents(encoder, latents_of(encoder, digits[0][:3]), 2)
+    (attempt,) = untimed_attacker(None).latents(encoder, latents_of(encoder, digits[0][:3]), 2)
     assert attempt.attack.name == "latent matching"
     assert len(attempt.images()[0]) == 2
 
@@ -102,9 +102,9 @@ def test_from_one_example_labels_and_image(
 ) -> None:
     x, y, model = digits[0][3:4], digits[1][3:4], network("mlp")
     change = change_of(model, F.cross_entropy, x, y, local)
-    labels = quick(auxiliary).labels(model, change, 1, local)
+    labels = untimed_attacker(auxiliary).labels(model, change, 1, local)
     assert labels.tolist() == y.tolist()
-    analytic, matched = quick(auxiliary).changes(model, F.cross_entropy, change, labels, local)
+    analytic, matched = untimed_attacker(auxiliary).changes(model, F.cross_entropy, change, labels, local)
     judge = Judge(digits[0][:100])
     assert judge.scores(analytic.images()[0], torch.tensor([3])).psnr > 50
     images, settings = matched.images()
@@ -115,8 +115,8 @@ def test_from_one_example_labels_and_image(
 def test_a_convolution_is_attacked_by_matching_only(digits: tuple[torch.Tensor, torch.Tensor]) -> None:
     model = network("cnn")
     change = change_of(model, F.cross_entropy, digits[0][:1], digits[1][:1], LocalSteps())
-    assert quick(None).labels(model, change, 1, LocalSteps()).tolist() == digits[1][:1].tolist()
-    (attempt,) = quick(None).changes(model, F.cross_entropy, change, digits[1][:1], LocalSteps())
+    assert untimed_attacker(None).labels(model, change, 1, LocalSteps()).tolist() == digits[1][:1].tolist()
+    (attempt,) = untimed_attacker(None).changes(model, F.cross_entropy, change, digits[1][:1], LocalSteps())
     assert attempt.attack.name == "gradient matching"
 
 

@@ -27,7 +27,7 @@ OPTIONS += ("task=folder", "task.channels=1", "task.size=128", "model=resnet34",
 OPTIONS += ("task.classes=3", "task.class-names=[covid,normal,pneumonia]")
 
 
-def say(*words):
+def print_timed(*words):
     print(f"{time.strftime('%H:%M:%S')} ", *words, flush=True)
 
 
@@ -62,23 +62,25 @@ def main():
         run, ended = folder / "runs" / "stopped", False
         deployed = [*options, f"nodes={len(images)}", f"runs_dir='{run.parent}'", "run_name=stopped", "wait=300"]
         for line in flwr_run(link, deployed):
-            say(line.rstrip())
+            print_timed(line.rstrip())
             if not ended and pieces(run / "ledger.jsonl", stopped):
                 nodes[stopped].close()
                 ended = True
-                say(f"SuperNode of {stopped} ended, {len(pieces(run / 'ledger.jsonl', stopped))} pieces answered")
+                print_timed(
+                    f"SuperNode of {stopped} ended, {len(pieces(run / 'ledger.jsonl', stopped))} pieces answered"
+                )
                 time.sleep(AWAY)
                 start(stopped)
-                say("and started again")
+                print_timed("and started again")
         for node in nodes.values():
             node.close()
-        say({site: f"{len(pieces(run / 'ledger.jsonl', site))} pieces" for site in images})
-        say(*read_lines(run / "failures.jsonl"))
+        print_timed({site: f"{len(pieces(run / 'ledger.jsonl', site))} pieces" for site in images})
+        print_timed(*read_lines(run / "failures.jsonl"))
         alone = [*options, "partition=natural", f"task.data-dir={asked.data}", "run-name=alone"]
         command = [Path(sys.executable).with_name("flwr-replay"), "run", *alone, "--engine", "inline"]
         subprocess.run([*command, "--runs-dir", run.parent], check=True)
         same = [(run.parent / name / "models" / "global.safetensors").read_bytes() for name in ("stopped", "alone")]
-        say("same bits as undisturbed:", same[0] == same[1])
+        print_timed("same bits as undisturbed:", same[0] == same[1])
 
 
 if __name__ == "__main__":

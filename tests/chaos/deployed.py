@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import subprocess
 
-from chaos_outer import PROCESSES, OnDeployment, having
+from chaos_outer import PROCESSES, OnDeployment, processes_with
 from deployed import CLINICS, COORDINATOR, REFUSES, TASK, deployed, until
 
 from flwr_replay.deploy.coordinator import examine_coordinator
@@ -50,7 +50,7 @@ NOISY = (
 MINUTES = 600  # seconds to wait at most
 
 
-def say(*words):
+def print_timed(*words):
     print(f"{time.strftime('%H:%M:%S')} ", *words, flush=True)
 
 
@@ -70,10 +70,12 @@ def killed(deployment, name, options, exchange=1):
         began = time.monotonic()
         deployment.kill(COORDINATOR)
         ended = until(lambda: not deployment.of_a_run() and not in_use(run), 90, deployment.logs)
-        say(f"SuperLink killed; its processes ended after {ended:.1f} s")
+        print_timed(f"SuperLink killed; its processes ended after {ended:.1f} s")
         output = streamed.communicate(timeout=MINUTES)[0]
-        say(f"flwr run ended after {time.monotonic() - began:.0f} s with code {streamed.returncode}:", output[-500:])
-    say(examine_coordinator(deployment.coordinator)[1])
+        print_timed(
+            f"flwr run ended after {time.monotonic() - began:.0f} s with code {streamed.returncode}:", output[-500:]
+        )
+    print_timed(examine_coordinator(deployment.coordinator)[1])
 
 
 def goes_on(deployment, name):
@@ -84,19 +86,19 @@ def goes_on(deployment, name):
         command, cwd=deployment.coordinator, env=deployment.environment, capture_output=True, text=True, check=False
     )
     if not (deployment.runs / name / "result.json").exists():
-        say(done.stdout[-3000:], done.stderr[-2000:], deployment.logs())
+        print_timed(done.stdout[-3000:], done.stderr[-2000:], deployment.logs())
         raise SystemExit("it did not go on")
-    say(f"resumed and ended after {time.monotonic() - began:.0f} s")
+    print_timed(f"resumed and ended after {time.monotonic() - began:.0f} s")
 
 
 def of_superlink(deployment):
     deployment.run("whole", *CWT)
     killed(deployment, "killed", CWT)
     deployment.start(COORDINATOR)
-    say("all SuperNodes are online after", until(lambda: online(deployment), MINUTES, deployment.logs))
-    say(examine_coordinator(deployment.coordinator)[1])
+    print_timed("all SuperNodes are online after", until(lambda: online(deployment), MINUTES, deployment.logs))
+    print_timed(examine_coordinator(deployment.coordinator)[1])
     goes_on(deployment, "killed")
-    say("same bits as undisturbed:", weights(deployment, "killed") == weights(deployment, "whole"))
+    print_timed("same bits as undisturbed:", weights(deployment, "killed") == weights(deployment, "whole"))
 
 
 def of_fresh(deployment):
@@ -106,17 +108,17 @@ def of_fresh(deployment):
         file.unlink()
     deployment.start(COORDINATOR)
     time.sleep(45)
-    say("SuperNodes that ended:", {name: node.poll() for name, node in deployment.started.items()})
-    say(deployment.logs()[-4000:])
+    print_timed("SuperNodes that ended:", {name: node.poll() for name, node in deployment.started.items()})
+    print_timed(deployment.logs()[-4000:])
     for file in deployment.coordinator.glob("state/*.registered"):
         file.unlink()
     subprocess.run([deployment.coordinator / "register.sh"], env=deployment.environment, check=True)
     for clinic in (*CLINICS, REFUSES):
         if deployment.started[clinic].poll() is not None:
             deployment.start(clinic)
-    say("all SuperNodes are online after", until(lambda: online(deployment), MINUTES, deployment.logs))
+    print_timed("all SuperNodes are online after", until(lambda: online(deployment), MINUTES, deployment.logs))
     goes_on(deployment, "fresh")
-    say("same bits as undisturbed:", weights(deployment, "fresh") == weights(deployment, "whole-2"))
+    print_timed("same bits as undisturbed:", weights(deployment, "fresh") == weights(deployment, "whole-2"))
 
 
 def of_supernode(deployment):
@@ -124,10 +126,10 @@ def of_supernode(deployment):
     with deployment.begun("node", *LONG) as streamed:
         until(lambda: list(run.glob("checkpoints/000001.*")), MINUTES, deployment.logs)
         deployment.kill(CLINICS[1])
-        say("SuperNode killed, and started again and again")
+        print_timed("SuperNode killed, and started again and again")
         deployment.start(CLINICS[1], again=True)
         streamed.communicate()
-    say("refused:", (deployment.logs_of / f"{CLINICS[1]}.log").read_text().count("[code: 2004]"), "times")
+    print_timed("refused:", (deployment.logs_of / f"{CLINICS[1]}.log").read_text().count("[code: 2004]"), "times")
     answered(run)
 
 
@@ -146,12 +148,12 @@ def of_pieces(deployment):
     with deployment.begun("pieces", *PIECES) as streamed:
         until(lambda: answered_by(CLINICS[0]), MINUTES, deployment.logs)
         deployment.kill(CLINICS[0])
-        say("SuperNode killed after the first of its pieces, and started again and again")
+        print_timed("SuperNode killed after the first of its pieces, and started again and again")
         deployment.start(CLINICS[0], again=True)
         streamed.communicate()
-    say({clinic: f"{len(answered_by(clinic))} pieces" for clinic in CLINICS})
+    print_timed({clinic: f"{len(answered_by(clinic))} pieces" for clinic in CLINICS})
     answered(deployment.runs / "pieces")
-    say("same bits as undisturbed:", weights(deployment, "pieces") == weights(deployment, "at-once"))
+    print_timed("same bits as undisturbed:", weights(deployment, "pieces") == weights(deployment, "at-once"))
 
 
 def of_quick(folder):
@@ -165,10 +167,10 @@ def of_quick(folder):
         first.__enter__()
         killed = False
         for line in flwr_run(link, options):
-            say(line.rstrip())
+            print_timed(line.rstrip())
             if not killed and "round 1/" in line:
                 first.__exit__(None, None, None)
-                say("SuperNode killed, and another is started")
+                print_timed("SuperNode killed, and another is started")
                 stack.enter_context(supernode(link, CLINICS[1], owned[CLINICS[1]]))
                 killed = True
     answered(folder / "runs" / "quick")
@@ -178,9 +180,9 @@ def answered(run):
     """Say in which exchanges each institution has answered, and what failed."""
     rows = [row for row in read_lines(run / "ledger.jsonl") if row["direction"] == "up" and row["stage"] == "train"]
     for name in CLINICS:
-        say(name, "trained in", sorted({row["round"] for row in rows if row["institution"] == name}))
+        print_timed(name, "trained in", sorted({row["round"] for row in rows if row["institution"] == name}))
     for row in (*read_lines(run / "failures.jsonl"), *read_lines(run / "timings.jsonl")):
-        say(row)
+        print_timed(row)
 
 
 def of_together(deployment):
@@ -190,7 +192,7 @@ def of_together(deployment):
     for name in ("one", "two"):
         run = read_run_id(deployment.runs / name)
         charges = {c: len(read_lines(deployment.state(c) / "runs" / run / "privacy.jsonl")) for c in CLINICS}
-        say(name, "as alone:", weights(deployment, name) == weights(deployment, "alone"), "charges:", charges)
+        print_timed(name, "as alone:", weights(deployment, name) == weights(deployment, "alone"), "charges:", charges)
         for clinic in CLINICS:
             own = Counter((row["stage"], row["field"]) for row in deployment.own_ledger(clinic) if row["run"] == run)
             seen = [row for row in deployment.server_ledger(name) if row["direction"] == "up"]
@@ -200,20 +202,20 @@ def of_together(deployment):
 def of_left(deployment):
     """The next run ends those that are left, and has all answers; not so if they are killed before."""
     engine = OnDeployment(deployment)
-    say("ClientApps left:", left_by(engine, "sends"))
+    print_timed("ClientApps left:", left_by(engine, "sends"))
     later(deployment, "next")
-    say("and now:", left(engine))
+    print_timed("and now:", waiting_client_apps(engine))
     for process in left_by(engine, "sends-again"):
         process.kill()
-    say("those left are killed")
+    print_timed("those left are killed")
     time.sleep(100)  # Flower notices after a minute
     later(deployment, "killed")
     engine.start_again(CLINICS)
     later(deployment, "started-again")
 
 
-def left(engine):
-    return [process for process in having(PROCESSES["clientapp"], engine.of(CLINICS)) if engine.waits(process)]
+def waiting_client_apps(engine):
+    return [process for process in processes_with(PROCESSES["clientapp"], engine.of(CLINICS)) if engine.waits(process)]
 
 
 def left_by(engine, name):
@@ -222,13 +224,13 @@ def left_by(engine, name):
         with engine.deployment.begun(f"{name}-{number}", *WIDE) as streamed:
             answered = set()
             while streamed.poll() is None and len(answered) <= len(CLINICS):  # the roll call's, and one more
-                answered |= {process.pid for process in having(PROCESSES["clientapp"], engine.of(CLINICS))}
+                answered |= {process.pid for process in processes_with(PROCESSES["clientapp"], engine.of(CLINICS))}
                 time.sleep(0.02)
-            for process in having(PROCESSES["serverapp"], engine.of([COORDINATOR])):
+            for process in processes_with(PROCESSES["serverapp"], engine.of([COORDINATOR])):
                 process.kill()
             streamed.communicate()
         time.sleep(20)
-        if process := left(engine):
+        if process := waiting_client_apps(engine):
             return process
     raise SystemExit("no ClientApp is left")
 
@@ -239,7 +241,7 @@ def later(deployment, name):
     output = deployment.output_of(name, *WIDE).strip().splitlines()[-2:]
     failures = read_lines(deployment.runs / name / "failures.jsonl")
     lacked = [failure for failure in failures if failure["institution"] != REFUSES]
-    say(f"{name}: {time.monotonic() - began:.0f} s; lacked: {lacked};", *output)
+    print_timed(f"{name}: {time.monotonic() - began:.0f} s; lacked: {lacked};", *output)
 
 
 def of_growth(deployment):
@@ -247,11 +249,11 @@ def of_growth(deployment):
         deployment.run(f"growth-{number}", *LONG, f"rounds={rounds}")
         places = [*deployment.coordinator.glob("state/superlink.db*"), *deployment.logs_of.glob("*.log")]
         places += [deployment.state(CLINICS[0]) / "ledger.jsonl"]
-        say(rounds, "rounds:", {place.name: shown_bytes(place.stat().st_size) for place in places})
+        print_timed(rounds, "rounds:", {place.name: shown_bytes(place.stat().st_size) for place in places})
         homes = [deployment.place / name / "state" / ".flower" for name in (COORDINATOR, CLINICS[0])]
         for home in homes:
             files = [file for file in home.rglob("*") if file.is_file()]
-            say(
+            print_timed(
                 home.parents[1].name,
                 "flower home:",
                 len(files),
@@ -277,7 +279,7 @@ def main():
     with tempfile.TemporaryDirectory(prefix="flwr-replay-chaos-") as folder, deployed(Path(folder)) as deployment:
         until(lambda: online(deployment), MINUTES, deployment.logs)
         for name in asked.scenes:
-            say(f"--- {name}")
+            print_timed(f"--- {name}")
             of_quick(Path(folder)) if name == "quick" else SCENES[name](deployment)
 
 

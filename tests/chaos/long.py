@@ -13,7 +13,7 @@ from random import Random
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from chaos_faults import TAKEN
-from chaos_runs import KINDS, Place, check, check_stated, jobs, secretly, struck, whole
+from chaos_runs import KINDS, Place, check, check_stated, jobs, secretly, struck, undisturbed_run
 
 
 def main():
@@ -35,7 +35,7 @@ def main():
             for name, options in chosen.items():
                 number += 1
                 if name not in undisturbed:
-                    undisturbed[name] = whole(Path(folder) / f"whole-{number}", options)
+                    undisturbed[name] = undisturbed_run(Path(folder) / f"whole-{number}", options)
                 once, ended = undisturbed[name]
                 place, of = Place(Path(folder) / f"struck-{number}", options), []
                 try:

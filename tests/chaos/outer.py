@@ -17,8 +17,8 @@ from random import Random
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from chaos_outer import APART, STRIKES, OnDeployment, OnRay, judged
-from chaos_runs import jobs, whole
+from chaos_outer import APART, STRIKES, OnDeployment, OnRay, verdict_on
+from chaos_runs import jobs, undisturbed_run
 from deployed import CLINICS, deployed
 
 from flwr_replay.files.lines import read_lines
@@ -51,25 +51,25 @@ def main():
             engine = OnDeployment(stack.enter_context(real), asked.apart)
         refused = [name for name in chosen if engine.refuses(name)]
         chosen = [name for name in chosen if name not in refused]
-        say(f"ready after {time.monotonic() - began:.0f} s; {len(chosen)} jobs; none here: {refused}")
+        print_timed(f"ready after {time.monotonic() - began:.0f} s; {len(chosen)} jobs; none here: {refused}")
         while chosen and time.monotonic() < began + 60 * asked.minutes:
             name, struck, start = chosen.pop(0), "never", time.monotonic()
             kinds = asked.kinds or STRIKES[asked.engine][done % len(STRIKES[asked.engine])]
             done += 1
             try:
-                once, _ = whole(folder / f"once-{done}", engine.undisturbed(every[name]))
+                once, _ = undisturbed_run(folder / f"once-{done}", engine.undisturbed(every[name]))
                 run = engine.strikes(every[name], kinds, rng, len(read_lines(once.run / "ledger.jsonl")))
                 struck = ", ".join(run.moments)
                 by_kind.update(moment.partition(" ")[0] for moment in run.moments if "too late" not in moment)
-                verdict = judged(engine, once, run)
+                verdict = verdict_on(engine, once, run)
             except (AssertionError, subprocess.TimeoutExpired) as error:
                 verdict = f"FINDING: {error}"
                 findings.append(name)
-            say(f"{name}: struck by {struck}: {verdict} ({time.monotonic() - start:.0f} s)")
-    say(f"{done} jobs", dict(by_kind), f"{len(findings)} findings: {findings}", f"not run: {chosen}")
+            print_timed(f"{name}: struck by {struck}: {verdict} ({time.monotonic() - start:.0f} s)")
+    print_timed(f"{done} jobs", dict(by_kind), f"{len(findings)} findings: {findings}", f"not run: {chosen}")
 
 
-def say(*words):
+def print_timed(*words):
     print(f"{time.strftime('%H:%M:%S')} ", *words, flush=True)
 
 

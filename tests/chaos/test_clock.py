@@ -2,7 +2,7 @@
 
 import pytest
 from chaos_faults import TAKEN, Fault
-from chaos_runs import Place, check, jobs, some, whole
+from chaos_runs import Place, check, drawn_names, jobs, undisturbed_run
 
 from flwr_replay.files.lines import read_lines
 
@@ -10,10 +10,10 @@ JOBS = jobs()
 TIMEOUT = "timeout=600"  # seconds; less than the jumps
 
 
-@pytest.mark.parametrize("name", some("clocks", JOBS, 2))
+@pytest.mark.parametrize("name", drawn_names("clocks", JOBS, 2))
 def test_a_clock_that_jumps(name, tmp_path):
     options = [*JOBS[name], TIMEOUT]
-    once, _ = whole(tmp_path / "once", options)
+    once, _ = undisturbed_run(tmp_path / "once", options)
     place = Place(tmp_path / "jumping", options)
     place.attempt(Fault("kill", at=once.shared[TAKEN] * 2 // 3, clock=1))
     ended = place.attempt(Fault(clock=2))

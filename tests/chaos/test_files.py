@@ -4,7 +4,7 @@ Each kind of file in each way, of more methods, by hand: `python tests/chaos/dam
 """
 
 import pytest
-from chaos_damage import SECRET, Broken, drawn
+from chaos_damage import SECRET, Broken, drawn_damage
 from chaos_runs import jobs, moments
 
 JOBS = jobs()
@@ -15,7 +15,7 @@ ONE = moments("kept").choice(KEPT)  # for a commit
 @pytest.mark.parametrize(("name", "more"), [("fedreplay", ()), ("fedavg dp=classifier", (SECRET,)), (ONE, ())])
 def test_damage_is_repaired_or_reported(name, more, tmp_path):
     broken, rng = Broken(tmp_path / "broken", [*JOBS[name], *more], 0.8), moments(name)
-    for path, way in drawn(broken, rng, 5 if name != ONE else 3):
+    for path, way in drawn_damage(broken, rng, 5 if name != ONE else 3):
         broken.resumed(path, way)
     run = broken.place.run.relative_to(broken.place.folder)
     assert broken.resumed(run / "config.yaml", "one byte flipped")

@@ -4,8 +4,8 @@ import json
 from random import Random
 
 import pytest
-from chaos_outer import Struck, judged
-from chaos_runs import jobs, whole
+from chaos_outer import Struck, verdict_on
+from chaos_runs import jobs, undisturbed_run
 
 from flwr_replay.files.atomic import read_json
 
@@ -13,8 +13,8 @@ LATER = "institution-3", "no answer"
 
 
 @pytest.fixture(scope="module")
-def once(tmp_path_factory):
-    return whole(tmp_path_factory.mktemp("judged") / "once", jobs()["fedavg dp=classifier"])[0]
+def undisturbed(tmp_path_factory):
+    return undisturbed_run(tmp_path_factory.mktemp("judged") / "once", jobs()["fedavg dp=classifier"])[0]
 
 
 class Engine:
@@ -25,10 +25,10 @@ class Engine:
         self.left, self.places = lambda: [], lambda folder: [folder]
 
 
-def verdict(once, folder, spoilt=lambda place: None, may_fail=()):
-    place = once.copy(folder)
+def verdict(undisturbed, folder, spoilt=lambda place: None, may_fail=()):
+    place = undisturbed.copy(folder)
     spoilt(place)
-    return judged(Engine(place, may_fail), once, Struck(place.run, Random(0), 1, 0))
+    return verdict_on(Engine(place, may_fail), undisturbed, Struck(place.run, Random(0), 1, 0))
 
 
 def results(place, **values):
@@ -54,14 +54,14 @@ def cheap(place):
     results(place, privacy=stated)
 
 
-def test_what_is_as_undisturbed_is_no_finding(once, tmp_path):
-    assert verdict(once, tmp_path / "same") == "same bits; resumed 0 times"
-    assert "no answer" in verdict(once, tmp_path / "away", failing, may_fail=LATER[:1])
+def test_what_is_as_undisturbed_is_no_finding(undisturbed, tmp_path):
+    assert verdict(undisturbed, tmp_path / "same") == "same bits; resumed 0 times"
+    assert "no answer" in verdict(undisturbed, tmp_path / "away", failing, may_fail=LATER[:1])
 
 
 @pytest.mark.parametrize(
     ("spoilt", "message"), [(failing, "failed"), (forgetful, "has no line of"), (cheap, "state less than undisturbed")]
 )
-def test_a_finding_is_noticed(once, tmp_path, spoilt, message):
+def test_a_finding_is_noticed(undisturbed, tmp_path, spoilt, message):
     with pytest.raises(AssertionError, match=message):
-        verdict(once, tmp_path / "spoilt", spoilt)
+        verdict(undisturbed, tmp_path / "spoilt", spoilt)

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 from chaos_faults import TAKEN, Fault
-from chaos_runs import Place, check, jobs, whole
+from chaos_runs import Place, check, jobs, undisturbed_run
 from harness import SHARDS, node_configs, run, write_shards
 
 from flwr_replay.errors import RunError
@@ -19,8 +19,8 @@ JOB = jobs()["cwt"]
 
 
 @pytest.fixture(scope="module")
-def once(tmp_path_factory):
-    return whole(tmp_path_factory.mktemp("once") / "once", JOB)[0]
+def undisturbed(tmp_path_factory):
+    return undisturbed_run(tmp_path_factory.mktemp("once") / "once", JOB)[0]
 
 
 @pytest.fixture
@@ -41,9 +41,9 @@ def disk(tmp_path):
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])
-def test_a_full_disk(once, disk, share):
+def test_a_full_disk(undisturbed, disk, share):
     folder, mounted = disk
-    used = sum(path.stat().st_blocks * 512 for path in once.folder.rglob("*"))
+    used = sum(path.stat().st_blocks * 512 for path in undisturbed.folder.rglob("*"))
     mounted(f"size={round(share * used)}")
     place = Place(folder / "place", JOB)
     error = place.attempt().error
@@ -51,14 +51,14 @@ def test_a_full_disk(once, disk, share):
     assert "No space left on device: make room on its disk" in error
     mounted(f"remount,size={4 * used}")
     assert place.attempt().code == 0
-    check(once, place, 1)
+    check(undisturbed, place, 1)
 
 
-def test_a_disk_that_becomes_read_only(once, disk):
+def test_a_disk_that_becomes_read_only(undisturbed, disk):
     folder, mounted = disk
     mounted("size=100m")
     place = Place(folder / "place", JOB)
-    place.attempt(Fault("kill", at=Random(0).randint(once.shared[TAKEN] // 2, once.shared[TAKEN])))
+    place.attempt(Fault("kill", at=Random(0).randint(undisturbed.shared[TAKEN] // 2, undisturbed.shared[TAKEN])))
     (folder / "place" / "said").unlink()
     (folder / "place" / "said").symlink_to(folder.parent / "said")  # a terminal is on no disk
     mounted("remount,ro")
@@ -68,7 +68,7 @@ def test_a_disk_that_becomes_read_only(once, disk):
     mounted("remount,rw")
     (folder / "place" / "said").unlink()
     assert place.attempt().code == 0
-    check(once, place, 2)
+    check(undisturbed, place, 2)
 
 
 @pytest.mark.parametrize("full", ["b", "abc"])

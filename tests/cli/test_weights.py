@@ -60,13 +60,13 @@ def hub(monkeypatch, tmp_path_factory):
     save_file(net.state_dict(), held := tmp_path_factory.mktemp("hub") / "w.safetensors")
     with ThreadingHTTPServer(("127.0.0.1", 0), type("OneHub", (Hub,), {})) as server:
         server.held, server.net = held.read_bytes(), net
-        at(monkeypatch, server.server_port)
+        point_hub_at(monkeypatch, server.server_port)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
 
 
-def at(monkeypatch, port):
+def point_hub_at(monkeypatch, port):
     """Do as HF_ENDPOINT does, which is read only once."""
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
     template = f"http://127.0.0.1:{port}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
@@ -114,7 +114,7 @@ def test_what_is_not_whole_is_one_line_and_no_file(flwr_replay, hub, tmp_path, m
 
 
 def test_without_a_network_the_line_says_what_to_do(flwr_replay, monkeypatch, tmp_path):
-    at(monkeypatch, 9)
+    point_hub_at(monkeypatch, 9)
     code, _, err = flwr_replay("weights", "get", "resnet18")
     assert code == 2
     assert "`flwr-replay weights get resnet18.a1_in1k` on another machine, copy its file here" in err.splitlines()[-1]

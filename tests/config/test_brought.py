@@ -87,7 +87,7 @@ def path(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def mine(path, written):
+def installed_strategy(path, written):
     """Install the written strategy."""
     path(written, written / MINE / "src")
 
@@ -170,14 +170,14 @@ def test_a_wrong_name_is_one_line_and_nothing_is_written(written, kind, name, me
     assert set(written.rglob("*")) == before
 
 
-def test_it_is_listed_without_being_imported(mine):
+def test_it_is_listed_without_being_imported(installed_strategy):
     assert MINE in catalogue.choices("strategy")
     with pytest.raises(ConfigError, match=f"bound is an option of strategy={MINE}; got strategy=fedavg"):
         compose(["strategy=fedavg", "bound=3"])
     assert MINE not in sys.modules
 
 
-def test_the_pages_commands_run(mine, tmp_path, monkeypatch, capsys):
+def test_the_pages_commands_run(installed_strategy, tmp_path, monkeypatch, capsys):
     assert f"flwr-replay run {RUN}\n" in PAGE
     assert command(monkeypatch, "run", *RUN.split(), "--runs-dir", str(tmp_path)) == 0
     assert command(monkeypatch, "options", f"strategy={MINE}") == 0
@@ -238,7 +238,7 @@ def test_a_wrong_function_of_a_package_is_one_line_and_others_work(path, tmp_pat
     assert compose_own(["model=mlp"]).model.name == "mlp"
 
 
-def test_a_presets_options_hold(mine, written):
+def test_a_presets_options_hold(installed_strategy, written):
     presets = written / MINE / "src" / MINE / "conf" / "preset" / "careful"
     presets.mkdir(parents=True)
     (presets / "default.yaml").write_text("# @package _global_\nrounds: 7\n")
@@ -265,20 +265,20 @@ def institution(folder, **node):
 
 
 @pytest.mark.parametrize("allowed", ["", MINE, f"{MINE}:other", f"{MINE}.client:{MINE}"])
-def test_an_institution_imports_no_strategy_that_it_has_not_allowed(mine, tmp_path, allowed, monkeypatch):
+def test_an_institution_imports_no_strategy_that_it_has_not_allowed(installed_strategy, tmp_path, allowed, monkeypatch):
     monkeypatch.setenv(VARIABLE, CODE)  # a deployed node does not heed it
     with pytest.raises(RefusedError, match=f'{CODE}, which has not been allowed here.*own-code="{CODE}"'):
         institution(tmp_path, **{"own-code": allowed})
     assert MINE not in sys.modules
 
 
-def test_an_institution_takes_the_strategy_that_it_allows(mine, tmp_path):
+def test_an_institution_takes_the_strategy_that_it_allows(installed_strategy, tmp_path):
     _, config = institution(tmp_path, **{"own-code": CODE})
     assert config.own_code == (CODE,)
     assert halves.load_client(MINE).__module__ == f"{MINE}.client"
 
 
-def test_whoever_does_not_allow_it_is_left_out_and_the_run_goes_on(mine, tmp_path):
+def test_whoever_does_not_allow_it_is_left_out_and_the_run_goes_on(installed_strategy, tmp_path):
     allow(catalogue.code_of(MINE))
     write_shards(tmp_path, dict.fromkeys("abc", 20))
     nodes = [{**node, "own-code": CODE if node["name"] != "b" else ""} for node in node_configs(tmp_path, tmp_path)]
@@ -288,14 +288,14 @@ def test_whoever_does_not_allow_it_is_left_out_and_the_run_goes_on(mine, tmp_pat
     assert {line["institution"] for line in ran.ledger if line["stage"] == "train-fedmine"} == {"a", "c"}
 
 
-def test_a_process_that_was_given_others_words_imports_none(mine):
+def test_a_process_that_was_given_others_words_imports_none(installed_strategy):
     with pytest.raises(RefusedError, match=f"export {VARIABLE}='{CODE}'"):
         compose([f"strategy={MINE}"])
     assert MINE not in sys.modules
 
 
 @pytest.mark.parametrize("how", ["officer", "sweep"])
-def test_whoever_types_its_name_allows_it(how, mine, tmp_path, monkeypatch, capsys):
+def test_whoever_types_its_name_allows_it(how, installed_strategy, tmp_path, monkeypatch, capsys):
     (policy := tmp_path / "policy.yaml").write_text(f"strategies: [{MINE}]\n")
     job = ["task=digits", "nodes=3", "rounds=1", "model=mlp", "model.width=4", "device=cpu"]
     if how == "officer":

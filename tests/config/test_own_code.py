@@ -30,7 +30,7 @@ JOB = ["strategy=fedavg", "rounds=1", "device=cpu"]
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
+def import_marker(tmp_path, monkeypatch):
     """Return the file that importing the user's network makes; both modules can be imported from here."""
     marker = tmp_path / "imported"
     (tmp_path / "ownnets.py").write_text(NETS.format(marker=str(marker)), encoding="utf-8")
@@ -48,15 +48,15 @@ def composed(*options):
     return compose([*JOB, *options])
 
 
-def test_the_options_of_a_run_hold_the_names(own, tmp_path):
+def test_the_options_of_a_run_hold_the_names(import_marker, tmp_path):
     config = composed("model=ownnets:build", "task=owndata:arrays", "task.size=8", "classes=3")
     assert config.own_code == ("ownnets:build", "owndata:arrays")
     (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     assert compose(overrides_of(tmp_path / "config.yaml")) == config
-    assert not own.exists()  # composing imports nothing
+    assert not import_marker.exists()  # composing imports nothing
 
 
-def test_a_model_has_its_stages_and_weights_of_the_seed(own):
+def test_a_model_has_its_stages_and_weights_of_the_seed(import_marker):
     config = composed("model=ownnets:build")
     first, again, other = (build(config.model, config.task, seed) for seed in (1, 1, 2))
     assert first.stages == ("body", "head")
@@ -66,13 +66,13 @@ def test_a_model_has_its_stages_and_weights_of_the_seed(own):
 
 
 @pytest.mark.parametrize("name", ["build", "real"])
-def test_the_bytes_of_a_model_are_those_of_its_weights(own, name):
+def test_the_bytes_of_a_model_are_those_of_its_weights(import_marker, name):
     config = composed(f"model=ownnets:{name}")
     weights = build(config.model, config.task, 0).state_dict().values()
     assert bytes_of(config.model, config.task) == sum(weight.numel() * weight.element_size() for weight in weights) > 0
 
 
-def test_a_bare_first_layer_is_standardised_too(own):
+def test_a_bare_first_layer_is_standardised_too(import_marker):
     plain, config = composed("model=ownnets:bare"), composed("model=ownnets:bare", "mean=[0.5]", "std=[0.25]")
     x = torch.rand(2, 1, 8, 8)
     output = build(config.model, config.task, 0)(x)
@@ -102,7 +102,7 @@ def test_a_bare_first_layer_is_standardised_too(own):
         ("model=ownnets:frozen", "depend on a parameter that trains"),
     ],
 )
-def test_a_wrong_model_is_one_line(own, option, message):
+def test_a_wrong_model_is_one_line(import_marker, option, message):
     config = composed(option)
     with pytest.raises(ConfigError, match=message) as error:
         build(config.model, config.task, 0)
@@ -115,7 +115,7 @@ def test_own_without_a_function_is_refused(group):
         composed(f"{group}=own")
 
 
-def test_under_dp_layers_of_the_users_own_are_refused(own):
+def test_under_dp_layers_of_the_users_own_are_refused(import_marker):
     fine, mixing = composed("model=ownnets:build"), composed("model=ownnets:mixing")
     check_layers(fine.model, build(fine.model, fine.task, 0))
     for config, stated in ((mixing, "centre is a Centred"), (composed("model=ownnets:batchwise"), "soft is a Softmax")):
@@ -130,12 +130,12 @@ def test_under_dp_layers_of_the_users_own_are_refused(own):
     assert PrivacyPlan.of(composed("model=ownnets:build", "dp=classifier", "target-epsilon=8"))
 
 
-def test_a_layer_that_stands_twice_stays_twice(own):
+def test_a_layer_that_stands_twice_stays_twice(import_marker):
     config = composed("model=ownnets:twice")
     assert build(config.model, config.task, 0).stages == ("flat", "one", "act", "two", "again", "head")
 
 
-def test_a_layer_behind_a_cut_may_write_over_its_input(own, tmp_path):
+def test_a_layer_behind_a_cut_may_write_over_its_input(import_marker, tmp_path):
     words = [
         "task=digits",
         "model=ownnets:inplace",
@@ -148,7 +148,7 @@ def test_a_layer_behind_a_cut_may_write_over_its_input(own, tmp_path):
 
 
 @pytest.mark.parametrize("function", ["arrays", "torchs", "hugging"])
-def test_data_are_arrays_a_torch_or_a_hugging_face_data_set(own, function):
+def test_data_are_arrays_a_torch_or_a_hugging_face_data_set(import_marker, function):
     task = composed(f"task=owndata:{function}", "task.size=8", "classes=3", "split=test").task
     data = load(task)
     assert data.train.x.dtype == np.uint8
@@ -157,7 +157,7 @@ def test_data_are_arrays_a_torch_or_a_hugging_face_data_set(own, function):
     assert (data.val is not None) == (function == "arrays")
 
 
-def test_one_split_is_divided_and_channels_may_come_last(own):
+def test_one_split_is_divided_and_channels_may_come_last(import_marker):
     assert len(load(composed("task=owndata:whole", "task.size=8", "classes=3").task).test) == 1
     data = load(composed("task=owndata:last", "task.size=8", "classes=3", "task.channels=3").task)
     assert data.train.x.shape[1:] == (3, 8, 8)
@@ -174,14 +174,14 @@ def test_one_split_is_divided_and_channels_may_come_last(own):
         ("unlabelled", "no images with labels"),
     ],
 )
-def test_wrong_data_are_one_line(own, function, message):
+def test_wrong_data_are_one_line(import_marker, function, message):
     task = composed(f"task=owndata:{function}", "task.data-dir=here").task
     with pytest.raises((ConfigError, DataError)) as error:
         load(task)
     assert message in str(error.value)
 
 
-def test_a_model_is_tried_in_training_and_its_norm_statistics_stay(own):
+def test_a_model_is_tried_in_training_and_its_norm_statistics_stay(import_marker):
     config = composed("model=ownnets:normed")
     assert not build(config.model, config.task, 0).norm.running_mean.any()
 
@@ -189,7 +189,7 @@ def test_a_model_is_tried_in_training_and_its_norm_statistics_stay(own):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("strategy", ["fedsgd", "splitnn", "splitnn share-labels=false", "fedavg", "fedprox", "cwt"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_frozen_layers_stay_and_unused_parameters_do_no_harm(own, tmp_path, strategy, optimizer):
+def test_frozen_layers_stay_and_unused_parameters_do_no_harm(import_marker, tmp_path, strategy, optimizer):
     options = [f"strategy={strategy}", "model=ownnets:partly", "partition=iid", "nodes=2", "partition.size=40"]
     options = [*JOB, *" ".join(options).split(), f"training.optimizer={optimizer}"]
     config = compose(options)
@@ -200,7 +200,7 @@ def test_frozen_layers_stay_and_unused_parameters_do_no_harm(own, tmp_path, stra
     assert moved == ["spare.weight", "spare.bias", "head.weight", "head.bias"]
 
 
-def test_a_model_is_not_cut_between_layers_that_share_weights(own):
+def test_a_model_is_not_cut_between_layers_that_share_weights(import_marker):
     config = composed("model=ownnets:tied")
     model = build(config.model, config.task, 0)
     assert split(model, "flat")[1].stages == ("one", "two", "head")
@@ -211,7 +211,7 @@ def test_a_model_is_not_cut_between_layers_that_share_weights(own):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["fedavg", "splitnn"])  # SplitNN's server has the layer that fails
 @pytest.mark.parametrize(("name", "message"), [("late", "KeyError: '/data/patient-7'"), ("leaving", "SystemExit: 4")])
-def test_a_model_that_fails_in_training_is_one_line(own, monkeypatch, capsys, strategy, name, message):
+def test_a_model_that_fails_in_training_is_one_line(import_marker, monkeypatch, capsys, strategy, name, message):
     monkeypatch.delenv("COLUMNS", raising=False)
     job = [f"strategy={strategy}", "task=digits", f"model=ownnets:{name}", "nodes=2", "partition=iid", "rounds=1"]
     assert command(monkeypatch, "run", *job, "partition.size=40") == 2
@@ -220,7 +220,7 @@ def test_a_model_that_fails_in_training_is_one_line(own, monkeypatch, capsys, st
     assert f"{message} (ownnets.py, line " in written.splitlines()[-1]
 
 
-def test_what_a_users_code_raises_at_an_institution_does_not_leave(own, tmp_path, caplog):
+def test_what_a_users_code_raises_at_an_institution_does_not_leave(import_marker, tmp_path, caplog):
     write_shards(tmp_path, {"a": 20})
     (owned,) = node_configs(tmp_path, tmp_path / "state", "a")
     with pytest.raises(RunError, match="a: FlwrReplayError; the institution's own log says more"):
@@ -230,7 +230,7 @@ def test_what_a_users_code_raises_at_an_institution_does_not_leave(own, tmp_path
     assert told
 
 
-def test_no_dp_on_data_that_nobody_has_checked(own):
+def test_no_dp_on_data_that_nobody_has_checked(import_marker):
     with pytest.raises(ConfigError, match="mixes patients without noise"):
         PrivacyPlan.of(composed("task=owndata:arrays", "dp=classifier", "target-epsilon=8"))
 
@@ -243,48 +243,48 @@ def institution(tmp_path, choice, **node):
 
 
 @pytest.mark.parametrize("allowed", ["", "ownnets:other", "ownnets", "build", "ownnets:builds"])
-def test_an_institution_imports_nothing_that_it_has_not_allowed(own, tmp_path, allowed, monkeypatch):
+def test_an_institution_imports_nothing_that_it_has_not_allowed(import_marker, tmp_path, allowed, monkeypatch):
     monkeypatch.setenv(VARIABLE, "ownnets:build")  # a deployed node does not heed it
     with pytest.raises(RefusedError, match=r"ownnets:build, which has not been allowed here.*own-code"):
         institution(tmp_path, "model=ownnets:build", **{"own-code": allowed})
-    assert not own.exists()
+    assert not import_marker.exists()
 
 
-def test_nothing_is_imported_that_was_not_allowed_in_this_process(own, monkeypatch):
+def test_nothing_is_imported_that_was_not_allowed_in_this_process(import_marker, monkeypatch):
     config = composed("model=ownnets:build", "task=owndata:arrays", "task.size=8", "classes=3")
     monkeypatch.setenv(VARIABLE, "ownnets:bare")
     with pytest.raises(RefusedError, match="has not been allowed here"):
         build(config.model, config.task, 0)
     with pytest.raises(RefusedError, match="has not been allowed here"):
         load(config.task)
-    assert not own.exists()
+    assert not import_marker.exists()
 
 
-def test_a_later_choice_wins_over_own_code(own):
+def test_a_later_choice_wins_over_own_code(import_marker):
     assert composed("model=ownnets:build", "model=mlp").model.name == "mlp"
     assert composed("task=owndata:arrays", "task=digits").task.name == "digits"
 
 
 @pytest.mark.parametrize("key", ["own-code", "own-parts"])
-def test_an_institution_takes_what_it_allows_by_name(own, tmp_path, caplog, key):
+def test_an_institution_takes_what_it_allows_by_name(import_marker, tmp_path, caplog, key):
     told.cache_clear()
     _, config = institution(tmp_path, "model=ownnets:build", **{key: "ownnets:bare ownnets:build"})
     assert build(config.model, config.task, 0).stages == ("body", "head")
     assert ("own-parts is called own-code now; the old name ends" in caplog.text) == (key == "own-parts")
 
 
-def test_an_old_key_beside_the_new_one_is_refused(own, tmp_path):
+def test_an_old_key_beside_the_new_one_is_refused(import_marker, tmp_path):
     with pytest.raises(ConfigError, match="unknown key 'own-parts'"):
         institution(tmp_path, "model=ownnets:build", **{"own-code": "ownnets:build", "own-parts": "ownnets:bare"})
 
 
 @pytest.mark.parametrize("variable", [VARIABLE, VARIABLE_BEFORE])
-def test_a_simulated_node_imports_what_its_own_process_allows(own, monkeypatch, variable):
+def test_a_simulated_node_imports_what_its_own_process_allows(import_marker, monkeypatch, variable):
     run = (("overrides", shlex.join([*JOB, "model=ownnets:build", "nodes=2", f"seed={len(variable)}"])),)
     node = (("num-partitions", "2"), ("partition-id", "0"))
     monkeypatch.delenv(VARIABLE)
     with pytest.raises(RefusedError, match=VARIABLE):
         _institution(run, node)
-    assert not own.exists()
+    assert not import_marker.exists()
     monkeypatch.setenv(variable, "ownnets:build")
     assert _institution(run, node)[0].name == "institution-1"

@@ -28,7 +28,7 @@ def written(path: Path, content: object) -> Path:
     return path
 
 
-def by(file: Path, dataset: Dataset, nodes: int = 2) -> Partition:
+def dealt_by_file(file: Path, dataset: Dataset, nodes: int = 2) -> Partition:
     return partition(dataset, PartitionConfig(name="index", file=str(file)), nodes, 0)
 
 
@@ -42,7 +42,7 @@ def test_each_has_what_the_file_says_under_its_name(tmp_path: Path, form: str) -
         "json": {"St. B": [7, 0], "A": [3, 4, 2]},
         "lists": [[7, 0], [3, 4, 2]],
     }[form]
-    found = by(written(tmp_path / f"p.{'json' if form in ('json', 'lists') else 'csv'}", content), data(9))
+    found = dealt_by_file(written(tmp_path / f"p.{'json' if form in ('json', 'lists') else 'csv'}", content), data(9))
     assert found.names == (("institution-1", "institution-2") if form == "lists" else ("St. B", "A"))
     assert [shard.tolist() for shard in found.train] == [[0, 7], [2, 3, 4]]
     assert (found.dropped, sum(map(len, found.test))) == (4, 6)
@@ -90,7 +90,7 @@ def test_held_out_examples_shift_no_index(tmp_path: Path) -> None:
 def test_what_deals_no_examples_is_one_line(tmp_path: Path, content: object, said: str) -> None:
     suffix = "csv" if isinstance(content, str) and content.startswith("i") else "json"
     with pytest.raises(FlwrReplayError, match=said) as caught:
-        by(written(tmp_path / f"p.{suffix}", content), data(9))
+        dealt_by_file(written(tmp_path / f"p.{suffix}", content), data(9))
     assert len(caught.value.args) == 1
     assert "\n" not in str(caught.value)
 
@@ -98,7 +98,7 @@ def test_what_deals_no_examples_is_one_line(tmp_path: Path, content: object, sai
 def test_all_faults_are_told_at_once_and_a_patient_is_at_one_institution(tmp_path: Path) -> None:
     file = written(tmp_path / "p.json", {"a": [0, 1, 9, 0], "b": [2, 3, -1]})
     with pytest.raises(DataError) as caught:
-        by(file, data(9, ["p", "p", "p", "q", "r", "r", "s", "t", "u"]))
+        dealt_by_file(file, data(9, ["p", "p", "p", "q", "r", "r", "s", "t", "u"]))
     assert len(caught.value.args) == 4
     assert "those of p are at several" in caught.value.args[3]
 
@@ -109,4 +109,4 @@ def test_images_in_files_have_a_manifest_and_no_file_is_no_partition(tmp_path: P
     with pytest.raises(ConfigError, match=r"needs partition.file, a table \.csv or a \.json"):
         resolve(["task=digits", "partition=index"], "", "")
     with pytest.raises(DataError, match=r"nope\.json must be JSON, .*No such file"):
-        by(tmp_path / "nope.json", data(9))
+        dealt_by_file(tmp_path / "nope.json", data(9))

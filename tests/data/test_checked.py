@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from folders import draw, drawn, manifest, read_off
+from folders import draw, draw_folders, manifest, read_off
 from harness import command
 
 from flwr_replay.convert.checked import LEAKS, checked
@@ -14,7 +14,7 @@ from flwr_replay.errors import DataError
 
 
 def test_all_bad_files_are_named_at_once(tmp_path: Path, monkeypatch, capsys) -> None:
-    drawn(tmp_path, "healthy", "ill")
+    draw_folders(tmp_path, "healthy", "ill")
     (tmp_path / "healthy" / "a.png").write_bytes(b"no image")
     (tmp_path / "ill" / "b.png").write_bytes((tmp_path / "ill" / "0.png").read_bytes()[:40])
     draw(tmp_path / "ill" / "same.png", 0)  # healthy/0.png under another label
@@ -41,7 +41,7 @@ def test_all_bad_files_are_named_at_once(tmp_path: Path, monkeypatch, capsys) ->
 
 
 def test_unreadable_files_are_left_out_and_listed(tmp_path: Path, monkeypatch, capsys) -> None:
-    drawn(tmp_path, "healthy", "ill")
+    draw_folders(tmp_path, "healthy", "ill")
     words = "data", "check", str(tmp_path), "--skip-bad"
     assert command(monkeypatch, *words) == 0
     assert not (tmp_path / "manifest.csv").exists()  # nothing to leave out

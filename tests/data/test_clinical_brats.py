@@ -21,7 +21,7 @@ NAMES = [
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch, request):
+def small_slices(monkeypatch, request):
     """Slices become 32 pixels, of which 28 are kept."""
     if "real" not in request.node.name:
         monkeypatch.setattr(brats, "RESIZED", 32)

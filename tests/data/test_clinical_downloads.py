@@ -37,7 +37,7 @@ def brains(tmp_path):
     return tmp_path
 
 
-def left(folder):
+def files_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -88,7 +88,7 @@ def test_tables_that_somebody_spoilt_are_a_line_for_each_fault_and_exit_code_2(
 ):
     table = hands / f"{HANDS}.csv"
     table.write_text(change(table.read_text()))
-    before = left(hands)
+    before = files_in(hands)
     monkeypatch.setattr("sys.argv", ["flwr-replay", "data", "convert", "boneage", str(hands)])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -97,7 +97,7 @@ def test_tables_that_somebody_spoilt_are_a_line_for_each_fault_and_exit_code_2(
     assert all(line.startswith("error: ") for line in error.splitlines())
     with pytest.raises(DataError, match=message):
         convert("boneage", hands)
-    assert left(hands) == before
+    assert files_in(hands) == before
 
 
 def test_a_table_as_excel_saves_it(hands):
@@ -117,10 +117,10 @@ def test_a_spreadsheet_is_to_be_saved_as_csv(hands):
 )
 def test_nothing_is_left_of_a_conversion_that_fails(eyes, spoil):
     spoil(eyes / "train" / "2_left.jpeg")
-    before = left(eyes)
+    before = files_in(eyes)
     with pytest.raises(DataError, match="2_left"):
         convert("retina", eyes)
-    assert left(eyes) == before
+    assert files_in(eyes) == before
 
 
 def test_what_was_prepared_before_is_not_overwritten(eyes):
@@ -139,10 +139,10 @@ def test_a_folder_that_cannot_be_written(eyes, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Image.Image, "save", full)
-    before = left(eyes)
+    before = files_in(eyes)
     with pytest.raises(RunError, match="prepared must be written; No space left on device"):
         convert("retina", eyes)
-    assert left(eyes) == before
+    assert files_in(eyes) == before
 
 
 def test_volumes_that_are_unpacked_and_folders_that_are_none(brains):

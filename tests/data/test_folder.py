@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from folders import draw, drawn, manifest, read_off, refused, values
+from folders import draw, draw_folders, manifest, read_off, refused, values
 from PIL import Image
 
 from flwr_replay.config.sections import TaskConfig
@@ -51,7 +51,7 @@ def test_class_folders_below_splits(tmp_path: Path, make: Task) -> None:
     [("Training", "Testing", "Validation"), ("TRAIN", "TEST", "VAL"), ("train_set", "Test Images", "valid")],
 )
 def test_splits_are_known_by_other_names(tmp_path: Path, train: str, test: str, val: str) -> None:
-    drawn(tmp_path, *(f"{split}/{label}" for split in (train, test, val) for label in ("glioma", "none")))
+    draw_folders(tmp_path, *(f"{split}/{label}" for split in (train, test, val) for label in ("glioma", "none")))
     task = read_off(tmp_path)
     data = load(task)
     assert task.class_names == ("glioma", "none")
@@ -72,7 +72,7 @@ def test_splits_are_known_by_other_names(tmp_path: Path, train: str, test: str, 
     ],
 )
 def test_splits_that_would_pass_for_classes(tmp_path: Path, make: Task, folders: list[str], words: list[str]) -> None:
-    drawn(tmp_path, *folders)
+    draw_folders(tmp_path, *folders)
     refused(make(), *words)
 
 
@@ -88,7 +88,7 @@ def test_splits_that_would_pass_for_classes(tmp_path: Path, make: Task, folders:
     ],
 )
 def test_what_stands_above_classes_is_asked_about(tmp_path: Path, folders: list[str], message: str) -> None:
-    drawn(tmp_path, *folders)
+    draw_folders(tmp_path, *folders)
     with pytest.raises(DataError, match=message):
         read_off(tmp_path)
     top = sorted({folder.split("/")[0] for folder in folders})
@@ -100,16 +100,16 @@ def test_what_stands_above_classes_is_asked_about(tmp_path: Path, folders: list[
 
 @pytest.mark.parametrize("names", [("valid", "invalid"), ("Train", "Car"), ("ER+", "ER-"), ("none", "glioma")])
 def test_classes_that_look_like_something_else(tmp_path: Path, names: tuple[str, str]) -> None:
-    drawn(tmp_path, *names)
+    draw_folders(tmp_path, *names)
     assert set(read_off(tmp_path).class_names) == set(names)
-    drawn(tmp_path, f"{names[0]}/test")  # such as a patient's
+    draw_folders(tmp_path, f"{names[0]}/test")  # such as a patient's
     assert len(load(read_off(tmp_path)).train)
 
 
 def test_images_are_known_by_any_suffix_or_their_first_bytes(tmp_path: Path) -> None:
-    drawn(tmp_path, "a")
+    draw_folders(tmp_path, "a")
     for folder, suffix in (("b", ".JFIF"), ("c", ""), ("d", ".10008")):
-        drawn(tmp_path, folder)
+        draw_folders(tmp_path, folder)
         for file in (tmp_path / folder).iterdir():
             if folder == "d":  # called by a UID, as scanners do
                 file.write_bytes(bytes(128) + b"DICM")
@@ -118,7 +118,7 @@ def test_images_are_known_by_any_suffix_or_their_first_bytes(tmp_path: Path) -> 
 
 
 def test_what_is_not_read_is_said(tmp_path: Path, make: Task, caplog: pytest.LogCaptureFixture) -> None:
-    drawn(tmp_path, "a", "b")
+    draw_folders(tmp_path, "a", "b")
     for name in ("0.nii", "1.nii", "notes.txt", "README"):
         (tmp_path / "b" / name).write_text("no image")
     (tmp_path / "b" / "gone.png").symlink_to("nowhere")
@@ -137,7 +137,7 @@ def test_what_is_not_read_is_said(tmp_path: Path, make: Task, caplog: pytest.Log
 
 
 def test_what_systems_leave_behind_is_not_read(tmp_path: Path, make: Task, caplog: pytest.LogCaptureFixture) -> None:
-    drawn(tmp_path, "a", "b", "a/.ipynb_checkpoints", "a/__MACOSX", "a/x/@eaDir", ".git", "__MACOSX", "@eaDir")
+    draw_folders(tmp_path, "a", "b", "a/.ipynb_checkpoints", "a/__MACOSX", "a/x/@eaDir", ".git", "__MACOSX", "@eaDir")
     draw(tmp_path / "a" / "._0.png")
     for name in ("Thumbs.db", ".DS_Store", "desktop.ini"):
         (tmp_path / "a" / name).write_text("no image")
@@ -147,21 +147,21 @@ def test_what_systems_leave_behind_is_not_read(tmp_path: Path, make: Task, caplo
 
 
 def test_folders_called_by_numbers_are_as_many_classes(tmp_path: Path) -> None:
-    drawn(tmp_path, "2020", "2021")
+    draw_folders(tmp_path, "2020", "2021")
     task = read_off(tmp_path)
     assert (task.classes, task.class_names) == (2, ("2020", "2021"))
     assert sorted({*load(task).train.y, *load(task).test.y}) == [0, 1]
-    drawn(tmp_path / "plain", "0", "1", "2")
+    draw_folders(tmp_path / "plain", "0", "1", "2")
     assert (read_off(tmp_path / "plain").classes, read_off(tmp_path / "plain").class_names) == (3, ())
-    drawn(tmp_path / "gap", "0", "2")
+    draw_folders(tmp_path / "gap", "0", "2")
     assert (read_off(tmp_path / "gap").classes, read_off(tmp_path / "gap", "task.classes=3").class_names) == (2, ())
 
 
 @pytest.mark.parametrize("copy", ["cat copy", "Cat - Copy (2)", "cat (1)", "cat (copy)", "cat-copy", "cat copy 2"])
 def test_a_copied_folder_is_asked_about(tmp_path: Path, copy: str) -> None:
-    drawn(tmp_path, "cat", "dog (1)", "dog (2)", "photocopy", "photo", "cats")
+    draw_folders(tmp_path, "cat", "dog (1)", "dog (2)", "photocopy", "photo", "cats")
     assert len(read_off(tmp_path).class_names) == 6
-    drawn(tmp_path, copy)
+    draw_folders(tmp_path, copy)
     with pytest.raises(DataError, match=rf"differ by more than a copy's mark; got 'cat' .* and '{re.escape(copy)}' "):
         read_off(tmp_path)
 
@@ -171,14 +171,14 @@ def test_a_copied_folder_is_asked_about(tmp_path: Path, copy: str) -> None:
 def test_folders_that_are_one_number_are_asked_about(
     tmp_path: Path, folders: tuple[str, ...], more: tuple[str, ...]
 ) -> None:
-    drawn(tmp_path, *folders)
+    draw_folders(tmp_path, *folders)
     with pytest.raises(DataError, match=r"a class has one folder; .* are one number: join them"):
         load(read_off(tmp_path, *more))
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFD"])
 def test_folders_in_both_unicode_forms_are_one_class(tmp_path: Path, form: Any) -> None:
-    drawn(tmp_path, unicodedata.normalize("NFC", "sé"), "x", unicodedata.normalize(form, "sé"))
+    draw_folders(tmp_path, unicodedata.normalize("NFC", "sé"), "x", unicodedata.normalize(form, "sé"))
     assert read_off(tmp_path).class_names == ("sé", "x")
 
 

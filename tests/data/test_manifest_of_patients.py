@@ -15,7 +15,9 @@ NAMES = ["ill/0001.png", "ill/0002.png", "well/0003.png"]
 ROWS = "file,id\n0001.png,007\n0002.png,007\n0003.png,8\n"
 
 
-def made(folder: Path, patch: pytest.MonkeyPatch, text: str | bytes, *more: str, names: list[str] = NAMES) -> int:
+def run_data_manifest(
+    folder: Path, patch: pytest.MonkeyPatch, text: str | bytes, *more: str, names: list[str] = NAMES
+) -> int:
     """Draw images, write the table, and run the command."""
     for n, name in enumerate(names):
         draw(folder / "scans" / name, n)
@@ -40,7 +42,7 @@ def made(folder: Path, patch: pytest.MonkeyPatch, text: str | bytes, *more: str,
     ],
 )
 def test_the_folder_is_read_with_its_patients(tmp_path: Path, monkeypatch, capsys, text: str | bytes) -> None:
-    assert made(tmp_path, monkeypatch, text) == 0
+    assert run_data_manifest(tmp_path, monkeypatch, text) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'scans' / 'manifest.csv'}\n"
     rows = folder_rows(tmp_path / "scans")
     listed = [(row.file.relative_to(tmp_path / "scans").as_posix(), row.label, row.patient) for row in rows]
@@ -71,49 +73,53 @@ def test_the_folder_is_read_with_its_patients(tmp_path: Path, monkeypatch, capsy
     ],
 )
 def test_what_does_not_fit_is_a_line_and_nothing_is_written(tmp_path, monkeypatch, capsys, text, message) -> None:
-    assert made(tmp_path, monkeypatch, text) == 2
+    assert run_data_manifest(tmp_path, monkeypatch, text) == 2
     assert message.format(table=tmp_path / "p.csv", folder=tmp_path / "scans") in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path / "scans")) == ["ill", "well"]
 
 
 def test_all_that_does_not_fit_is_said_at_once(tmp_path, monkeypatch, capsys) -> None:
     text = ROWS.replace("0003.png,8", "4.png,8") + "0001.png,9\n"
-    assert made(tmp_path, monkeypatch, text) == 2
+    assert run_data_manifest(tmp_path, monkeypatch, text) == 2
     out, err = capsys.readouterr()
     assert (out, [line for line in err.splitlines() if not line.startswith(" ")][-1]) == (
         "",
         "nothing was written: mend this, name other columns by --file and --id, or leave images out by --skip-bad",
     )
     assert len(err.splitlines()) == 7
-    assert made(tmp_path, monkeypatch, text, "--skip-bad") == 0
+    assert run_data_manifest(tmp_path, monkeypatch, text, "--skip-bad") == 0
     assert [row.patient for row in folder_rows(tmp_path / "scans")] == ["007"]
     left_out = (tmp_path / "scans" / "left-out.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in left_out] == ["image", "ill/0001.png", "well/0003.png"]
     (tmp_path / "scans" / "manifest.csv").unlink()
-    assert made(tmp_path, monkeypatch, ROWS.replace(",007", ",7", 1), "--skip-bad") == 2  # who is who is not known
+    assert (
+        run_data_manifest(tmp_path, monkeypatch, ROWS.replace(",007", ",7", 1), "--skip-bad") == 2
+    )  # who is who is not known
 
 
 def test_the_folder_decides_between_files_of_one_name(tmp_path, monkeypatch, capsys) -> None:
     names = ["ill/1.png", "well/1.png", "well/a\u0308.PNG"]
     text = "file,id\nILL\\1.png,1\nscans/well/1.png,2\n\u00e4.png,2\n"
-    assert made(tmp_path, monkeypatch, text.replace("ILL\\", ""), names=names) == 2
+    assert run_data_manifest(tmp_path, monkeypatch, text.replace("ILL\\", ""), names=names) == 2
     assert (
         "must name the folder, too, where several have the file; 1 wrong:\n  line 2: 1.png" in capsys.readouterr().err
     )
-    assert made(tmp_path, monkeypatch, text, names=names) == 0
+    assert run_data_manifest(tmp_path, monkeypatch, text, names=names) == 0
     assert [row.patient for row in folder_rows(tmp_path / "scans")] == ["1", "2", "2"]
 
 
 def test_names_that_a_table_cannot_hold_and_a_manifest_that_is_there(tmp_path, monkeypatch, capsys) -> None:
     draw(tmp_path / "scans" / " odd" / "4.png")
     draw(latin := tmp_path / "scans" / "ill" / os.fsdecode(b"\xe4.png"))
-    assert made(tmp_path, monkeypatch, ROWS + "4.png,9\n") == 2
+    assert run_data_manifest(tmp_path, monkeypatch, ROWS + "4.png,9\n") == 2
     rule = "names must be UTF-8, without spaces at their ends"
     assert f"{rule}; 2 wrong:\n  odd/4.png\n  ill/\\udce4.png\n" in capsys.readouterr().err
     latin.unlink()
     (tmp_path / "scans" / " odd").rename(tmp_path / "scans" / "odd")
-    assert made(tmp_path, monkeypatch, (ROWS + "4.png,9\n").replace("file", "image"), "--file", "image") == 0
+    assert (
+        run_data_manifest(tmp_path, monkeypatch, (ROWS + "4.png,9\n").replace("file", "image"), "--file", "image") == 0
+    )
     written = (tmp_path / "scans" / "manifest.csv").read_bytes()
-    assert made(tmp_path, monkeypatch, ROWS) == 2
+    assert run_data_manifest(tmp_path, monkeypatch, ROWS) == 2
     assert "manifest.csv is there already" in capsys.readouterr().err
     assert (tmp_path / "scans" / "manifest.csv").read_bytes() == written

@@ -19,7 +19,7 @@ from flwr_replay.errors import ConfigError, DataError
 RAMP = np.arange(12, dtype=np.uint16).reshape(3, 4) * 100 + 1000  # 1000 .. 2100
 
 
-def scaled(values):
+def scaled_to_bytes(values):
     values = values.astype(np.float64)
     return np.rint((values - values.min()) * 255 / np.ptp(values)).astype(np.uint8)
 
@@ -64,7 +64,7 @@ def grey(path: Path) -> np.ndarray:
 def test_sixteen_bits_are_scaled_from_the_images_own_least_to_greatest_value(tmp_path: Path) -> None:
     for name in ("a.png", "a.tiff"):
         Image.fromarray(RAMP).save(tmp_path / name)
-        np.testing.assert_array_equal(grey(tmp_path / name), scaled(RAMP))
+        np.testing.assert_array_equal(grey(tmp_path / name), scaled_to_bytes(RAMP))
     Image.fromarray(np.full((3, 4), 700, np.uint16)).save(tmp_path / "flat.png")
     assert not grey(tmp_path / "flat.png").any()
 
@@ -104,7 +104,7 @@ def test_a_tiff_file_is_upright_and_white_where_it_says_so_at_any_depth(
     order, kind, size = dtype
     least, step = {"u": 0, "i": -100, "f": -3}[kind], 2**31 // 600 if dtype == "<u4" else 0.2
     pixels = ((RAMP - 1000.0) * step + least).astype(f"{kind}{size}")
-    shown = pixels if kind + size == "u1" else scaled(pixels)
+    shown = pixels if kind + size == "u1" else scaled_to_bytes(pixels)
     for orientation, turned in TURNS.items():
         tags = {262: 1 - white_is_zero, 274: orientation, 339: "uif".index(kind) + 1}
         file = tiff(tmp_path / "a.tif", pixels, order, tags)
@@ -129,7 +129,7 @@ def test_more_than_eight_bits_follow_the_rules_of_eight(tmp_path: Path) -> None:
     tags = Image.Exif()
     tags[ExifTags.Base.Orientation] = 6
     Image.fromarray(RAMP).save(tmp_path / "a.png", exif=tags)
-    np.testing.assert_array_equal(grey(tmp_path / "a.png"), np.rot90(scaled(RAMP), -1))
+    np.testing.assert_array_equal(grey(tmp_path / "a.png"), np.rot90(scaled_to_bytes(RAMP), -1))
     for pixels in (RAMP, (RAMP // 10).astype(np.uint8)):
         Image.fromarray(pixels).save(tmp_path / "clear.png", transparency=int(pixels[1, 1]))
         with pytest.raises(DataError, match="must be opaque"):
@@ -139,15 +139,15 @@ def test_more_than_eight_bits_follow_the_rules_of_eight(tmp_path: Path) -> None:
 
 
 def test_a_dicom_file_goes_through_its_own_transformations(tmp_path: Path) -> None:
-    np.testing.assert_array_equal(grey(dicom(tmp_path / "a.dcm", RAMP)), scaled(RAMP))
-    np.testing.assert_array_equal(grey(dicom(tmp_path / "b.dcm", RAMP, "MONOCHROME1")), 255 - scaled(RAMP))
+    np.testing.assert_array_equal(grey(dicom(tmp_path / "a.dcm", RAMP)), scaled_to_bytes(RAMP))
+    np.testing.assert_array_equal(grey(dicom(tmp_path / "b.dcm", RAMP, "MONOCHROME1")), 255 - scaled_to_bytes(RAMP))
     window = {"RescaleSlope": 2, "RescaleIntercept": -1000, "WindowCenter": 2000, "WindowWidth": 401}
     image = grey(dicom(tmp_path / "c.dcm", RAMP, **window))
     hounsfield = RAMP.astype(float) * 2 - 1000
     shown = np.clip((hounsfield - 1999.5) / 400 + 0.5, 0, 1)  # DICOM PS3.3 C.11.2.1.2.1
     np.testing.assert_allclose(image, np.rint(255 * shown), atol=1)
     dicom(tmp_path / "d.dcm", RAMP).rename(tmp_path / "without-suffix")
-    np.testing.assert_array_equal(grey(tmp_path / "without-suffix"), scaled(RAMP))
+    np.testing.assert_array_equal(grey(tmp_path / "without-suffix"), scaled_to_bytes(RAMP))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_padding_is_black_and_does_not_set_the_contrast(
         else:
             setattr(file_read, name, value)
     file_read.save_as(file)
-    want = scaled(RAMP) if kind == "MONOCHROME2" else 255 - scaled(RAMP)
+    want = scaled_to_bytes(RAMP) if kind == "MONOCHROME2" else 255 - scaled_to_bytes(RAMP)
     np.testing.assert_array_equal(grey(file), np.pad(want, 1))
 
 
@@ -188,7 +188,7 @@ def test_an_image_of_padding_alone_is_black(tmp_path: Path) -> None:
 
 def test_a_window_keeps_its_direction_under_a_negative_slope(tmp_path: Path) -> None:
     tags = {"RescaleSlope": -1, "RescaleIntercept": 3000, "WindowCenter": 1450, "WindowWidth": 9000}
-    np.testing.assert_array_equal(grey(dicom(tmp_path / "a.dcm", RAMP, **tags)), 255 - scaled(RAMP))
+    np.testing.assert_array_equal(grey(dicom(tmp_path / "a.dcm", RAMP, **tags)), 255 - scaled_to_bytes(RAMP))
 
 
 def test_a_dicom_file_in_colour(tmp_path: Path) -> None:

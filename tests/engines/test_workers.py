@@ -38,7 +38,7 @@ class Killing(Display):
         self.last = workers
 
 
-def lines(folder, name):
+def json_lines(folder, name):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
@@ -54,7 +54,7 @@ def test_killed_workers_are_replaced_and_the_run_goes_on_to_the_bits_of_one_proc
     assert not psutil.wait_procs([*display.killed, *display.last], timeout=5)[1]
 
     _, undisturbed = run_inline([*JOB, f"runs_dir='{tmp_path}'", "run_name=one"], Display())
-    assert lines(folder, "metrics.jsonl") == lines(undisturbed, "metrics.jsonl")
+    assert json_lines(folder, "metrics.jsonl") == json_lines(undisturbed, "metrics.jsonl")
     name = "models/global.safetensors"
     assert (folder / name).read_bytes() == (undisturbed / name).read_bytes()
 

@@ -55,7 +55,7 @@ def open_umask():
 
 
 @contextmanager
-def full(size):
+def disk_full_beyond(size):
     """Let no file grow beyond a size, as a full disk does, but for an error of its own."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -185,7 +185,10 @@ def test_lines_are_whole_where_the_disk_is_full(tmp_path):
     lines.append([{"a": "x" * 50}])
     lines.flush()
     lines.append({"a": "y" * 50} for _ in range(9))
-    with full(150), pytest.raises(RunError, match=r"ledger\.jsonl must be written; File too large: raise the limit"):
+    with (
+        disk_full_beyond(150),
+        pytest.raises(RunError, match=r"ledger\.jsonl must be written; File too large: raise the limit"),
+    ):
         lines.flush()
     lines.append([{"a": "z"}])  # once there is room again
     lines.close()
@@ -215,7 +218,7 @@ def test_a_folder_whose_entries_cannot_be_flushed_is_named(tmp_path, monkeypatch
 
 def test_a_file_is_as_it_was_where_the_disk_is_full(tmp_path):
     write_json(tmp_path / "result.json", {"rounds": 1})
-    with full(1000), pytest.raises(RunError, match=r"result\.json must be written; File too large"):
+    with disk_full_beyond(1000), pytest.raises(RunError, match=r"result\.json must be written; File too large"):
         write_json(tmp_path / "result.json", {"rounds": list(range(1000))})
     assert read_json(tmp_path / "result.json") == {"rounds": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
@@ -226,7 +229,7 @@ def test_a_file_is_as_it_was_where_the_disk_is_full(tmp_path):
 def test_a_run_on_a_full_disk_ends_with_one_line_and_goes_on(tmp_path, monkeypatch, caplog, size, reported):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     options = [*SMALL, "strategy=fedavg", "rounds=3", f"runs_dir={tmp_path}/runs", "run_name=one"]
-    with full(size), pytest.raises(RunError) as caught:
+    with disk_full_beyond(size), pytest.raises(RunError) as caught:
         run_inline(options, Display())
     assert "File too large: raise the limit" in str(caught.value)
     assert not [record for record in caplog.records if record.exc_info]

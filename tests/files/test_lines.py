@@ -22,34 +22,34 @@ def path(tmp_path):
     return tmp_path / "ledger.jsonl"
 
 
-def write(lines, *numbers):
+def append_numbers(lines, *numbers):
     for number in numbers:
         lines.append([{"n": number, "text": LONG}])
         lines.flush(to_disk=True)
 
 
-def kept(path):
+def numbers_kept(path):
     return [row["n"] for file in segments(path) for row in read_lines(file)]
 
 
 def test_a_file_is_divided_and_all_lines_stay_in_order(path):
     lines = Lines(path, most=MOST)
-    write(lines, *range(10))
+    append_numbers(lines, *range(10))
     assert [file.name for file in segments(path)] == [*(f"ledger-{n:04d}.jsonl" for n in (1, 2, 3)), "ledger.jsonl"]
-    assert kept(path) == list(range(10))
+    assert numbers_kept(path) == list(range(10))
     assert all(file.stat().st_mode & 0o077 == 0 for file in segments(path))
     path.with_name("ledger-0001.jsonl").rename(path.with_name("archive"))  # its owner takes a segment away
     path.with_name("ledger-notes.jsonl").touch()  # and has a file of a similar name
-    write(lines, *range(10, 13))
+    append_numbers(lines, *range(10, 13))
     assert [file.name for file in segments(path)] == [*(f"ledger-{n:04d}.jsonl" for n in (2, 3, 4)), "ledger.jsonl"]
-    assert kept(path) == list(range(3, 13))
+    assert numbers_kept(path) == list(range(3, 13))
 
 
 def test_of_two_processes_none_writes_to_a_closed_segment(path):
     first, second = Lines(path, most=MOST), Lines(path, most=100)
-    write(first, *range(3))
-    write(second, 3)  # divides
-    write(first, 4)
+    append_numbers(first, *range(3))
+    append_numbers(second, 3)  # divides
+    append_numbers(first, 4)
     assert [len(read_lines(file)) for file in segments(path)] == [3, 2]
 
 
@@ -77,29 +77,29 @@ def replaced(path):
     path.write_text('{"n": 7}\n')
 
 
-def cut(path):
+def cut_last_bytes(path):
     os.truncate(path, path.stat().st_size - 10)
 
 
 @pytest.mark.parametrize(
-    "way", [rotated, rotated_with_create, rotated_by_date, rotated_by_copy, replaced, cut, os.unlink]
+    "way", [rotated, rotated_with_create, rotated_by_date, rotated_by_copy, replaced, cut_last_bytes, os.unlink]
 )
 def test_a_file_that_another_program_takes_away_gets_no_line_and_none_begins_in_its_place(path, way):
     lines = Lines(path)
-    write(lines, 1, 2)
+    append_numbers(lines, 1, 2)
     before = path.read_bytes()
     way(path)
     left = path.exists() and path.read_bytes()
     for _ in range(2):
         with pytest.raises(RunError, match=r"ledger\.jsonl must stay where it is"):
-            write(lines, 3)
+            append_numbers(lines, 3)
     assert (path.exists() and path.read_bytes()) == left
     lines.close()
     if old := [*path.parent.glob("ledger.jsonl?*")]:
         old[0].rename(path)
         assert path.read_bytes() == before
-        write(Lines(path), 3)
-        assert kept(path) == [1, 2, 3]
+        append_numbers(Lines(path), 3)
+        assert numbers_kept(path) == [1, 2, 3]
 
 
 def test_who_opens_a_file_while_another_process_divides_it_writes_to_the_next_segment(path, monkeypatch):
@@ -109,18 +109,18 @@ def test_who_opens_a_file_while_another_process_divides_it_writes_to_the_next_se
         path.rename(path.with_name("ledger-0001.jsonl"))
         return file
 
-    write(Lines(path, most=MOST), *range(3))
+    append_numbers(Lines(path, most=MOST), *range(3))
     monkeypatch.setattr(module, "open", closed_meanwhile, raising=False)
-    write(Lines(path, most=MOST), 3)
+    append_numbers(Lines(path, most=MOST), 3)
     assert [len(read_lines(file)) for file in segments(path)] == [3, 1]
 
 
 def test_without_locks_nothing_is_divided(path, monkeypatch):
     """Two processes could give two segments one name."""
     monkeypatch.setattr(module, "lock", lambda file, wait: False)
-    write(Lines(path, most=MOST), *range(10))
+    append_numbers(Lines(path, most=MOST), *range(10))
     assert segments(path) == [path]
-    assert kept(path) == list(range(10))
+    assert numbers_kept(path) == list(range(10))
 
 
 def test_a_file_that_cannot_be_divided_gets_no_line(path, monkeypatch):
@@ -128,19 +128,19 @@ def test_a_file_that_cannot_be_divided_gets_no_line(path, monkeypatch):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     lines = Lines(path, most=MOST)
-    write(lines, *range(3))
+    append_numbers(lines, *range(3))
     monkeypatch.setattr(module.os, "rename", refused)
     with pytest.raises(RunError, match="Permission denied: give this user the right to it"):
-        write(lines, 3)
+        append_numbers(lines, 3)
     monkeypatch.undo()
-    write(lines, 4)
-    assert kept(path) == [0, 1, 2, 4]
+    append_numbers(lines, 4)
+    assert numbers_kept(path) == [0, 1, 2, 4]
 
 
 def say_what_is_written(path, first, writing):
     lines = Lines(path, most=MOST)
     for number in range(first, first + 10_000):
-        write(lines, number)
+        append_numbers(lines, number)
         os.write(writing, f"{number} ".encode())
 
 
@@ -166,7 +166,7 @@ def test_a_kill_at_any_moment_loses_no_line_that_was_written(path):
             with open(reading, "rb") as numbers:
                 promised += [int(number) for number in (begun + numbers.read()).split(b" ")[:-1]]
     Lines(path).close()  # removes an incomplete last line
-    lines_kept = kept(path)
+    lines_kept = numbers_kept(path)
     assert len(lines_kept) == len(set(lines_kept))
     assert set(promised) <= set(lines_kept)
     assert len(lines_kept) <= len(promised) + 12  # written, and killed before that was said
@@ -180,11 +180,11 @@ def test_a_next_segment_that_cannot_be_opened_is_one_line_and_is_opened_later(pa
     def full():
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    write(lines, 0)
+    append_numbers(lines, 0)
     with monkeypatch.context() as patch:
         patch.setattr(module, "opener", full)
         for _ in range(2):
             with pytest.raises(RunError, match="make room on its disk"):
-                write(lines, 1)
-    write(lines, 2)
-    assert kept(path) == [0, 2]
+                append_numbers(lines, 1)
+    append_numbers(lines, 2)
+    assert numbers_kept(path) == [0, 2]

@@ -34,7 +34,7 @@ def hospitals(tmp_path_factory):
     return folder
 
 
-def one_of(hospitals, policy):
+def page_and_run(hospitals, policy):
     """Return what the page finds for a, from its own file alone, and the run of all three under that policy."""
     file = hospitals / f"policy-{len(policy)}.yaml"  # one process keeps what it has read
     file.write_text(policy)
@@ -45,7 +45,7 @@ def one_of(hospitals, policy):
 
 
 def test_allowed_fields_are_those_that_left_with_their_bytes(hospitals):
-    verdicts, deployed = one_of(hospitals, "metrics: counted\nstrategies: [fedreplay]\n")
+    verdicts, deployed = page_and_run(hospitals, "metrics: counted\nstrategies: [fedreplay]\n")
     assert verdicts["allowed"]
     assert list(verdicts["institutions"]) == ["a"]
     expected = Counter()
@@ -68,7 +68,7 @@ USED_UP = "of all runs together 4 may leave (max-evaluations); they are used up"
 
 
 def test_a_refusal_has_the_words_that_the_institution_then_sends(hospitals, tmp_path):
-    verdicts, deployed = one_of(hospitals, "kinds: [statistic]\n")
+    verdicts, deployed = page_and_run(hospitals, "kinds: [statistic]\n")
     assert "that would come down only the roll call does." in sums(verdicts)[0]
     left = {line["field"]: line["bytes"] for line in verdicts["fields"] if line["verdict"] == "allowed"}
     assert set(left) == {"name"}  # as the headline says, and the sums
@@ -268,7 +268,7 @@ def test_the_page_of_a_masked_run_says_what_masks_hide_and_what_not(hospitals, t
 
 
 def test_the_first_page_is_a_summary_to_sign(hospitals, tmp_path):
-    verdicts, _ = one_of(hospitals, "metrics: counted\nmin-count: 12\nkinds: [statistic]\n")
+    verdicts, _ = page_and_run(hospitals, "metrics: counted\nmin-count: 12\nkinds: [statistic]\n")
     page = write_officer_page(tmp_path, verdicts)[0].read_text()
     first = page[page.index('<section class="sign">') : page.index("</section>")]
     rows = dict(re.findall(r'<th scope="row">(.*?)</th><td>(.*?)</td>', first))

@@ -16,7 +16,7 @@ from flwr_replay.models.layers import step
 TINY = {"name": "maskgit", "width": 8, "layers": 2, "heads": 2}
 
 
-def tiny(codes=4, size=16, classes=3, **options):
+def tiny_maskgit(codes=4, size=16, classes=3, **options):
     images = build_generator(VQVAE2Config(name="vqvae2", codes=codes, dim=2, width=4), 1, size, 0)
     return build_prior(MaskGITConfig(**TINY | options), images, classes, 0)
 
@@ -26,7 +26,7 @@ def randint(high, *shape):
 
 
 def test_a_position_has_a_top_code_and_the_four_beneath_it():
-    prior = tiny(size=24)
+    prior = tiny_maskgit(size=24)
     codes = torch.arange(45)[None]
     top, bottom = (grid[0] for grid in by_level(codes, prior.grids))
     joined = prior._joined(codes)[0].view(3, 3, 5)
@@ -48,7 +48,7 @@ def seen_by(prior, codes, draws):
 
 @pytest.mark.parametrize("u", [0.0, 0.4, 0.9, 0.9999])
 def test_a_share_of_one_level_is_masked_and_nothing_above_it(u):
-    prior, codes = tiny(), randint(4, 2, 20)
+    prior, codes = tiny_maskgit(), randint(4, 2, 20)
     draws = prior.uniform(2, torch_rng("draws"))
     draws[:, 0], draws[:, 1] = torch.tensor([0.2, 0.7]), u
     below, above = (seen == prior.codebook_size for seen in seen_by(prior, codes, draws))
@@ -59,7 +59,7 @@ def test_a_share_of_one_level_is_masked_and_nothing_above_it(u):
 
 
 def test_a_loss_is_the_mean_surprise_of_the_masked_codes():
-    prior, codes, labels = tiny(), randint(4, 1, 20), torch.tensor([1])
+    prior, codes, labels = tiny_maskgit(), randint(4, 1, 20), torch.tensor([1])
     draws = prior.uniform(1, torch_rng("draws"))
     draws[0, 0] = 0.1  # bottom codes
     shown, tokens = seen_by(prior, codes, draws), prior._joined(codes)
@@ -70,7 +70,7 @@ def test_a_loss_is_the_mean_surprise_of_the_masked_codes():
 
 
 def test_every_position_sees_the_whole_grid_and_the_label():
-    prior, tokens, label = tiny(size=24), randint(4, 1, 9, 5), torch.tensor([0])
+    prior, tokens, label = tiny_maskgit(size=24), randint(4, 1, 9, 5), torch.tensor([0])
     before = prior._features(tokens, label)
     assert (prior._features(tokens, torch.tensor([1])) != before).any(2).all()
     for position in range(9):
@@ -81,7 +81,7 @@ def test_every_position_sees_the_whole_grid_and_the_label():
 
 
 def test_drawing_takes_tens_of_passes_and_keeps_what_is_drawn():
-    prior = tiny(size=64, steps=6)
+    prior = tiny_maskgit(size=64, steps=6)
     shown, own = [], prior._features
     prior._features = lambda tokens, labels: shown.append(tokens.clone()) or own(tokens, labels)
     prior.sample(torch.tensor([0, 1]), torch_rng("draws"))
@@ -96,7 +96,7 @@ def test_drawing_takes_tens_of_passes_and_keeps_what_is_drawn():
 
 
 def test_memory_is_bounded_by_blocks(monkeypatch):
-    prior = tiny(size=16)
+    prior = tiny_maskgit(size=16)
     monkeypatch.setattr("flwr_replay.generators.maskgit.LOGITS", 3 * 16 * 4)  # three images at once
     sizes, own = [], prior._drawn
     monkeypatch.setattr(prior, "_drawn", lambda labels, rng: sizes.append(len(labels)) or own(labels, rng))
@@ -107,7 +107,7 @@ def test_memory_is_bounded_by_blocks(monkeypatch):
 
 def test_a_toy_distribution_is_learned():
     """Class 0: all codes are 0. Class 1: all are 2. Class 2: top codes 1 or 3 evenly, bottom codes as the one above."""
-    prior, n = tiny(size=8, width=16), 600
+    prior, n = tiny_maskgit(size=8, width=16), 600
     labels = torch.arange(n) % 3
     value = torch.where(labels == 2, 1 + 2 * randint(2, n), 2 * labels)
     codes = value[:, None].expand(n, 5)

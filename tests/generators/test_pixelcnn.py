@@ -15,7 +15,7 @@ from flwr_replay.models.layers import step
 TINY = {"name": "pixelcnn", "width": 8, "layers": 2}
 
 
-def tiny(codes=4, size=8, classes=3, seed=0, **options):
+def tiny_pixelcnn(codes=4, size=8, classes=3, seed=0, **options):
     images = build_generator(VQVAE2Config(name="vqvae2", codes=codes, dim=2, width=4), 1, size, 0)
     return build_prior(PixelCNNConfig(**TINY | options), images, classes, seed)
 
@@ -50,7 +50,7 @@ def test_enough_layers_see_every_code_before():
 
 
 def test_bottom_codes_depend_on_the_top_code_above_them_and_on_the_label():
-    model = tiny(size=16).bottom
+    model = tiny_pixelcnn(size=16).bottom
     top, bottom, labels = randint(4, 1, 2, 2), randint(4, 1, 4, 4), torch.tensor([0])
     before = model(bottom, labels, top)
     assert (model(bottom, torch.tensor([1]), top) != before).any(1).all()
@@ -63,7 +63,7 @@ def test_bottom_codes_depend_on_the_top_code_above_them_and_on_the_label():
 
 def test_samples_come_as_often_as_the_likelihood_says():
     """2^5 possible images of one top and four bottom codes, all of them enumerated."""
-    prior, n = tiny(codes=2, classes=2), 4000
+    prior, n = tiny_pixelcnn(codes=2, classes=2), 4000
     with torch.no_grad():
         for parameter in prior.parameters():
             parameter.mul_(3)  # away from even odds
@@ -79,7 +79,7 @@ def test_samples_come_as_often_as_the_likelihood_says():
 
 
 def test_samples_are_those_of_drawing_code_by_code_with_whole_passes():
-    prior = tiny(codes=6, size=16)
+    prior = tiny_pixelcnn(codes=6, size=16)
     labels = torch.tensor([0, 2, 1, 2])
     codes = prior.sample(labels, torch_rng("draws"))
     draws = torch_rng("draws")
@@ -109,7 +109,7 @@ def fitted(prior, codes, labels, steps, lr=1e-2):
 @pytest.mark.sampled(2, of="slow learning")
 def test_a_toy_distribution_is_learned():
     """Class 0: all codes are 0. Class 1: all are 2. Class 2: top codes 1 or 3 evenly, bottom codes as the one above."""
-    prior, n = tiny(classes=3), 600
+    prior, n = tiny_pixelcnn(classes=3), 600
     labels = torch.arange(n) % 3
     coin = 1 + 2 * randint(2, n)
     value = torch.where(labels == 2, coin, 2 * labels)
@@ -129,7 +129,7 @@ def test_a_toy_distribution_is_learned():
 
 
 def test_no_example_depends_on_another():
-    prior, codes, labels = tiny(size=16), randint(4, 3, 20), torch.tensor([2, 0, 1])
+    prior, codes, labels = tiny_pixelcnn(size=16), randint(4, 3, 20), torch.tensor([2, 0, 1])
     assert dict(prior.named_buffers()) == {}
 
     def gradients(rows):
@@ -146,7 +146,7 @@ def test_no_example_depends_on_another():
 @pytest.mark.parametrize("size", [8, 16])
 def test_opacus_takes_its_per_example_gradients(size):
     opacus = pytest.importorskip("opacus.grad_sample")
-    prior, labels = tiny(size=size), torch.tensor([2, 0, 1])
+    prior, labels = tiny_pixelcnn(size=size), torch.tensor([2, 0, 1])
     codes = randint(4, 3, 5 * (size // 8) ** 2)
     single = []
     for i in range(3):
@@ -163,11 +163,11 @@ def test_opacus_takes_its_per_example_gradients(size):
 def test_weights_depend_on_the_seed_alone():
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    first = tiny(seed=3).state_dict()
+    first = tiny_pixelcnn(seed=3).state_dict()
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    assert all(torch.equal(value, first[name]) for name, value in tiny(seed=3).state_dict().items())
-    assert any(not torch.equal(value, first[name]) for name, value in tiny(seed=4).state_dict().items())
+    assert all(torch.equal(value, first[name]) for name, value in tiny_pixelcnn(seed=3).state_dict().items())
+    assert any(not torch.equal(value, first[name]) for name, value in tiny_pixelcnn(seed=4).state_dict().items())
 
 
 def test_levels_are_cut_in_reading_order():

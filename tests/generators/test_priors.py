@@ -29,7 +29,7 @@ TINY = {"pixelcnn": {"width": 8, "layers": 2}, "maskgit": {"width": 8, "layers":
 CPU = torch.device("cpu")
 
 
-def tiny(name, size=16, seed=0):
+def tiny_prior(name, size=16, seed=0):
     images = build_generator(VQVAE2Config(name="vqvae2", codes=4, dim=2, width=4), 1, size, 0)
     return build_prior(load_generator(name)(name=name, **TINY[name]), images, 3, seed)
 
@@ -55,7 +55,7 @@ def single_gradients(prior, tensors):
 
 
 def test_no_example_depends_on_another(name):
-    prior = tiny(name)
+    prior = tiny_prior(name)
     assert dict(prior.named_buffers()) == {}
     single = single_gradients(prior, batch(prior))
     prior.loss(*batch(prior)).backward()
@@ -66,7 +66,7 @@ def test_no_example_depends_on_another(name):
 @pytest.mark.parametrize("size", [8, 16])
 def test_dp_sgd_clips_the_gradient_of_every_example(name, size):
     """Twin: each example alone, its gradient clipped by hand."""
-    prior, clip = tiny(name, size), 0.05
+    prior, clip = tiny_prior(name, size), 0.05
     codes, labels, _ = batch(prior)
     tensors = codes[:, : 5 * (size // 8) ** 2], labels, prior.uniform(3, torch_rng("draws"))
     expected = [torch.zeros_like(parameter) for parameter in prior.parameters()]
@@ -83,15 +83,15 @@ def test_dp_sgd_clips_the_gradient_of_every_example(name, size):
 def test_weights_depend_on_the_seed_alone(name):
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    first = tiny(name, seed=3).state_dict()
+    first = tiny_prior(name, seed=3).state_dict()
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    assert all(torch.equal(value, first[key]) for key, value in tiny(name, seed=3).state_dict().items())
-    assert any(not torch.equal(value, first[key]) for key, value in tiny(name, seed=4).state_dict().items())
+    assert all(torch.equal(value, first[key]) for key, value in tiny_prior(name, seed=3).state_dict().items())
+    assert any(not torch.equal(value, first[key]) for key, value in tiny_prior(name, seed=4).state_dict().items())
 
 
 def test_one_rng_draws_the_same_codes(name):
-    prior, labels = tiny(name), torch.tensor([0, 2, 1, 2])
+    prior, labels = tiny_prior(name), torch.tensor([0, 2, 1, 2])
     codes = prior.sample(labels, torch_rng("draws"))
     assert codes.shape == (4, 20)
     assert codes.min() >= 0
@@ -101,7 +101,7 @@ def test_one_rng_draws_the_same_codes(name):
 
 
 def test_an_examples_score_does_not_depend_on_the_others(name):
-    prior = tiny(name).eval()
+    prior = tiny_prior(name).eval()
     codes, labels, _ = batch(prior)
     with torch.no_grad():
         scores = example_nats(prior, codes, labels)

@@ -22,7 +22,7 @@ CONF = Path(__file__).parents[2] / "conf" / "generator"
 TINY = {"name": "vqvae2", "codes": 8, "dim": 4, "width": 8}
 
 
-def tiny(channels=1, size=8, seed=0, **options):
+def tiny_vqvae2(channels=1, size=8, seed=0, **options):
     return build_generator(VQVAE2Config(**TINY | options), channels, size, seed)
 
 
@@ -44,7 +44,7 @@ def same(left, right):
     ("size", "channels", "top", "bottom"), [(8, 1, 1, 2), (28, 1, 4, 8), (29, 2, 4, 8), (32, 3, 4, 8), (256, 3, 32, 64)]
 )
 def test_shapes(codebook, size, channels, top, bottom):
-    model, x = tiny(channels, size, codebook=codebook), images(2, channels, size)
+    model, x = tiny_vqvae2(channels, size, codebook=codebook), images(2, channels, size)
     loss, _ = model.loss(x, torch_rng("draws"))
     loss.backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
@@ -64,7 +64,7 @@ def test_shapes(codebook, size, channels, top, bottom):
 @pytest.mark.parametrize("codebook", ["ema", "gradient"])
 @pytest.mark.parametrize("size", [8, 28])
 def test_decoding_codes_gives_the_forward_passs_reconstruction(codebook, size):
-    model, x = tiny(size=size, codebook=codebook), images(3, size=size)
+    model, x = tiny_vqvae2(size=size, codebook=codebook), images(3, size=size)
     codes = model.encode(x)
     decoded = []
     hook = model.decoder.register_forward_hook(lambda *call: decoded.append(call[-1]))
@@ -78,7 +78,7 @@ def test_decoding_codes_gives_the_forward_passs_reconstruction(codebook, size):
 
 
 def test_the_loss_is_the_sum_of_its_terms():
-    model, x = tiny(codebook="gradient", beta=0.25), images(5)
+    model, x = tiny_vqvae2(codebook="gradient", beta=0.25), images(5)
     loss, terms = model.loss(x, torch_rng("draws"))
     squares = {}
     for name in ("top", "bottom"):
@@ -96,7 +96,7 @@ def test_the_loss_is_the_sum_of_its_terms():
 
 
 def trained(steps=5, seed=0, draws=0, codebook="ema"):
-    model, own = tiny(seed=seed, codebook=codebook), torch_rng(draws)
+    model, own = tiny_vqvae2(seed=seed, codebook=codebook), torch_rng(draws)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     for i in range(steps):
         step(model, optimizer, model.loss(digits()[32 * i : 32 * i + 32], own)[0])
@@ -115,11 +115,11 @@ def test_equal_seeds_give_equal_bits_and_the_global_generator_is_left_alone():
 
 
 def test_training_goes_on_from_a_state_with_the_same_bits():
-    whole, own = tiny(), torch_rng("draws")
+    whole, own = tiny_vqvae2(), torch_rng("draws")
     optimizer = torch.optim.SGD(whole.parameters(), 1e-2)
     for i in range(4):
         if i == 2:
-            half, rest = tiny(seed=9), torch_rng("other")
+            half, rest = tiny_vqvae2(seed=9), torch_rng("other")
             load_arrays(half, encoded(whole))
             rest.set_state(own.get_state())
         step(whole, optimizer, whole.loss(digits()[32 * i : 32 * i + 32], own)[0])
@@ -132,7 +132,7 @@ def test_training_goes_on_from_a_state_with_the_same_bits():
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("codebook", ["ema", "gradient"])
 def test_training_more_than_halves_the_error_on_digits(codebook):
-    model, draws = tiny(codes=32, width=16, decay=0.9, codebook=codebook), torch_rng("draws")
+    model, draws = tiny_vqvae2(codes=32, width=16, decay=0.9, codebook=codebook), torch_rng("draws")
     optimizer, unseen = torch.optim.Adam(model.parameters(), 1e-2), digits()[1600:]
     first = (model.decode(model.encode(unseen)) - unseen).square().mean()
     for _ in range(150):
@@ -147,18 +147,18 @@ def test_a_receiver_of_the_decoder_decodes_the_same():
     for codebook in ("ema", "gradient"):
         sender = trained(codebook=codebook)
         codes = sender.encode(digits()[:9])
-        receiver = tiny(seed=5, codebook=codebook)
+        receiver = tiny_vqvae2(seed=5, codebook=codebook)
         assert not torch.equal(receiver.decode(codes), sender.decode(codes))
         state = sender.decoder_state_dict()
         receiver.load_decoder(state)
         assert torch.equal(receiver.decode(codes), sender.decode(codes))
         assert not [name for name in state if "encode" in name or "avg" in name or "cluster" in name]
         with pytest.raises(WireError, match="differ at 'decoder"):
-            tiny(channels=2, codebook=codebook).load_decoder(state)
+            tiny_vqvae2(channels=2, codebook=codebook).load_decoder(state)
 
 
 def test_no_example_of_a_private_generator_depends_on_another():
-    model, x = tiny(size=28, codebook="gradient"), images(4, size=28)
+    model, x = tiny_vqvae2(size=28, codebook="gradient"), images(4, size=28)
     before = copy.deepcopy(model.state_dict())
     assert dict(model.named_buffers()) == {}
 
@@ -177,7 +177,7 @@ def test_no_example_of_a_private_generator_depends_on_another():
 @pytest.mark.filterwarnings("ignore")
 def test_opacus_takes_a_private_generators_per_example_gradients():
     opacus = pytest.importorskip("opacus.grad_sample")
-    model, x = tiny(codebook="gradient"), images(3)
+    model, x = tiny_vqvae2(codebook="gradient"), images(3)
     single = []
     for image in x:
         model.zero_grad()

@@ -3,13 +3,13 @@
 import pytest
 from harness import write_shards
 from hostile_server import HostileServer, weights
-from sealed_runs import ABC, PUSH, again, pinned
+from sealed_runs import ABC, PUSH, pinned_keys, push_again
 
 
 @pytest.fixture
 def folder(tmp_path):
     write_shards(tmp_path, {"a": 40})
-    pinned(tmp_path, ABC)
+    pinned_keys(tmp_path, ABC)
     return tmp_path
 
 
@@ -17,5 +17,5 @@ def folder(tmp_path):
 def server(folder):
     """A server whose institution, a, has released its model of exchange 1."""
     server = HostileServer(folder, *PUSH, **{"seal-peers": str(folder / "peers-abc.txt")})
-    assert weights(server.send(again(1)))
+    assert weights(server.send(push_again(1)))
     return server

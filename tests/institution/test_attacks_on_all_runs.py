@@ -9,7 +9,7 @@ import pytest
 from harness import command, node_configs
 from harness import run as ran_by
 from hostile_server import at_the_same_time, metrics, refusal, weights
-from small_cells import HEAD, TASK, server_of, write
+from small_cells import HEAD, TASK, server_of, write_cells
 
 from flwr_replay.files.lines import add_line
 from flwr_replay.forecast.officer import findings, planned
@@ -30,7 +30,7 @@ FULL = "policy lets all runs together have epsilon <= 4 (max-total-epsilon); oth
 
 @pytest.fixture
 def folder(tmp_path):
-    write(tmp_path)
+    write_cells(tmp_path)
     return tmp_path
 
 
@@ -39,15 +39,15 @@ def server(folder):
     return server_of(folder, *SUMS, policy=TWICE)
 
 
-def summed(server, run):
+def ask_sums(server, run):
     return server.send(Summarise(arrays=server.weights, run=run, clip=10.0))
 
 
-def called(server, run):
+def call_roll(server, run):
     return server.send(RollCall(strategy="fedstats", run=run, stages=["summarise"]))
 
 
-def left(server):
+def epsilon_of_accounts(server):
     """Return epsilon of all accounts, as each answer stated it last."""
     files = sorted(server.state.glob("runs/*/privacy.jsonl"))
     return [Account(file.parent, delta=0.001).epsilon() for file in files]
@@ -57,27 +57,27 @@ def left(server):
 def test_a_new_run_for_every_message_does_not_make_the_sum_larger(server, calling):
     replies = []
     for run in ("one", "two", "three", "four"):
-        replies.append([called(server, run)] * calling + [summed(server, run)])
+        replies.append([call_roll(server, run)] * calling + [ask_sums(server, run)])
     assert not any(refusal(reply) for answers in replies[:2] for reply in answers)
     assert all(FULL in refusal(reply) and not weights(reply) for answers in replies[2:] for reply in answers)
     stated = [metrics(answers[-1])["epsilon"] for answers in replies[:2]]
-    assert left(server) == stated
+    assert epsilon_of_accounts(server) == stated
     assert 3.9 < sum(stated) <= 4
     assert server.charges("three") == []
 
 
 def test_an_answer_that_is_asked_for_again_costs_nothing_when_all_is_spent(server):
-    first = weights(summed(server, "one"))
-    summed(server, "two")
+    first = weights(ask_sums(server, "one"))
+    ask_sums(server, "two")
     forget()  # a new process
-    np.testing.assert_array_equal(weights(summed(server, "one"))[f"{HEAD}.bias"], first[f"{HEAD}.bias"])
-    assert FULL in refusal(summed(server, "three"))
+    np.testing.assert_array_equal(weights(ask_sums(server, "one"))[f"{HEAD}.bias"], first[f"{HEAD}.bias"])
+    assert FULL in refusal(ask_sums(server, "three"))
 
 
 @pytest.mark.parametrize("gone", ["the runs", "an account", "by command"])
 def test_what_is_removed_frees_nothing(server, gone, monkeypatch):
     for run in ("one", "two"):
-        summed(server, run)
+        ask_sums(server, run)
     if gone == "the runs":
         shutil.rmtree(server.state / "runs")
     elif gone == "an account":
@@ -85,32 +85,32 @@ def test_what_is_removed_frees_nothing(server, gone, monkeypatch):
     else:
         assert command(monkeypatch, "deploy", "state", str(server.state), "--remove", "one", "--yes") == 0
     forget()
-    assert FULL in refusal(summed(server, "three"))
-    assert not weights(summed(server, "one"))  # nor does its own run begin anew
+    assert FULL in refusal(ask_sums(server, "three"))
+    assert not weights(ask_sums(server, "one"))  # nor does its own run begin anew
 
 
 def test_a_lost_account_is_seen_when_the_policy_asks_for_no_sum_any_more(server, folder):
-    summed(server, "one")
+    ask_sums(server, "one")
     (server.state / "runs" / "one" / "privacy.jsonl").unlink()
-    reply = summed(server_of(folder, *SUMS, policy="max-epsilon: 2\nmax-delta: 0.001\n"), "one")
+    reply = ask_sums(server_of(folder, *SUMS, policy="max-epsilon: 2\nmax-delta: 0.001\n"), "one")
     assert "its account of run 'one' states 0, so it is missing" in refusal(reply)
     assert not weights(reply)
 
 
 def test_a_run_whose_id_is_too_long_for_a_file_stops_no_other(server):
-    assert "at most 200 bytes" in refusal(summed(server, "é" * 122))
-    assert weights(summed(server, "one"))
+    assert "at most 200 bytes" in refusal(ask_sums(server, "é" * 122))
+    assert weights(ask_sums(server, "one"))
 
 
 @pytest.mark.parametrize("file", ["spent/one.json", "runs/older/privacy.jsonl"])
 def test_a_damaged_sum_stops_all_runs(server, file):
     older(server)
     if file.startswith("spent"):
-        summed(server, "one")
+        ask_sums(server, "one")
     damaged = server.state / file
     damaged.write_bytes(damaged.read_bytes().replace(b"0", b"1").replace(b"}", b"", 1))
     forget()
-    reply = summed(server, "two")
+    reply = ask_sums(server, "two")
     assert "own log says more" in refusal(reply)
     assert not weights(reply)
 
@@ -120,7 +120,7 @@ def test_a_damaged_sum_stops_all_runs(server, file):
 
 def test_two_processes_do_not_each_spend_what_is_left(folder, monkeypatch):
     policy = TWICE.replace("4", "3")
-    asking = [lambda run=run: summed(server_of(folder, *SUMS, policy=policy), run) for run in ("one", "two")]
+    asking = [lambda run=run: ask_sums(server_of(folder, *SUMS, policy=policy), run) for run in ("one", "two")]
     replies = at_the_same_time(monkeypatch, AllRuns, "_write", *asking)
     assert sum(bool(weights(reply)) for reply in replies) == 1
     assert any("others (runs: 1) have 2, 1" in refusal(reply) for reply in replies)
@@ -128,21 +128,21 @@ def test_two_processes_do_not_each_spend_what_is_left(folder, monkeypatch):
 
 def test_a_run_has_its_whole_budget_from_its_roll_call_until_it_is_silent(folder):
     server = server_of(folder, *SUMS, policy=TWICE.replace("4", "3"))
-    assert not refusal(called(server, "first"))
+    assert not refusal(call_roll(server, "first"))
     line = "have 2 (of it 2 is kept for runs that go on, until silent for 30 min), 1 is left, and this run"
-    for reply in (called(server, "second"), summed(server, "second")):
+    for reply in (call_roll(server, "second"), ask_sums(server, "second")):
         assert line in refusal(reply)
         assert "num-examples" not in metrics(reply)
     long_ago = time.time() - KEPT - 1
     os.utime(server.state / "spent" / "first.json", (long_ago, long_ago))
-    assert not refusal(called(server, "second"))
-    assert line in refusal(summed(server, "first"))  # it says so, and does not spend what is another's now
-    assert weights(summed(server, "second"))
+    assert not refusal(call_roll(server, "second"))
+    assert line in refusal(ask_sums(server, "first"))  # it says so, and does not spend what is another's now
+    assert weights(ask_sums(server, "second"))
 
 
 def test_the_sum_ends_a_run_before_its_own_budget(folder):
     policy = TWICE.replace("max-epsilon: 2", "max-epsilon: 3")
-    assert weights(summed(server_of(folder, *SUMS, policy=policy), "sums"))
+    assert weights(ask_sums(server_of(folder, *SUMS, policy=policy), "sums"))
     server, replies = server_of(folder, *STEPS, policy=policy), []
     while not replies or weights(replies[-1]):
         forget()  # a new process
@@ -163,9 +163,9 @@ def test_a_run_that_has_all_to_itself_ends_at_its_own_budget(folder):
 def test_a_crash_between_the_sum_and_the_account_costs_nothing(server, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Account, "charge", lambda *_: 1 / 0)
-        assert not weights(summed(server, "one"))
-    assert weights(summed(server, "one"))
-    assert weights(summed(server, "two"))
+        assert not weights(ask_sums(server, "one"))
+    assert weights(ask_sums(server, "one"))
+    assert weights(ask_sums(server, "two"))
 
 
 # --- what else a server may choose ------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_a_crash_between_the_sum_and_the_account_costs_nothing(server, monkeypat
 
 def test_many_small_epsilons_do_not_add_their_deltas_up(folder):
     server = server_of(folder, *SUMS[:-1], "privacy.target-epsilon=0.1", policy=TWICE)
-    replies = [summed(server, f"r{k}") for k in range(3)]
+    replies = [ask_sums(server, f"r{k}") for k in range(3)]
     assert [bool(weights(reply)) for reply in replies] == [True, True, False]
     assert "have delta <= 0.002 (max-total-epsilon); others (runs: 2) have 0.002, 0 is left" in refusal(replies[-1])
 
@@ -195,10 +195,10 @@ def older(server, steps=1):
 
 def test_accounts_of_before_count(server):
     older(server, 4)
-    assert "others (runs: 1) have 2." in refusal(summed(server, "one"))
+    assert "others (runs: 1) have 2." in refusal(ask_sums(server, "one"))
     shutil.rmtree(server.state / "runs" / "older")
     forget()
-    assert "others (runs: 1) have 2." in refusal(summed(server, "two"))  # it was written down
+    assert "others (runs: 1) have 2." in refusal(ask_sums(server, "two"))  # it was written down
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------

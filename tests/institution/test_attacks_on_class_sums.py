@@ -37,11 +37,11 @@ def server(folder):
     return HostileServer(folder, *NOISY)
 
 
-def ask(server, run, change=None, **options):
+def ask_sums(server, run, change=None, **options):
     return server.send(Summarise(arrays={**server.weights, **(change or {})}, run=run, **{"clip": 10.0, **options}))
 
 
-def scaled(server, name, by):
+def scaled_weights(server, name, by):
     return {name: server.weights[name] * np.float32(by)}
 
 
@@ -49,12 +49,12 @@ def charged(server, run):
     return [(charge["mechanism"], charge["steps"]) for charge in server.charges(run)]
 
 
-def sums(reply):
+def head_sums(reply):
     return [weights(reply)[name] for name in HEAD]
 
 
 def same(left, right):
-    return all(a.tobytes() == b.tobytes() for a, b in zip(sums(left), sums(right), strict=True))
+    return all(a.tobytes() == b.tobytes() for a, b in zip(head_sums(left), head_sums(right), strict=True))
 
 
 def kept_file(server, run):
@@ -67,8 +67,11 @@ def kept_file(server, run):
 
 def test_what_leaves_has_the_noise_that_was_charged_and_nothing_else_depends_on_examples(server, folder):
     asked = {"products": PAIRS}
-    plain, reply = ask(HostileServer(folder, *PLAIN), "plain", **asked), ask(server, "noisy", **asked)
-    (of_sums, of_numbers), told = [(n - p) * N for n, p in zip(sums(reply), sums(plain), strict=True)], metrics(reply)
+    plain, reply = ask_sums(HostileServer(folder, *PLAIN), "plain", **asked), ask_sums(server, "noisy", **asked)
+    (of_sums, of_numbers), told = (
+        [(n - p) * N for n, p in zip(head_sums(reply), head_sums(plain), strict=True)],
+        metrics(reply),
+    )
     of_products = (weights(reply)[PRODUCTS] - weights(plain)[PRODUCTS]) * N
     assert of_products.shape == (PAIRS,)
     assert of_products.std() == pytest.approx(SIGMA, rel=0.05)
@@ -91,21 +94,23 @@ def test_what_leaves_has_the_noise_that_was_charged_and_nothing_else_depends_on_
 
 def test_whatever_is_asked_again_leaves_as_the_same_bytes(server):
     """In the same exchange, another, after a restart, and with another head, as a server has it after it has pooled."""
-    first = ask(server, "again")
-    for change in ({}, {"exchange": 7}, {}, {"change": scaled(server, HEAD[0], 3), "exchange": 2}):
+    first = ask_sums(server, "again")
+    for change in ({}, {"exchange": 7}, {}, {"change": scaled_weights(server, HEAD[0], 3), "exchange": 2}):
         forget()
-        reply = ask(server, "again", **change)
+        reply = ask_sums(server, "again", **change)
         assert same(first, reply)
         assert metrics(reply)["epsilon"] == metrics(first)["epsilon"] <= 2
     assert charged(server, "again") == [MADE, *[AGAIN] * 4]
 
 
 def test_other_sums_do_not_leave_in_the_same_run(server, folder):
-    ask(server, "others")
+    ask_sums(server, "others")
     for name in set(server.weights) - set(HEAD):
-        assert "once in a run, by one encoder" in refusal(ask(server, "others", scaled(server, name, 1.001)))
-    assert "once in a run, by one encoder" in refusal(ask(server, "others", products=PAIRS))
-    reply = ask(HostileServer(folder, *PLAIN), "others")
+        assert "once in a run, by one encoder" in refusal(
+            ask_sums(server, "others", scaled_weights(server, name, 1.001))
+        )
+    assert "once in a run, by one encoder" in refusal(ask_sums(server, "others", products=PAIRS))
+    reply = ask_sums(HostileServer(folder, *PLAIN), "others")
     assert "a run keeps its options" in refusal(reply)
     assert not weights(reply)
     assert charged(server, "others") == [MADE]
@@ -117,8 +122,8 @@ def test_another_clip_is_refused(server, monkeypatch, clip, guarded):
     run = f"clip {clip}{guarded}".replace("+", "")
     if not guarded:
         monkeypatch.setattr("flwr_replay.institution.guard._check_options_kept", lambda *_: None)
-    ask(server, run)
-    reply = ask(server, run, clip=clip)
+    ask_sums(server, run)
+    reply = ask_sums(server, run, clip=clip)
     assert refusal(reply)
     assert not weights(reply)
     assert charged(server, run) == [MADE]
@@ -126,7 +131,7 @@ def test_another_clip_is_refused(server, monkeypatch, clip, guarded):
 
 @pytest.mark.parametrize("products", [1, PAIRS - 1, PAIRS + 1, 10**9, 10**15])
 def test_products_that_the_features_do_not_have_are_refused(server, products):
-    reply = ask(server, "products", products=products)
+    reply = ask_sums(server, "products", products=products)
     wanted = f"64 features have {PAIRS:,} products" if products < 1e7 else "ask for products from 0 to 1e+07"
     assert wanted in refusal(reply)
     assert not weights(reply)
@@ -135,16 +140,16 @@ def test_products_that_the_features_do_not_have_are_refused(server, products):
 
 def test_where_the_run_says_class_means_nobody_asks_for_products(folder):
     server = HostileServer(folder, *NOISY, "strategy.head=means")
-    assert "products is 0, it asks for 2080" in refusal(ask(server, "means", products=PAIRS))
+    assert "products is 0, it asks for 2080" in refusal(ask_sums(server, "means", products=PAIRS))
     assert charged(server, "means") == []
-    assert PRODUCTS not in weights(ask(server, "means"))
+    assert PRODUCTS not in weights(ask_sums(server, "means"))
 
 
 def test_a_policy_counts_products_before_they_are_made(folder):
     server = HostileServer(folder, *NOISY, policy="max-upload-mb: 0.04")  # weights have 35 kB, products 8
-    assert "what is asked for beside it" in refusal(ask(server, "upload", products=PAIRS))
+    assert "what is asked for beside it" in refusal(ask_sums(server, "upload", products=PAIRS))
     assert charged(server, "upload") == []
-    assert not refusal(ask(server, "upload"))
+    assert not refusal(ask_sums(server, "upload"))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e38, "shape", "none", "name", "integers"])
@@ -166,7 +171,7 @@ def test_weights_that_cannot_be_are_refused_alike_whatever_the_examples(server, 
 
 
 def test_two_servers_at_the_same_time_get_one_upload(folder, monkeypatch):
-    asking = (partial(ask, HostileServer(folder, *NOISY), "race") for _ in range(2))
+    asking = (partial(ask_sums, HostileServer(folder, *NOISY), "race") for _ in range(2))
     replies = at_the_same_time(monkeypatch, FedStatsClient, "summed", *asking)
     assert same(*replies)
     assert charged(HostileServer(folder, *NOISY), "race") == [MADE, AGAIN]
@@ -178,17 +183,17 @@ def test_two_servers_at_the_same_time_get_one_upload(folder, monkeypatch):
 @pytest.mark.parametrize("damage", ["removed", "cut", "empty", "moved"])
 def test_lost_or_damaged_sums_are_not_made_anew(server, damage):
     run = f"file {damage}"
-    ask(server, run)
+    ask_sums(server, run)
     file, content = kept_file(server, run), kept_file(server, run).read_bytes()
     if damage == "removed":
         file.unlink()
     elif damage == "moved":  # from another run, with noise of its own
-        ask(server, "source")
+        ask_sums(server, "source")
         shutil.copy(kept_file(server, "source"), file)
     else:
         file.write_bytes(content[: len(content) // 2 if damage == "cut" else 0])
     forget()
-    reply = ask(server, run)
+    reply = ask_sums(server, run)
     assert refusal(reply)
     assert not weights(reply)
     assert charged(server, run) == [MADE]
@@ -196,12 +201,14 @@ def test_lost_or_damaged_sums_are_not_made_anew(server, damage):
 
 def test_a_lost_account_releases_no_second_noise(server):
     """The server says that nothing was stated; what it gets are the bytes that it has, charged once more."""
-    first = ask(server, "lost account")
+    first = ask_sums(server, "lost account")
     (server.state / "runs" / "lost account" / "privacy.jsonl").unlink()
     forget()
-    assert "missing or an older copy" in refusal(ask(server, "lost account", stated=2.0))
-    assert "once in a run, by one encoder" in refusal(ask(server, "lost account", scaled(server, "hidden1.fc.bias", 2)))
-    assert same(first, ask(server, "lost account"))
+    assert "missing or an older copy" in refusal(ask_sums(server, "lost account", stated=2.0))
+    assert "once in a run, by one encoder" in refusal(
+        ask_sums(server, "lost account", scaled_weights(server, "hidden1.fc.bias", 2))
+    )
+    assert same(first, ask_sums(server, "lost account"))
     assert charged(server, "lost account") == [MADE]
 
 
@@ -215,10 +222,10 @@ def test_a_crash_around_the_charge_releases_one_noise(server, monkeypatch, when)
         raise RunError("the power is gone")
 
     monkeypatch.setattr(PrivacyBudget, "charge", crashes)
-    assert not weights(ask(server, run))
+    assert not weights(ask_sums(server, run))
     monkeypatch.setattr(PrivacyBudget, "charge", charge)
     forget()
-    assert same(ask(server, run), ask(server, run))
+    assert same(ask_sums(server, run), ask_sums(server, run))
     assert charged(server, run) == [MADE, AGAIN, *[AGAIN] * (when == "after")]
 
 
@@ -231,7 +238,7 @@ def test_the_guard_keeps_back_sums_that_nobody_charged_for(server, monkeypatch):
 
     monkeypatch.setattr(FedStatsClient, "summarise", summarise)
     stated = {"epsilon": 2.0, "delta": 0.001}
-    reply = ask(server, "uncharged")
+    reply = ask_sums(server, "uncharged")
     assert "only if its statistics has been charged" in refusal(reply)
     assert not weights(reply)
     assert "Trained.arrays would: refused" in refusal(
@@ -254,7 +261,7 @@ def test_the_guard_keeps_back_sums_that_nobody_charged_for(server, monkeypatch):
 )
 def test_policy_and_budget_hold(folder, policy, options, line):
     server, run = HostileServer(folder, *NOISY, *options, policy=policy), f"policy {line[:6]} {len(line)}"
-    replies = [ask(server, run), server.send(RollCall(strategy="fedstats", run=run, stages=["summarise"]))]
+    replies = [ask_sums(server, run), server.send(RollCall(strategy="fedstats", run=run, stages=["summarise"]))]
     assert line in refusal(replies[0])
     assert all(refusal(reply) and not weights(reply) for reply in replies)
     assert charged(server, run) == []

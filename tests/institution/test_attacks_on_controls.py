@@ -26,7 +26,7 @@ def train(server, exchange, arrays=None, **other):
     return server.send(TrainControlled(arrays=sent, run="r", exchange=exchange, lr=0.05, **other))
 
 
-def kept(server, exchange, key="control"):
+def state_arrays(server, exchange, key="control"):
     return load_file(server.state / "runs" / "r" / f"{key}-{exchange:06d}.safetensors")
 
 
@@ -66,12 +66,14 @@ def test_however_many_answers_are_lost_the_control_is_the_one_that_the_server_kn
     """Of a key three files are kept: those of lost answers must not take its place."""
     server = server_of(tmp_path, "scaffold")
     train(server, 1)
-    known = kept(server, 1)
+    known = state_arrays(server, 1)
     for exchange in range(2, 7):
         answer = weights(train(server, exchange, continues=1))
         for name, before in known.items():
             change = answer[f"{CONTROL}{name}"]
-            np.testing.assert_array_equal(kept(server, exchange)[name], before + change, err_msg=f"{exchange} {name}")
+            np.testing.assert_array_equal(
+                state_arrays(server, exchange)[name], before + change, err_msg=f"{exchange} {name}"
+            )
 
 
 def test_another_form_of_model_that_is_tested_does_not_become_fedbns_own(tmp_path):
@@ -79,8 +81,8 @@ def test_another_form_of_model_that_is_tested_does_not_become_fedbns_own(tmp_pat
     theta = server.weights
     sent = {"run": "r", "exchange": 1}
     server.send(TrainShared(arrays=theta, lr=0.05, **sent))
-    before = kept(server, 1, "model")
+    before = state_arrays(server, 1, "model")
     for name in ("conv1.conv.running_mean", "x.running_mean"):
         assert "they differ at" in refusal(server.send(Evaluate(arrays={**theta, name: np.zeros(4, "f4")}, **sent)))
-    assert kept(server, 1, "model").keys() == before.keys()
+    assert state_arrays(server, 1, "model").keys() == before.keys()
     assert not refusal(server.send(TrainShared(arrays=theta, lr=0.05, run="r", exchange=2, continues=1)))

@@ -9,7 +9,7 @@ import pytest
 from flwr.app import RecordDict
 from harness import SHARDS, command, node_configs, run
 from hostile_server import HostileServer, metrics, refusal, weights
-from small_cells import COUNTS, FLOOR, HEAD, TASK, always, answered_by, ask, server_of, write
+from small_cells import COUNTS, FLOOR, HEAD, TASK, answered_by, ask_evaluation, constant_weights, server_of, write_cells
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, RefusedError
@@ -32,7 +32,7 @@ from flwr_replay.wire.fields import statistic
 
 @pytest.fixture
 def folder(tmp_path):
-    write(tmp_path)
+    write_cells(tmp_path)
     return tmp_path
 
 
@@ -42,7 +42,9 @@ def folder(tmp_path):
 def test_without_the_key_every_number_leaves(folder):
     server = server_of(folder, policy="")
     assert metrics(server.send(RollCall(strategy="fedavg", run="r")))["num-examples"] == 60
-    assert metrics(ask(server, always(server, [0, 0, 9])))["confusion"][2::3] == list(COUNTS)  # the attack works
+    assert metrics(ask_evaluation(server, constant_weights(server, [0, 0, 9])))["confusion"][2::3] == list(
+        COUNTS
+    )  # the attack works
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_a_faulty_floor_is_an_error(tmp_path, text, says):
     "options", [["strategy=fedavg"], ["strategy=fedavg", "model=cnn", "model.norm=batch", "batch_size=6"]]
 )
 def test_the_number_of_few_examples_is_not_told(folder, options):
-    write(folder, counts=(1, 2, 4))
+    write_cells(folder, counts=(1, 2, 4))
     for policy in ("", FLOOR):
         server = server_of(folder, *options, policy=policy)
         replies = [
@@ -86,18 +88,18 @@ def test_two_runs_do_not_tell_how_many_came_between(folder, skipping):
         return server.send(request)
 
     assert metrics(told("before"))["num-examples"] == 60
-    write(folder, counts=(4, 20, 37))
+    write_cells(folder, counts=(4, 20, 37))
     assert "training examples more or fewer than before" in refusal(told("one came"))
-    write(folder, counts=(5, 30, 37))
+    write_cells(folder, counts=(5, 30, 37))
     assert metrics(told("twelve came"))["num-examples"] == 72
-    write(folder, counts=(3, 25, 37))
+    write_cells(folder, counts=(3, 25, 37))
     assert refusal(told("five are more than at first"))
 
 
 def test_no_loss_leaves_of_a_training(folder):
     """With a rate of nothing a loss tells how many examples a server's weights are wrong about."""
     whole = [*TASK[:-3], "batch_size=60", *TASK[-2:], "strategy=fedavg"]
-    arrays = always(server_of(folder), [-1000, 0, 0])
+    arrays = constant_weights(server_of(folder), [-1000, 0, 0])
     free = HostileServer(folder, *whole).send(Train(arrays=arrays, run="r", lr=0.0))
     loss = metrics(free)["train-loss"]
     assert round((loss - np.log(2)) * 60 / 1000) == COUNTS[0]  # the attack works
@@ -110,7 +112,7 @@ def test_no_failure_counts(folder):
     replaced = ("task.size", "model", "batch_size")
     options = [*(option for option in TASK if not option.startswith(replaced)), "task.size=32", "model=lenet5"]
     options.append("batch_size=60")
-    write(folder, size=32)
+    write_cells(folder, size=32)
 
     def fails(policy, few):
         """Say whether a training fails that has an infinite loss once more than `few` examples are of class 0."""
@@ -144,7 +146,7 @@ STYLE += ["generator=stylegan2", "generator.latents=4", "generator.width=4", "ge
 STYLE += ["generator.steps=2", "generator.batch_size=16", "generator.privacy_loss=none"]
 
 
-def drawn(server):
+def drawn_buffer(server):
     while (reply := server.send(TrainPiece(run="r"))) and not refusal(reply) and metrics(reply)["steps-left"]:
         pass
     return server.send(DrawBuffer(run="r", buffer=12, buffer_refresh="never", exchange=1))
@@ -152,9 +154,9 @@ def drawn(server):
 
 def test_images_are_drawn_for_no_class_with_few(folder):
     """Labels tell which classes an institution has enough images of."""
-    write(folder, counts=(6, 20, 37))
+    write_cells(folder, counts=(6, 20, 37))
     for policy, classes in (("", {0, 1, 2}), (FLOOR, {1, 2})):
-        reply = drawn(server_of(folder, "strategy=feder", "buffer=12", task=STYLE, policy=policy))
+        reply = drawn_buffer(server_of(folder, "strategy=feder", "buffer=12", task=STYLE, policy=policy))
         assert set(weights(reply)["labels"]) == classes
 
 
@@ -248,7 +250,7 @@ def test_an_app_of_ones_own_sends_no_number_as_a_text(folder):
 def test_weights_without_noise_tell_counts_and_no_floor_holds(folder):
     """What the policy's own text says: only max-epsilon bounds this."""
     server = server_of(folder, "strategy=fedsgd")
-    reply = server.send(Differentiate(arrays=always(server, [0, 0, 0]), run="r", exchange=1))
+    reply = server.send(Differentiate(arrays=constant_weights(server, [0, 0, 0]), run="r", exchange=1))
     counts = 60 * (1 / 3 - weights(reply)[f"{HEAD}.bias"])
     np.testing.assert_allclose(counts, COUNTS, rtol=1e-3)
 
@@ -258,7 +260,7 @@ def test_weights_without_noise_tell_counts_and_no_floor_holds(folder):
 
 def test_an_encoder_may_be_trained_without_the_examples_that_are_held_out(folder):
     """The number of these follows from that of all."""
-    write(folder, "b")
+    write_cells(folder, "b")
     (folder / "policy.yaml").write_text(f"{FLOOR}max-local-epsilon: 10\nmax-delta: 0.1\n")
     nodes = [node | {"policy": str(folder / "policy.yaml")} for node in node_configs(folder, folder / "state", "ab")]
     local = ["dp=latents", "latent-clip=1", "latent-epsilon=8", "label-epsilon=2", "encoder-epochs=1"]
@@ -268,7 +270,7 @@ def test_an_encoder_may_be_trained_without_the_examples_that_are_held_out(folder
 
 
 def test_a_model_that_is_always_right_has_an_accuracy(folder):
-    write(folder, counts=(0, 5, 55), tests=(0, 0, 60))
+    write_cells(folder, counts=(0, 5, 55), tests=(0, 0, 60))
     (folder / "policy.yaml").write_text(FLOOR)
     nodes = [node | {"policy": str(folder / "policy.yaml")} for node in node_configs(folder, folder / "state", "a")]
     ran = run(folder, [*TASK, "strategy=fedavg", "lr=0.3"], nodes)
@@ -277,8 +279,8 @@ def test_a_model_that_is_always_right_has_an_accuracy(folder):
 
 def test_a_run_of_hospitals_with_a_floor_has_an_accuracy_and_no_cells(folder, monkeypatch, capsys):
     for name in "bc":
-        write(folder, name)
-    write(folder, "c", counts=(1, 2, 4))
+        write_cells(folder, name)
+    write_cells(folder, "c", counts=(1, 2, 4))
     (folder / "policy.yaml").write_text(FLOOR)
     nodes = [node | {"policy": str(folder / "policy.yaml")} for node in node_configs(folder, folder / "state", "abc")]
     options = [*TASK, "strategy=fedavg", "rounds=3", "evaluate_every=3", "lr=0.3"]

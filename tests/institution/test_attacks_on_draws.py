@@ -44,7 +44,7 @@ def sums_of(features):
 
 
 @pytest.fixture
-def ask(tmp_path):
+def run_server(tmp_path):
     """Return what sends requests to a hospital in a run with these options."""
     write_shards(tmp_path, {"a": 40})
 
@@ -63,8 +63,8 @@ def summarise(arrays=None, **changed):
     [CWT, [*PAIR, "dp=none"], DRAWN, ["strategy=fedstats", "head=mlp"]],
     ids=["cwt", "proxyfl", "fedreplay", "fedstats"],
 )
-def test_nothing_leaves_but_one_sum_of_what_the_frozen_encoder_makes(ask, options):
-    server = ask(*options)
+def test_nothing_leaves_but_one_sum_of_what_the_frozen_encoder_makes(run_server, options):
+    server = run_server(*options)
     reply = server.send(summarise())
     assert not refusal(reply)
     assert {name: array.shape for name, array in weights(reply).items()} == {
@@ -96,15 +96,15 @@ def test_nothing_leaves_but_one_sum_of_what_the_frozen_encoder_makes(ask, option
         (["strategy=cwt"], KeepDraws(run="r", arrays={"means": np.zeros((3, F), np.float32)})),
     ],
 )
-def test_what_a_runs_options_do_not_say_is_refused(ask, options, request_):
-    reply = ask(*options).send(request_)
+def test_what_a_runs_options_do_not_say_is_refused(run_server, options, request_):
+    reply = run_server(*options).send(request_)
     assert refusal(reply)
     assert not weights(reply)
 
 
 @pytest.mark.parametrize("options", [[*CWT, "dp=statistics"], [*PAIR, BOTH]], ids=["cwt", "proxyfl"])
-def test_under_dp_sums_are_made_once(ask, options):
-    server = ask(*options, "privacy.sigma=1", "delta=0.001")
+def test_under_dp_sums_are_made_once(run_server, options):
+    server = run_server(*options, "privacy.sigma=1", "delta=0.001")
     first, again = (weights(server.send(summarise(**{}))) for _ in range(2))
     for name, array in first.items():
         np.testing.assert_array_equal(again[name], array)
@@ -245,9 +245,9 @@ LEARNERS = {  # options, what is trained under DP, the request, and more of what
 
 @pytest.mark.parametrize("method", LEARNERS)
 @pytest.mark.parametrize("changed", WRONG.values(), ids=WRONG)
-def test_draws_from_a_stranger_are_checked(ask, changed, method):
+def test_draws_from_a_stranger_are_checked(run_server, changed, method):
     options, learner, asked, also = LEARNERS[method]
-    server = ask(*options, f"dp=statistics+{learner}", "privacy.sigma=1", "delta=0.001")
+    server = run_server(*options, f"dp=statistics+{learner}", "privacy.sigma=1", "delta=0.001")
     also = also or {"arrays": server.weights}
     assert refusal(server.send(KeepDraws(run="r", exchange=1, arrays=gaussians(**changed))))
     train = partial(asked, run="r", exchange=1, lr=0.1, **also)
@@ -261,9 +261,12 @@ def test_draws_from_a_stranger_are_checked(ask, changed, method):
 
 
 @pytest.mark.parametrize("batch", [10, 40])  # 40: all examples in every step
-def test_whatever_is_drawn_no_proxy_changes_a_bit(ask, batch):
+def test_whatever_is_drawn_no_proxy_changes_a_bit(run_server, batch):
     """Draws are before the own examples in a batch; θ sees nothing of them, nor of φ, which learns from them."""
-    server, proxies = ask(*PAIR, BOTH, "privacy.sigma=1", "delta=0.001", "noise=seeded", f"batch_size={batch}"), []
+    server, proxies = (
+        run_server(*PAIR, BOTH, "privacy.sigma=1", "delta=0.001", "noise=seeded", f"batch_size={batch}"),
+        [],
+    )
     for run, mean in (("r", 0), ("s", 9)):
         drawn = gaussians(means=np.full((3, F), mean, np.float32))
         assert not refusal(server.send(KeepDraws(run=run, exchange=1, arrays=drawn)))

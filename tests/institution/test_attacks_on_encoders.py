@@ -39,11 +39,11 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def own(folder):
+def own_encoder_file(folder):
     return str(folder / "own.safetensors")
 
 
-def sends(folder, *options, request=None, policy="", **own):
+def answer_to_request(folder, *options, request=None, policy="", **own):
     return HostileServer(folder, *options, policy=policy, **own).send(request or CALL())
 
 
@@ -68,51 +68,58 @@ def sends(folder, *options, request=None, policy="", **own):
         "model.build=os:system",
     ],
 )
-def test_what_a_message_names_is_none_of_a_hubs_names_nor_a_place(folder, own, option, monkeypatch):
+def test_what_a_message_names_is_none_of_a_hubs_names_nor_a_place(folder, own_encoder_file, option, monkeypatch):
     monkeypatch.setattr("timm.create_model", None if option.startswith("model.name") else timm.create_model)
-    reason = refusal(sends(folder, *FEDAVG, "model.weights=x.pth", option, weights=own))
+    reason = refusal(answer_to_request(folder, *FEDAVG, "model.weights=x.pth", option, weights=own_encoder_file))
     assert reason == "ConfigError; the institution's own log says more"
 
 
 @pytest.mark.parametrize(
     "weights", ["/etc/passwd", "https://example.org/w.pth", "hf-hub:timm/x.pth", "../w.safetensors"]
 )
-def test_a_message_does_not_say_which_file_is_read(folder, own, weights, monkeypatch):
+def test_a_message_does_not_say_which_file_is_read(folder, own_encoder_file, weights, monkeypatch):
     options = [*FEDAVG, f"model.weights={weights}"]
-    assert "every institution has its own copy" in refusal(sends(folder, *options))
+    assert "every institution has its own copy" in refusal(answer_to_request(folder, *options))
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", None)
-    encoder = encoder_digest(compose([*FEDAVG, f"model.weights={own}"]).model, compose(FEDAVG).task)
-    assert metrics(sends(folder, *options, request=CALL(frozen=encoder), weights=own))["num-examples"] == 40
+    encoder = encoder_digest(compose([*FEDAVG, f"model.weights={own_encoder_file}"]).model, compose(FEDAVG).task)
+    assert (
+        metrics(answer_to_request(folder, *options, request=CALL(frozen=encoder), weights=own_encoder_file))[
+            "num-examples"
+        ]
+        == 40
+    )
     theirs = "sha256:" + "0" * 64
-    reason = refusal(sends(folder, *options, request=CALL(frozen=theirs), weights=own))
+    reason = refusal(answer_to_request(folder, *options, request=CALL(frozen=theirs), weights=own_encoder_file))
     assert theirs in reason
     assert encoder in reason
 
 
-def test_an_institutions_own_path_is_not_told_and_every_institution_has_one_digest_of_its_options(folder, own):
-    other = own.replace("own.", "other.")
+def test_an_institutions_own_path_is_not_told_and_every_institution_has_one_digest_of_its_options(
+    folder, own_encoder_file
+):
+    other = own_encoder_file.replace("own.", "other.")
     asked = Extract(run="r", cut="features", **LATENTS)
     options = [*FEDREPLAY, "cut=features", "model.weights=x.pth"]
-    assert not refusal(sends(folder, *options, request=asked, weights=own))
+    assert not refusal(answer_to_request(folder, *options, request=asked, weights=own_encoder_file))
     assert "model.weights is another file now" in (
-        reason := refusal(sends(folder, *options, request=asked, weights=other))
+        reason := refusal(answer_to_request(folder, *options, request=asked, weights=other))
     )
     assert str(folder) not in reason
     for changed in ("model.train=from:layer4", "model.size=64", "model.name=resnet34"):
-        reason = refusal(sends(folder, *options, changed, request=asked, weights=own))
+        reason = refusal(answer_to_request(folder, *options, changed, request=asked, weights=own_encoder_file))
         assert f"was begun with others ({changed.partition('=')[0]} was" in reason
         assert str(folder) not in reason
-    first, second = (compose([*FEDREPLAY, "model.weights=" + file]) for file in (own, other))
+    first, second = (compose([*FEDREPLAY, "model.weights=" + file]) for file in (own_encoder_file, other))
     assert shared_digest(first) == shared_digest(second)  # by which sealed and masked runs know each other
 
 
-def test_a_file_that_is_replaced_in_a_run_is_refused(folder, own, tmp_path):
+def test_a_file_that_is_replaced_in_a_run_is_refused(folder, own_encoder_file, tmp_path):
     options, asked = [*FEDREPLAY, "cut=features", "model.weights=x.pth"], Extract(run="s", cut="features", **LATENTS)
-    copied = str(shutil.copy(own, tmp_path / "w.safetensors"))
-    assert not refusal(sends(folder, *options, request=asked, weights=copied))
-    shutil.copy(own.replace("own.", "other."), copied)
+    copied = str(shutil.copy(own_encoder_file, tmp_path / "w.safetensors"))
+    assert not refusal(answer_to_request(folder, *options, request=asked, weights=copied))
+    shutil.copy(own_encoder_file.replace("own.", "other."), copied)
     forget()  # as in a new process
-    reason = refusal(sends(folder, *options, request=asked, weights=copied))
+    reason = refusal(answer_to_request(folder, *options, request=asked, weights=copied))
     assert "a run keeps its encoder; that of run 's' was sha256:" in reason
 
 
@@ -122,8 +129,8 @@ def test_a_file_that_is_replaced_in_a_run_is_refused(folder, own, tmp_path):
 def test_a_huge_architecture_is_refused_before_it_is_built(folder, monkeypatch):
     monkeypatch.setattr("flwr_replay.models.zoo.seeded", None)  # whoever builds one fails otherwise
     giant = [*TASK, "model=timm", "model.name=eva_giant_patch14_224", "model.train=head", "strategy=fedavg"]
-    assert f"parameters from 0 to {PARAMETERS:g}; got 1.01115e+09" in refusal(sends(folder, *giant))
-    reason = refusal(sends(folder, *FEDAVG, policy="limits: {parameters: 1.0e+7}"))
+    assert f"parameters from 0 to {PARAMETERS:g}; got 1.01115e+09" in refusal(answer_to_request(folder, *giant))
+    reason = refusal(answer_to_request(folder, *FEDAVG, policy="limits: {parameters: 1.0e+7}"))
     assert "parameters from 0 to 1e+07; got 1.11" in reason
 
 
@@ -140,18 +147,24 @@ def test_a_shape_is_known_without_computing_it(monkeypatch):
 # --- what leaves ------------------------------------------------------------------------------------------------------
 
 
-def test_a_pinned_stage_pins_what_is_frozen_although_it_does_not_travel(folder, own):
+def test_a_pinned_stage_pins_what_is_frozen_although_it_does_not_travel(folder, own_encoder_file):
     options, asked = [*FEDREPLAY, "cut=features", "model.weights=x.pth"], Extract(run="p", cut="features", **LATENTS)
-    config = compose([*FEDREPLAY, f"model.weights={own}"])
+    config = compose([*FEDREPLAY, f"model.weights={own_encoder_file}"])
     policy = f"weights: {{extract: ['{encoder_digest(config.model, config.task)}']}}"
-    assert weights(sends(folder, *options, request=asked, policy=policy, weights=own))["latents"].shape == (40, 512)
+    assert weights(answer_to_request(folder, *options, request=asked, policy=policy, weights=own_encoder_file))[
+        "latents"
+    ].shape == (40, 512)
     for changed in ("model.name=resnet26d", "model.size=33", "model.train=from:layer4"):
         other = replace(asked, run=changed.partition("=")[2].replace(":", "-"))
-        reason = refusal(sends(folder, *options, changed, "model.weights=''", request=other, policy=policy))
+        reason = refusal(answer_to_request(folder, *options, changed, "model.weights=''", request=other, policy=policy))
         assert "policy lets stage extract take weights" in reason
-    reason = refusal(sends(folder, *options, request=asked, policy="weights: {extract: [random]}", weights=own))
+    reason = refusal(
+        answer_to_request(
+            folder, *options, request=asked, policy="weights: {extract: [random]}", weights=own_encoder_file
+        )
+    )
     assert "policy lets stage extract take weights random; got sha256:" in reason
-    reason = refusal(sends(folder, *options, "model.train=all", request=asked, policy=policy))
+    reason = refusal(answer_to_request(folder, *options, "model.train=all", request=asked, policy=policy))
     assert "freeze them, model.train=head" in reason
 
 

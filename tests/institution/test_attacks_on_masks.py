@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from harness import write_shards
 from hostile_server import HostileServer, metrics, refusal, weights
-from sealed_runs import SMALL, pinned, seal_of
+from sealed_runs import SMALL, pinned_keys, seal_of
 
 from flwr_replay.ciphers.masking import Masking
 from flwr_replay.payloads.common import Evaluate, Train
@@ -26,7 +26,7 @@ FEDSGD = [*SMALL, "strategy=fedsgd", "masked=true"]
 @pytest.fixture
 def folder(tmp_path):
     write_shards(tmp_path, dict.fromkeys(ABC, 40))
-    pinned(tmp_path, ABC)
+    pinned_keys(tmp_path, ABC)
     return tmp_path
 
 
@@ -45,7 +45,7 @@ def train(server, exchange=1, scale=1.0, **other):
     return server.send(Train(arrays=theta, **asked))
 
 
-def total(answers):
+def masked_total(answers):
     return sum(np.int64(answer[MASKED].view(np.int64)) for answer in answers)
 
 
@@ -54,7 +54,7 @@ def test_masks_cancel_for_one_request_only(folder):
     servers = [server_of(folder, name) for name in ABC]
 
     def check(exchange, *others):
-        return total([weights(train(s, exchange, **other)) for s, other in zip(servers, others, strict=True)])
+        return masked_total([weights(train(s, exchange, **other)) for s, other in zip(servers, others, strict=True)])
 
     assert not check(1, {}, {}, {}).any()
     assert not check(2, {"stated": 0.0}, {}, {}).any()  # what differs between honest requests
@@ -76,7 +76,7 @@ def test_masks_cancel_only_if_all_go_on_from_the_same_training(folder):
     def check(exchange, *continues):
         asked = {"arrays": arrays, "run": "r", "exchange": exchange, "lr": 0.1, "total": 3 * 40}
         requests = [TrainControlled(**asked, continues=last) for last in continues]
-        return total([weights(s.send(request)) for s, request in zip(servers, requests, strict=True)])
+        return masked_total([weights(s.send(request)) for s, request in zip(servers, requests, strict=True)])
 
     assert not check(1, 0, 0, 0).any()
     assert not check(2, 1, 1, 1).any()
@@ -92,8 +92,8 @@ def test_masks_cancel_for_one_scale_of_labels_only(folder):
         asked = ({"label_mean": 150.0, "label_scale": scale, "total": 1000} for scale in scales)
         return [weights(train(s, exchange, **other)) for s, other in zip(servers, asked, strict=True)]
 
-    assert not total(answers(1, 70.0, 70.0, 70.0)).any()
-    assert total(answers(2, 1e30, 1e30, 70.0)).any()
+    assert not masked_total(answers(1, 70.0, 70.0, 70.0)).any()
+    assert masked_total(answers(2, 1e30, 1e30, 70.0)).any()
 
 
 @pytest.mark.parametrize("kept", ["keep", "reset"])
@@ -105,12 +105,12 @@ def test_masks_cancel_for_one_history_only(folder, kept):
         asked = zip(servers, scales, strict=True)
         return [weights(train(s, exchange, scale, optimizer_state=kept)) for s, scale in asked]
 
-    assert not total(answers(1, 1.0, 1.0, 1.0)).any()
-    assert not total(answers(2, 0.5, 0.5, 0.5)).any()
-    assert total(answers(3, 0.0, 0.0, 1.0)).any()
+    assert not masked_total(answers(1, 1.0, 1.0, 1.0)).any()
+    assert not masked_total(answers(2, 0.5, 0.5, 0.5)).any()
+    assert masked_total(answers(3, 0.0, 0.0, 1.0)).any()
     again = answers(2, 0.5, 0.5, 0.5)  # as after a crash
-    assert not total(again).any()
-    assert total(answers(4, 0.0, 0.0, 0.0)).any()
+    assert not masked_total(again).any()
+    assert masked_total(answers(4, 0.0, 0.0, 0.0)).any()
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -126,10 +126,10 @@ def test_a_training_that_fails_after_it_has_saved_its_state_is_in_the_history(fo
     assert list((servers[2].state / "runs" / "r").glob("optimizer-*"))
     monkeypatch.setattr(Masking, "closed", closed)
     if again:  # the same request of all
-        assert not total(answers(1, 1.0)).any()
+        assert not masked_total(answers(1, 1.0)).any()
     else:
         assert "one answer" in refusal(train(servers[2], 1, 2.0, optimizer_state="keep"))
-    assert total(answers(2, 0.0)).any() != again
+    assert masked_total(answers(2, 0.0)).any() != again
 
 
 def test_a_personal_model_that_diverges_is_no_failure(folder):
@@ -145,7 +145,7 @@ def test_a_personal_model_that_diverges_is_no_failure(folder):
     assert weights(ask(servers[2], 1, 1.0, 0.1))
     tested = servers[2].send(EvaluatePersonal(arrays=servers[2].weights, run="r", exchange=1))
     assert "the personal model's loss must stay finite" in refusal(tested)
-    assert total([weights(ask(server, 2, 0.0, 1e-6)) for server in servers]).any()
+    assert masked_total([weights(ask(server, 2, 0.0, 1e-6)) for server in servers]).any()
 
 
 def test_an_exchange_has_one_answer(server):
@@ -204,14 +204,14 @@ def test_what_was_kept_and_is_damaged_is_not_masked_again(server):
 
 def test_the_pinned_keys_stay_the_same_in_a_run(server, folder):
     assert weights(train(server))
-    other = server_of(folder, **{"seal-peers": pinned(folder, "abcd")["a"]["seal-peers"]})
+    other = server_of(folder, **{"seal-peers": pinned_keys(folder, "abcd")["a"]["seal-peers"]})
     assert "a masked run keeps its pinned keys" in refusal(train(other, 2))
     assert weights(train(other, 2, run="s"))
 
 
 @pytest.mark.parametrize("names", ["a", "ab"])
 def test_fewer_than_three_institutions_are_no_crowd(server, folder, names):
-    few = server_of(folder, **{"seal-peers": pinned(folder, names)["a"]["seal-peers"]})
+    few = server_of(folder, **{"seal-peers": pinned_keys(folder, names)["a"]["seal-peers"]})
     assert f"at least 3 institutions with pinned keys; got {len(names)}" in refusal(train(few))
 
 
@@ -283,6 +283,6 @@ def test_no_failure_tells_that_one_institutions_training_diverged(folder, job):
         assert not any(map(refusal, replies))
         counts = [{name: metrics(r)[name] for name in ("num-examples", "examples-seen", "num-steps")} for r in replies]
         assert counts[0] == counts[1] == counts[2]
-        diverged, zero = total([weights(reply) for reply in replies])
+        diverged, zero = masked_total([weights(reply) for reply in replies])
         assert zero == 0
         assert (diverged != 0) == (exchange == 2)

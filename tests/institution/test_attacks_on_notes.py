@@ -9,7 +9,7 @@ import pytest
 from flwr.app import ArrayRecord
 from hostile_server import HostileServer, refusal
 from peers import hospitals, run
-from sealed_runs import ABC, CWT, MODEL, SEALED, deliver, parcel, parcels_in, pinned, seal_of, train
+from sealed_runs import ABC, CWT, MODEL, SEALED, deliver, parcel, parcels_in, pinned_keys, seal_of, train
 
 from flwr_replay.config.binding import shared_digest
 from flwr_replay.files.atomic import alone, private_folder, read_json
@@ -22,7 +22,7 @@ from flwr_replay.wire.sealed import SEALED_NAME
 MORE = "no more of its own model comes back"
 
 
-def push(server, exchange, committed):
+def released_parcel(server, exchange, committed):
     """Have the own model released; return its parcel, or None if it was refused."""
     reply = server.send(Push(run="r", exchange=exchange, lr=0.1, init_seed=1, committed=committed))
     return None if refusal(reply) else parcels_in([reply])[0][1]
@@ -33,52 +33,52 @@ def notes(server):
 
 
 def test_negative_shares_do_not_add_to_what_may_come_back(server):
-    own = push(server, 1, 0)
+    own = released_parcel(server, 1, 0)
     assert "shares lie in [0, 1]" in deliver(server, kept=-5.0)
     assert "shares lie in [0, 1]" in deliver(server, parcel(server, "b"), shares=[-1.0])
-    push(server, 2, 0)
+    released_parcel(server, 2, 0)
     assert MORE in deliver(server, own, own, exchange=2, shares=[1.0, 1.0], kept=0.0)
 
 
 @pytest.mark.parametrize("failing", ["another method's stage", "a mixing that is gone"])
 def test_a_training_that_fails_undoes_the_mixing_too(server, failing):
     """Otherwise the notes would forget what the model still has."""
-    own = push(server, 1, 0)
+    own = released_parcel(server, 1, 0)
     assert not deliver(server, kept=0.5)
-    push(server, 2, 1)
+    released_parcel(server, 2, 1)
     assert not deliver(server, own, exchange=2, kept=0.5, shares=[0.5])
     if failing == "a mixing that is gone":
-        assert push(server, 3, 2)
-        assert push(server, 3, 0)
-        assert push(server, 2, 1) is None
+        assert released_parcel(server, 3, 2)
+        assert released_parcel(server, 3, 0)
+        assert released_parcel(server, 2, 1) is None
     else:
         assert refusal(server.send(DrawBuffer(run="r", exchange=2, buffer=5, buffer_refresh="never")))
-    assert push(server, 3, 2) is None
+    assert released_parcel(server, 3, 2) is None
     assert deliver(server, own, exchange=3, kept=0.5, shares=[0.5])
 
 
 def test_only_the_last_release_is_mixed(server):
     """An earlier one may have an own model in it that the notes count as undone."""
-    own = push(server, 1, 0)
-    push(server, 2, 0)
+    own = released_parcel(server, 1, 0)
+    released_parcel(server, 2, 0)
     assert not deliver(server, exchange=2)
-    push(server, 3, 2)
+    released_parcel(server, 3, 2)
     assert not deliver(server, own, exchange=3, kept=0.0, shares=[1.0])
-    push(server, 4, 3)
-    push(server, 3, 2)
+    released_parcel(server, 4, 3)
+    released_parcel(server, 3, 2)
     assert "the model that was released last" in deliver(server, own, exchange=4, kept=0.5, shares=[1.0])
-    assert push(server, 5, 4) is None
-    assert push(server, 4, 2)
+    assert released_parcel(server, 5, 4) is None
+    assert released_parcel(server, 4, 2)
     assert not deliver(server, own, exchange=4, kept=0.0, shares=[1.0])  # what was mixed in 3 is undone
 
 
 def test_what_was_mixed_and_then_undone_may_come_again(server):
     """A server that crashed while an own model came back, and whose institution missed the repeated exchange."""
-    own = push(server, 1, 0)
+    own = released_parcel(server, 1, 0)
     assert not deliver(server, kept=0.5)
-    push(server, 2, 1)
+    released_parcel(server, 2, 1)
     assert not deliver(server, own, exchange=2, kept=0.5, shares=[0.5])
-    push(server, 3, 1)
+    released_parcel(server, 3, 1)
     assert not deliver(server, own, exchange=3, kept=0.5, shares=[0.5])
 
 
@@ -103,9 +103,9 @@ def train_request(array):
 def test_an_exchange_is_not_mixed_anew_for_ever(server, monkeypatch):
     monkeypatch.setattr("flwr_replay.ciphers.arrivals.TRIES", 3)
     for _ in range(3):
-        assert push(server, 2, 0)
+        assert released_parcel(server, 2, 0)
         assert not deliver(server, parcel(server, "b", 2), exchange=2)
-    assert push(server, 2, 0) is None
+    assert released_parcel(server, 2, 0) is None
     assert len(notes(server)["parcels"]) == 6
 
 
@@ -130,7 +130,7 @@ def test_no_body_of_a_parcel_stops_its_receivers(server, folder, monkeypatch, ki
 def test_a_head_that_is_not_true_is_its_senders_failure(tmp_path, wrong):
     """b's own code lies to the receivers only; they would all refuse what the server hands on."""
     hospitals(tmp_path, "abc")
-    own = pinned(tmp_path, ABC)
+    own = pinned_keys(tmp_path, ABC)
 
     def lies(grid, message, reply):
         record = reply.content.array_records.get("arrays", {})

@@ -10,7 +10,21 @@ from flwr.app import Array, ArrayRecord, RecordDict
 from hostile_server import HostileServer, refusal, weights
 from peers import hospitals, run
 from safetensors.numpy import load_file
-from sealed_runs import ABC, CWT, MODEL, PUSH, SEALED, SMALL, again, deliver, parcel, parcels_in, pinned, seal_of, train
+from sealed_runs import (
+    ABC,
+    CWT,
+    MODEL,
+    PUSH,
+    SEALED,
+    SMALL,
+    deliver,
+    parcel,
+    parcels_in,
+    pinned_keys,
+    push_again,
+    seal_of,
+    train,
+)
 
 from flwr_replay.ciphers.seal import KEY, NONCE, Seal, _bound, make_key, read_pins
 from flwr_replay.config.binding import shared_digest
@@ -82,7 +96,7 @@ def test_a_delivery_that_a_crash_interrupted_is_mixed_when_it_comes_again(server
     mixed.unlink()
     assert not deliver(server, b)
     assert mixed.read_bytes() == before
-    server.send(again(1))
+    server.send(push_again(1))
     assert "a parcel comes once" in deliver(server, b)
 
 
@@ -91,22 +105,24 @@ def test_no_exchange_of_long_ago_is_asked_again(server):
     b, folder = parcel(server, "b"), server.state / "runs" / "r"
     assert not deliver(server, b)
     for exchange in range(2, 12):
-        assert weights(server.send(again(exchange)))
-    assert "repeats at most its last 3 exchanges; exchange 1 was asked for after 11" in refusal(server.send(again(1)))
+        assert weights(server.send(push_again(exchange)))
+    assert "repeats at most its last 3 exchanges; exchange 1 was asked for after 11" in refusal(
+        server.send(push_again(1))
+    )
     kept = {file.name for file in folder.glob("released-*")}
     assert "repeats at most its last 3 exchanges" in deliver(server, b)
     assert "the model that was released last" in deliver(server, b, released_in=1, exchange=11)
-    assert "is mixed already" in refusal(server.send(replace(again(11), committed=11)))
+    assert "is mixed already" in refusal(server.send(replace(push_again(11), committed=11)))
     assert {file.name for file in folder.glob("released-*")} == kept
     assert len(read_json(folder / "parcels.json")["parcels"]) <= 12
     (folder / "parcels.json").write_text("{}")
-    assert "begin a new run" in refusal(server.send(again(12)))
+    assert "begin a new run" in refusal(server.send(push_again(12)))
 
 
 def test_what_is_kept_and_what_comes_back_is_one_model_at_most(server):
-    [(_, own)] = parcels_in([server.send(again(2))])
+    [(_, own)] = parcels_in([server.send(push_again(2))])
     assert not deliver(server, exchange=2, kept=0.75)
-    server.send(replace(again(3), committed=2))
+    server.send(replace(push_again(3), committed=2))
     back = {"exchange": 3, "weights": [1.0], "parcels": [1], "kept": 0.5}
     assert "no more of its own model comes back" in deliver(server, own, **back, shares=[0.5])
     assert not deliver(server, own, **back, shares=[0.25])
@@ -188,7 +204,7 @@ def test_a_weight_is_the_one_that_was_sealed(server):
 
 def test_an_institution_whose_key_is_not_pinned_is_refused(server, folder):
     (folder / "state" / "d").mkdir()
-    pinned(folder, "abcd")
+    pinned_keys(folder, "abcd")
     record = seal_of(folder, "d", "abcd").close(array_record(server.weights), **MODEL, options="0" * 64, exchange=1)
     assert "the key of 'd' is not: refused" in deliver(server, record[SEALED_NAME])
 
@@ -216,11 +232,11 @@ def test_a_receiver_cannot_send_in_the_senders_name(server, folder):
 
 
 def test_no_more_of_an_own_model_comes_back_than_was_sent(server):
-    own = [array for _, array in parcels_in([server.send(push) for push in (again(2), again(3))])]
+    own = [array for _, array in parcels_in([server.send(push) for push in (push_again(2), push_again(3))])]
     account = {"exchange": 3, "weights": [1.0], "parcels": [1], "kept": 0.2}
     assert "no more of its own model comes back" in deliver(server, own[1], **account, shares=[0.5])  # of this exchange
     assert not deliver(server, own[0], **account, shares=[0.7])
-    server.send(replace(again(4), committed=3))
+    server.send(replace(push_again(4), committed=3))
     assert "no more of its own model comes back" in deliver(server, own[0], **{**account, "exchange": 4}, shares=[0.7])
     assert not deliver(server, own[0], **{**account, "exchange": 4}, shares=[0.3])
 
@@ -314,7 +330,7 @@ def test_a_key_that_others_can_read_is_not_used(folder):
 def test_who_has_pinned_other_keys_does_not_take_part(tmp_path):
     """d's file has another key of c: a server that substitutes keys would have to change these files."""
     hospitals(tmp_path)
-    own = pinned(tmp_path, "abcd")
+    own = pinned_keys(tmp_path, "abcd")
     other = make_key(tmp_path / "other.key")[1]
     lines = (tmp_path / "peers-abcd.txt").read_text().splitlines()
     lines[2] = f"c {other}"

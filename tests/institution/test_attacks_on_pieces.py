@@ -42,7 +42,7 @@ def begin(server, other=0.0, run="r", exchange=1, stated=0.0):
     )
 
 
-def go_on(server, run="r", exchange=1, stated=0.0, replayed=0):
+def train_generator(server, run="r", exchange=1, stated=0.0, replayed=0):
     return server.send(TrainGenerator(run=run, exchange=exchange, replayed=replayed, stated=stated))
 
 
@@ -56,7 +56,7 @@ def finished(server, reply, **more):
     """Go on to the end; return the last answer."""
     while metrics(reply)["steps-left"]:
         assert not weights(reply)
-        reply = go_on(server, **more)
+        reply = train_generator(server, **more)
         assert not refusal(reply), refusal(reply)
     return reply
 
@@ -68,10 +68,10 @@ def charged(server, run="r", mechanism="generator"):
 @pytest.mark.parametrize("where", [{"run": "s"}, {"exchange": 2}], ids=["another run", "another exchange"])
 def test_nothing_goes_on_that_was_not_begun_there(folder, where):
     server = HostileServer(folder, *CODES)
-    assert "a training goes on in the exchange in which it began" in refusal(go_on(server))
+    assert "a training goes on in the exchange in which it began" in refusal(train_generator(server))
     begin(server)
-    assert "has begun none such of a generator" in refusal(go_on(server, **where))
-    assert metrics(go_on(server))["steps"] == 2
+    assert "has begun none such of a generator" in refusal(train_generator(server, **where))
+    assert metrics(train_generator(server))["steps"] == 2
 
 
 def test_a_training_that_begins_anew_is_the_other_ones(folder):
@@ -89,7 +89,7 @@ def test_a_complete_training_is_answered_with_what_it_has_found(folder, monkeypa
     last = finished(server, begin(server))
     forget()
     monkeypatch.setattr(GeneratorTraining, "take", None)  # nothing is trained any more
-    for reply in (begin(server), go_on(server), begin(server, exchange=3)):
+    for reply in (begin(server), train_generator(server), begin(server, exchange=3)):
         assert same(weights(reply), weights(last))
         assert metrics(reply) == metrics(last)
 
@@ -99,7 +99,7 @@ def test_other_replays_or_examples_are_another_training(folder):
     begin(server)
     replays = {"codes": np.zeros((4, 2), np.uint8), "labels": np.zeros(4, np.int64)}
     server.send(KeepCodes(run="r", exchange=1, **replays))
-    assert "same examples and replays" in refusal(go_on(server, replayed=4))
+    assert "same examples and replays" in refusal(train_generator(server, replayed=4))
     decoder = {
         name: array
         for name, array in generator(server).items()
@@ -107,13 +107,13 @@ def test_other_replays_or_examples_are_another_training(folder):
     }
     begun = TrainGenerator(arrays=generator(server), run="r", exchange=1, replayed=4)
     assert metrics(server.send(begun))["steps"] == 1
-    assert metrics(go_on(server, replayed=4))["steps"] == 2
+    assert metrics(train_generator(server, replayed=4))["steps"] == 2
     server.send(KeepDecoder(run="r", exchange=1, arrays={name: array * 0.5 for name, array in decoder.items()}))
-    assert "same examples and replays" in refusal(go_on(server, replayed=4))
+    assert "same examples and replays" in refusal(train_generator(server, replayed=4))
     begin(server)
     write_shards(folder, {"a": 41})
     forget()
-    assert "same examples and replays" in refusal(go_on(server))
+    assert "same examples and replays" in refusal(train_generator(server))
     assert metrics(begin(server))["steps"] == 1
 
 
@@ -121,7 +121,7 @@ def test_a_piece_that_is_killed_is_all_that_is_lost(folder, monkeypatch):
     server = HostileServer(folder, *CODES)
     undisturbed = finished(server, begin(server, run="s"), run="s")
     begin(server)
-    go_on(server)
+    train_generator(server)
     with monkeypatch.context() as patch:
         step, made = GeneratorTraining.take, []
 
@@ -132,10 +132,10 @@ def test_a_piece_that_is_killed_is_all_that_is_lost(folder, monkeypatch):
 
         patch.setattr(GeneratorTraining, "take", killed)
         with pytest.raises(SystemExit):
-            go_on(server)
+            train_generator(server)
         assert made
     forget()
-    reply = go_on(server)
+    reply = train_generator(server)
     assert metrics(reply)["steps"] == 3
     assert same(weights(finished(server, reply)), weights(undisturbed))
 
@@ -148,7 +148,7 @@ def test_a_damaged_file_is_one_line(folder):
     content[-9] ^= 1
     file.write_bytes(content)
     forget()
-    for reply in (go_on(server), begin(server)):
+    for reply in (train_generator(server), begin(server)):
         assert refusal(reply) == "DamagedError; the institution's own log says more"
 
 
@@ -165,7 +165,7 @@ def test_every_step_that_leaves_under_dp_was_charged_once_whatever_is_repeated(f
     last = finished(server, begin(server))  # the same weights once more: it goes on
     assert len(taken) == charged(server) == STEPS
     assert metrics(reply)["epsilon"] < metrics(last)["epsilon"]
-    for again in (begin(server), go_on(server), begin(server, exchange=2)):
+    for again in (begin(server), train_generator(server), begin(server, exchange=2)):
         assert same(weights(again), weights(last))
         assert metrics(again)["epsilon"] == metrics(last)["epsilon"]
     assert len(taken) == charged(server) == STEPS
@@ -187,25 +187,25 @@ def test_label_counts_have_noise_once(folder):
 
 
 def test_a_training_under_dp_that_the_budget_does_not_allow_as_a_whole_takes_no_step(folder):
-    server = HostileServer(folder, *PRIVATE, f"privacy.epsilon={spent(STEPS) - 1e-3}")
+    server = HostileServer(folder, *PRIVATE, f"privacy.epsilon={epsilon_of_steps(STEPS) - 1e-3}")
     assert f"{STEPS} steps of generator would make" in refusal(begin(server))
     assert not server.charges("r")
-    assert "has begun none such" in refusal(go_on(server))
+    assert "has begun none such" in refusal(train_generator(server))
 
 
 def test_a_block_that_a_crash_has_repeated_is_charged_again_and_the_budget_ends_the_training(folder):
-    server = HostileServer(folder, *PRIVATE, f"privacy.epsilon={spent(STEPS) + 1e-3}")
+    server = HostileServer(folder, *PRIVATE, f"privacy.epsilon={epsilon_of_steps(STEPS) + 1e-3}")
     begin(server)
     before = {file: file.read_bytes() for file in (server.state / "runs" / "r").glob("training-generator-*")}
-    go_on(server)
+    train_generator(server)
     for file, content in before.items():  # as if the message had been killed before it was written
         file.write_bytes(content)
     forget()
-    last = finished(server, go_on(server))
+    last = finished(server, train_generator(server))
     assert charged(server) == STEPS
     assert metrics(last)["steps"] == STEPS - 2
     assert weights(last)
-    assert metrics(last)["epsilon"] <= spent(STEPS) + 1e-3
+    assert metrics(last)["epsilon"] <= epsilon_of_steps(STEPS) + 1e-3
 
 
 def test_an_older_copy_of_the_account_is_noticed_between_pieces(folder):
@@ -217,10 +217,10 @@ def test_an_older_copy_of_the_account_is_noticed_between_pieces(folder):
     shutil.rmtree(run)
     shutil.copytree(folder / "copy", run)
     forget()
-    for again in (begin(server, stated=stated), go_on(server, stated=stated)):
+    for again in (begin(server, stated=stated), train_generator(server, stated=stated)):
         assert "a privacy account never states less than before" in refusal(again)
         assert not weights(again)
 
 
-def spent(steps):
+def epsilon_of_steps(steps):
     return epsilon([SampledGaussian(16 / 40, 1.0, steps)], 0.01)

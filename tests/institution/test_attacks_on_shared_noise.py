@@ -9,7 +9,7 @@ import pytest
 from harness import write_shards
 from hostile_server import HostileServer, metrics, refusal, weights
 from scipy.stats import norm
-from sealed_runs import SMALL, pinned
+from sealed_runs import SMALL, pinned_keys
 
 from flwr_replay.ciphers.masking import Masking
 from flwr_replay.clients.fedsgd import FedSGDClient
@@ -41,15 +41,15 @@ ALL = [GRADIENT, STATISTICS]
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hospitals")
     write_shards(folder, dict.fromkeys(NAMES, N))
-    pinned(folder, NAMES)
+    pinned_keys(folder, NAMES)
     return folder
 
 
 def server_of(folder, *options, name="a", policy=""):
-    return HostileServer(folder, *options, name=name, policy=policy, **pinned(folder, NAMES)[name])
+    return HostileServer(folder, *options, name=name, policy=policy, **pinned_keys(folder, NAMES)[name])
 
 
-def ask(server, run, exchange=1, scale=1.0, **other):
+def ask_gradients(server, run, exchange=1, scale=1.0, **other):
     theta = {name: (scale * of).astype(of.dtype) for name, of in server.weights.items()}
     asked = {"arrays": theta, "run": run, "exchange": exchange, "total": len(NAMES) * N} | other
     gradient = server.config.strategy.name == "fedsgd"
@@ -61,12 +61,12 @@ def ask(server, run, exchange=1, scale=1.0, **other):
 
 def asked_all(folder, options, run, exchange=1, **other):
     """Return all institutions' answers to one request."""
-    replies = [ask(server_of(folder, *options, name=name), run, exchange, **other) for name in NAMES]
+    replies = [ask_gradients(server_of(folder, *options, name=name), run, exchange, **other) for name in NAMES]
     assert not any(map(refusal, replies))
     return [weights(reply) for reply in replies]
 
 
-def sums(answers):
+def readable_sums(answers):
     """Return what the server can read: the masks' check, and all whole numbers."""
     with np.errstate(over="ignore"):
         total = {name: sum(answer[name] for answer in answers).view(np.int64) for name in answers[0]}
@@ -77,7 +77,7 @@ def same(left, right):
     return all(left[name].tobytes() == right[name].tobytes() for name in left | right)
 
 
-def spent(server, run):
+def charged_steps(server, run):
     return [(charge["mechanism"], charge["steps"]) for charge in server.charges(run)]
 
 
@@ -89,7 +89,9 @@ def spent(server, run):
 def test_the_sum_has_its_noise_once_also_without_the_shares_of_those_who_help(folder, options, colluders):
     """They can subtract their own numbers, and with their keys nothing but masks among the others is left."""
     options = [*options, f"privacy.colluders={colluders}", "model.width=64"]
-    first, second = (sums(asked_all(folder, options, f"{run}{colluders}{len(options)}")) for run in ("one", "other"))
+    first, second = (
+        readable_sums(asked_all(folder, options, f"{run}{colluders}{len(options)}")) for run in ("one", "other")
+    )
     assert not first[0].any()
     assert not second[0].any()
     moved = (first[1] - second[1])[first[1] != second[1]] / 2**0.5  # the same data and weights: what differs is noise
@@ -109,7 +111,7 @@ def test_the_sum_has_its_noise_once_also_without_the_shares_of_those_who_help(fo
 @pytest.mark.parametrize("options", ALL)
 def test_what_is_stated_of_the_sum_and_of_one_alone_is_so(folder, options):
     server, run = server_of(folder, *options), f"stated {len(options)}"
-    told = metrics(ask(server, run))
+    told = metrics(ask_gradients(server, run))
     sigma = noise_for(2, DELTA, [(1.0, 5 if options is GRADIENT else 1)])
 
     def delta_of(epsilon, mu):  # Balle and Wang 2018
@@ -131,27 +133,29 @@ def test_what_is_stated_of_the_sum_and_of_one_alone_is_so(folder, options):
 def test_a_split_cohort_gives_nothing_to_read(folder, options, other):
     run = f"split{len(options)}{min(other)}"
     other = {name: f"{run} other" if name == "run" else value for name, value in other.items()}
-    answers = [weights(ask(server_of(folder, *options, name=name), run)) for name in NAMES[:3]]
+    answers = [weights(ask_gradients(server_of(folder, *options, name=name), run)) for name in NAMES[:3]]
     odd = server_of(folder, *options, name="d")
-    check, read = sums([*answers, weights(ask(odd, **{"run": run, **other}))])
+    check, read = readable_sums([*answers, weights(ask_gradients(odd, **{"run": run, **other}))])
     assert check.all()
     assert np.abs(read.astype(float)).mean() > 2**60  # uniform in 64 bits
-    again = ask(odd, **{"run": run, **other, "scale": 3.0})
+    again = ask_gradients(odd, **{"run": run, **other, "scale": 3.0})
     assert "an exchange has one answer" in refusal(again)
-    assert spent(odd, other.get("run", run)) == spent(server_of(folder, *options), run)
+    assert charged_steps(odd, other.get("run", run)) == charged_steps(server_of(folder, *options), run)
 
 
 @pytest.mark.parametrize("options", ALL)
 def test_who_asks_again_gets_the_same_bytes_and_no_lower_epsilon(folder, options):
     first, run = asked_all(folder, options, f"again{len(options)}"), f"again{len(options)}"
-    told = metrics(ask(server_of(folder, *options), run))["epsilon"]
+    told = metrics(ask_gradients(server_of(folder, *options), run))["epsilon"]
     forget()
-    second = [weights(ask(server_of(folder, *options, name=name), run)) for name in NAMES]
+    second = [weights(ask_gradients(server_of(folder, *options, name=name), run)) for name in NAMES]
     assert all(same(*pair) for pair in zip(first, second, strict=True))
-    assert metrics(ask(server_of(folder, *options), run))["epsilon"] >= told
+    assert metrics(ask_gradients(server_of(folder, *options), run))["epsilon"] >= told
     third = asked_all(folder, options, run, exchange=2)
     assert not any(same(*pair) for pair in zip(first, third, strict=True))  # other masks
-    assert same(*({"all": sums(of)[1]} for of in (first, third))) == (options is STATISTICS)  # one noise in a run
+    assert same(*({"all": readable_sums(of)[1]} for of in (first, third))) == (
+        options is STATISTICS
+    )  # one noise in a run
 
 
 CHANGED = ["nodes=3", "nodes=5", "privacy.colluders=0", "privacy.noise=secret", "privacy.noise=seeded", "delta=0.002"]
@@ -171,20 +175,20 @@ def test_a_run_keeps_its_options_and_one_account(folder, option, first):
     if "noise" in option:
         other.append("privacy.colluders=-1")
     before, after = (GRADIENT, [*GRADIENT, *other])[:: 1 if first else -1]
-    began = ask(changed(server_of(folder, *GRADIENT), before), run)
-    charged = spent(server_of(folder, *GRADIENT), run)
+    began = ask_gradients(changed(server_of(folder, *GRADIENT), before), run)
+    charged = charged_steps(server_of(folder, *GRADIENT), run)
     assert bool(refusal(began)) == (not charged)
     assert first or bool(refusal(began)) == (option in ("nodes=3", "nodes=5", "masked=false"))
-    reply = ask(changed(server_of(folder, *GRADIENT), after), run, 2)
+    reply = ask_gradients(changed(server_of(folder, *GRADIENT), after), run, 2)
     if charged:
         assert refusal(reply)
         assert not weights(reply)
-        assert spent(server_of(folder, *GRADIENT), run) == charged
+        assert charged_steps(server_of(folder, *GRADIENT), run) == charged
 
 
 def test_noise_from_the_seed_beside_masks_protects_nothing_and_says_so(folder):
     server = server_of(folder, *GRADIENT, "privacy.noise=seeded", "privacy.colluders=-1")
-    assert "epsilon" not in metrics(ask(server, "seeded"))
+    assert "epsilon" not in metrics(ask_gradients(server, "seeded"))
     [line] = {row["protection"] for row in server.ledger if row["run"] == "seeded" and row["field"] == "arrays"}
     assert line.startswith("not protected: its noise comes from the run's seed")
 
@@ -205,10 +209,10 @@ def test_options_that_cannot_be_are_refused_by_everyone(folder, options, line):
     with pytest.raises(ConfigError, match=line):
         compose([*GRADIENT, *options])
     server = changed(server_of(folder, *GRADIENT), [*GRADIENT, *options])
-    reply = ask(server, "cannot be")
+    reply = ask_gradients(server, "cannot be")
     assert refusal(reply)
     assert not weights(reply)
-    assert spent(server, "cannot be") == []
+    assert charged_steps(server, "cannot be") == []
 
 
 @pytest.mark.parametrize("options", ALL)
@@ -226,10 +230,10 @@ def test_policies_hold_before_anything_is_charged(folder, options, policy, own, 
     server, run = server_of(folder, *options, *own, policy=policy), f"policy {len(policy)}{len(own)}{len(options)}"
     stage = {"fedsgd": "differentiate", "fedstats": "summarise"}[name := server.config.strategy.name]
     call = RollCall(strategy=name, run=run, stages=[stage])
-    for reply in (server.send(call), ask(server, run)):
+    for reply in (server.send(call), ask_gradients(server, run)):
         assert line in refusal(reply)
         assert bool(line) == bool(refusal(reply))
-    assert len(spent(server, run)) == (not line)
+    assert len(charged_steps(server, run)) == (not line)
 
 
 @pytest.mark.parametrize("options", ALL)
@@ -244,27 +248,29 @@ def test_a_crash_releases_nothing_that_was_not_charged(folder, monkeypatch, opti
         raise RunError("the power is gone")
 
     monkeypatch.setattr(owner, method, crashes)
-    assert not weights(ask(server_of(folder, *options), run))
+    assert not weights(ask_gradients(server_of(folder, *options), run))
     monkeypatch.setattr(owner, method, does)
     forget()
-    at_crash = len(spent(server_of(folder, *options), run))
+    at_crash = len(charged_steps(server_of(folder, *options), run))
     assert at_crash == ((method, when) != ("charge", "before"))
-    check, _ = sums(asked_all(folder, options, run))
+    check, _ = readable_sums(asked_all(folder, options, run))
     assert not check.any()
-    charges = spent(server_of(folder, *options), run)
+    charges = charged_steps(server_of(folder, *options), run)
     assert len(charges) == at_crash + 1
     assert sum(steps for _, steps in charges) == (1 if options is STATISTICS or method == "closed" else at_crash + 1)
 
 
 def test_the_account_ends_a_run_of_too_many_exchanges_or_if_it_is_lost(folder):
     server = server_of(folder, *GRADIENT)
-    told = [metrics(ask(server, "long", n))["epsilon"] for n in range(1, 6)]
+    told = [metrics(ask_gradients(server, "long", n))["epsilon"] for n in range(1, 6)]
     assert told == sorted(set(told))
     assert told[-1] <= 2
-    assert "the privacy budget is epsilon 2" in refusal(ask(server, "long", 6))
+    assert "the privacy budget is epsilon 2" in refusal(ask_gradients(server, "long", 6))
     (server.state / "runs" / "long" / "privacy.jsonl").unlink()
     forget()
-    assert "missing or an older copy" in refusal(ask(server_of(folder, *GRADIENT), "long", 6, stated=told[-1]))
+    assert "missing or an older copy" in refusal(
+        ask_gradients(server_of(folder, *GRADIENT), "long", 6, stated=told[-1])
+    )
 
 
 def spoiled(monkeypatch, strategy, change):
@@ -296,16 +302,16 @@ def test_what_a_bad_institution_adds_is_a_line_not_a_model(folder, monkeypatch, 
     spoiled(monkeypatch, strategy, change)
     job = [*options, "rounds=1"]
     if not message:
-        result = peers.run(folder, *job, names=NAMES, own=pinned(folder, NAMES)).result
+        result = peers.run(folder, *job, names=NAMES, own=pinned_keys(folder, NAMES)).result
         assert {of["delta"] for of in result["privacy"].values()} == {DELTA}
         return
     with pytest.raises(FlwrReplayError, match=f"^.*{message}.*$"):
-        peers.run(folder, *job, names=NAMES, own=pinned(folder, NAMES))
+        peers.run(folder, *job, names=NAMES, own=pinned_keys(folder, NAMES))
 
 
 def test_numbers_that_64_bits_do_not_hold_are_refused_before_they_are_charged(tmp_path):
     write_shards(tmp_path, {"a": 4000, "b": 9, "c": 9, "d": 9})
-    pinned(tmp_path, NAMES)
+    pinned_keys(tmp_path, NAMES)
     server = server_of(tmp_path, *STATISTICS, "privacy.target-epsilon=1e13", "delta=1e-5")
-    assert "leave no room in 64 bits" in refusal(ask(server, "large", total=5000))
-    assert spent(server, "large") == []
+    assert "leave no room in 64 bits" in refusal(ask_gradients(server, "large", total=5000))
+    assert charged_steps(server, "large") == []

@@ -7,7 +7,7 @@ import pytest
 from flwr.app import Message
 from harness import write_shards
 from hostile_server import HostileServer, metrics, refusal, weights
-from sealed_runs import SMALL, pinned
+from sealed_runs import SMALL, pinned_keys
 
 from flwr_replay.ciphers.masking import Masking
 from flwr_replay.institution.node import institution_of
@@ -23,7 +23,7 @@ READ = 1e-6  # an error of a weight
 def institutions(folder, names, sizes, strategy="fedavg"):
     """Return real institutions of a masked run, by name, each with the run's options."""
     write_shards(folder, dict(zip(names, sizes, strict=False)))
-    own = pinned(folder, names)
+    own = pinned_keys(folder, names)
     servers = [HostileServer(folder, *SMALL, f"strategy={strategy}", "masked=true", name=n, **own[n]) for n in names]
     return {name: institution_of(s.grid.contexts[2]) for name, s in zip(names, servers, strict=True)}
 
@@ -39,7 +39,7 @@ def sizes_of(crowd):
     return {name: len(institution.train) for name, (institution, _) in crowd.items()}
 
 
-def sums(crowd, asked, trained):
+def computable_sums(crowd, asked, trained):
     """Put what each institution has trained under its masks; return the sums that the server can compute."""
     replies = []
     for name, (institution, config) in crowd.items():
@@ -96,7 +96,7 @@ def test_whoever_diverges_nobody_elses_weights_are_left_in_the_sum(tmp_path, str
     crowd = institutions(tmp_path, names, sizes, strategy)
     trained = theta_of(crowd, norm)
     like = trained["a"]
-    answer = sums(crowd, request(crowd, like), trained)
+    answer = computable_sums(crowd, request(crowd, like), trained)
     assert read_of(answer, sizes_of(crowd), trained) == {names}
     assert not answer[MASKED].any()
     wrong = iter([np.nan, np.inf, 2.0**20, -1e9, 3e38] * 4)
@@ -107,7 +107,7 @@ def test_whoever_diverges_nobody_elses_weights_are_left_in_the_sum(tmp_path, str
                 name: trained[name] | {"b": np.where(np.arange(20) == 3, np.float32(value), trained[name]["b"])}
                 for name in some
             }
-            answer = sums(crowd, request(crowd, like, run=f"r{''.join(some)}"), spoiled)
+            answer = computable_sums(crowd, request(crowd, like, run=f"r{''.join(some)}"), spoiled)
             assert not read_of(answer, sizes_of(crowd), trained)
             assert answer[MASKED][0] > len(names)  # nor how many they were
             assert answer[MASKED][1] == 0
@@ -118,11 +118,11 @@ def test_a_run_says_once_that_weights_have_diverged(tmp_path):
     crowd = institutions(tmp_path, "abc", EQUAL)
     trained = theta_of(crowd, norm=False)
     spoiled = trained | {"b": {"w": trained["b"]["w"], "b": np.full(20, np.nan, np.float32)}}
-    first = sums(crowd, request(crowd, trained["a"]), spoiled)
-    again = sums(crowd, request(crowd, trained["a"]), trained)  # as after a crash: the same bytes
+    first = computable_sums(crowd, request(crowd, trained["a"]), spoiled)
+    again = computable_sums(crowd, request(crowd, trained["a"]), trained)  # as after a crash: the same bytes
     assert all((first[name] == again[name]).all() for name in first)
     for exchange, weights_of in ((2, trained), (3, spoiled)):
-        answer = sums(crowd, request(crowd, trained["a"], exchange), weights_of)
+        answer = computable_sums(crowd, request(crowd, trained["a"], exchange), weights_of)
         assert answer[MASKED].all()
         assert not read_of(answer, sizes_of(crowd), trained)
 
@@ -138,7 +138,7 @@ def test_what_rounds_to_zero_leaves_nobody_elses_update(tmp_path):
         trained = {
             name: {"w": np.full(n, share * 3 * 2.0**-43, np.float32)} for name, share in zip("abc", shares, strict=True)
         }
-        array = sums(crowd, request(crowd, trained["a"], exchange), trained)["w.masked"].view(np.int64)
+        array = computable_sums(crowd, request(crowd, trained["a"], exchange), trained)["w.masked"].view(np.int64)
         assert abs(array.mean() - 0.6) < 0.03
         counts.append(np.bincount(array + 3, minlength=8))
     assert counts[0].max() < n
@@ -151,7 +151,7 @@ def test_the_mean_is_that_of_all_whatever_total_the_server_says(tmp_path):
     crowd = institutions(tmp_path, "abc", UNEQUAL)
     trained = theta_of(crowd, norm=True)
     sizes = sizes_of(crowd)
-    answer = sums(crowd, request(crowd, trained["a"]), trained)
+    answer = computable_sums(crowd, request(crowd, trained["a"]), trained)
     wanted = {
         key: sum(n * trained[name][key] for name, n in sizes.items()) / sum(sizes.values()) for key in trained["a"]
     }
@@ -159,7 +159,9 @@ def test_the_mean_is_that_of_all_whatever_total_the_server_says(tmp_path):
         np.testing.assert_allclose(array, wanted[key], rtol=1e-6)
     for exchange, total in ((2, 400), (3, 10**9), (4, 2**62)):
         assert read_of(
-            sums(crowd, request(crowd, trained["a"], exchange, total=total), trained), sizes_of(crowd), trained
+            computable_sums(crowd, request(crowd, trained["a"], exchange, total=total), trained),
+            sizes_of(crowd),
+            trained,
         ) <= {"abc"}
 
 
@@ -168,7 +170,7 @@ def test_the_mean_is_that_of_all_whatever_total_the_server_says(tmp_path):
 
 def servers(folder, sizes, *options, names="abc"):
     write_shards(folder, dict(zip(names, sizes, strict=False)))
-    own = pinned(folder, names)
+    own = pinned_keys(folder, names)
     return [HostileServer(folder, *SMALL, *options, "masked=true", name=n, **own[n]) for n in names]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flwr.app import Message, MetricRecord, RecordDict
 from hostile_server import metrics, refusal
-from small_cells import COUNTS, FLOOR, HEAD, TASK, always, answered_by, ask, server_of, write
+from small_cells import COUNTS, FLOOR, HEAD, TASK, answered_by, ask_evaluation, constant_weights, server_of, write_cells
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import RefusedError
@@ -24,13 +24,13 @@ from flwr_replay.state.store import REMOVED, RUNS
 
 @pytest.fixture
 def folder(tmp_path):
-    write(tmp_path)
+    write_cells(tmp_path)
     return tmp_path
 
 
 def brighter(server, place, than):
     """Return weights that answer 2 where one pixel, 0 to 1, is brighter, else 1."""
-    arrays = always(server, [-9, 0, 0])
+    arrays = constant_weights(server, [-9, 0, 0])
     names = [name for name, array in arrays.items() if array.ndim == 2]
     arrays[names[0]][0, place] = 1
     arrays[names[0].replace("weight", "bias")][0] = 1
@@ -42,7 +42,7 @@ def brighter(server, place, than):
 
 def test_small_cells_of_a_test_stay(folder):
     server = server_of(folder)
-    assert metrics(ask(server, always(server, [0, 0, 9]))) == {"num-examples": 60, "hits": 37}
+    assert metrics(ask_evaluation(server, constant_weights(server, [0, 0, 9]))) == {"num-examples": 60, "hits": 37}
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,14 @@ def test_large_cells_leave(confusion, left):
 )
 def test_few_are_called_few(folder, tests, scores, left):
     """A total less the other cells is a cell: so nothing of such a test leaves but that few are right, or wrong."""
-    write(folder, tests=tests)
+    write_cells(folder, tests=tests)
     server = server_of(folder)
-    reply = ask(server, always(server, scores))
+    reply = ask_evaluation(server, constant_weights(server, scores))
     assert metrics(reply) == left
     assert left or "fewer than 10 examples were tested" in refusal(reply)
-    assert "used up" in refusal(ask(server, always(server, [0, 9, 0])))  # that it was few is an answer, too
+    assert "used up" in refusal(
+        ask_evaluation(server, constant_weights(server, [0, 9, 0]))
+    )  # that it was few is an answer, too
 
 
 def test_two_tests_are_not_subtracted(folder):
@@ -92,17 +94,17 @@ def test_two_tests_are_not_subtracted(folder):
     alone = int(np.flatnonzero(of_each[5:-5] == 1)[0]) + 5
     asked = [brighter(server_of(folder), 5 * 8 + 5, pixels[alone] + by) for by in (-0.001, 0.001)]
     free = server_of(folder, policy="metrics: counted")
-    right = [np.trace(np.reshape(metrics(ask(free, arrays))["confusion"], (3, 3))) for arrays in asked]
+    right = [np.trace(np.reshape(metrics(ask_evaluation(free, arrays))["confusion"], (3, 3))) for arrays in asked]
     assert right[0] - right[1] == 1  # the attack works
     server = server_of(folder)
-    first = ask(server, asked[0])
+    first = ask_evaluation(server, asked[0])
     assert metrics(first)["hits"] == right[0]
     for named in ("r", "another"):
         forget()  # another process
-        assert "tests can be subtracted" in refusal(ask(server_of(folder), asked[1], named))
+        assert "tests can be subtracted" in refusal(ask_evaluation(server_of(folder), asked[1], named))
     forget()
-    assert metrics(ask(server_of(folder), asked[0])) == metrics(first)  # nothing new
-    assert "tests can be subtracted" in refusal(ask(server_of(folder), asked[0], exchange=2))
+    assert metrics(ask_evaluation(server_of(folder), asked[0])) == metrics(first)  # nothing new
+    assert "tests can be subtracted" in refusal(ask_evaluation(server_of(folder), asked[0], exchange=2))
 
 
 ONE = ["strategy=fedavg", "rounds=3", "evaluate_every=3"]
@@ -129,7 +131,7 @@ def test_the_second_of_two_models_stays(folder):
     """Ditto's answer has two tests of the same examples; the server chooses one model and moves the other."""
     server = server_of(folder, "strategy=ditto")
     server.send(TrainPersonal(arrays=server.weights, run="r", exchange=1, lr=0.1, lam=1.0))
-    request = EvaluatePersonal(arrays=always(server, [0, 0, 9]), run="r", exchange=1)
+    request = EvaluatePersonal(arrays=constant_weights(server, [0, 0, 9]), run="r", exchange=1)
     free = server_of(folder, "strategy=ditto", policy="").send(request)
     assert not refusal(free)
     assert {"global-confusion", "confusion"} <= set(metrics(free))
@@ -140,19 +142,19 @@ def test_the_second_of_two_models_stays(folder):
 def test_of_an_answer_that_was_lost_none_has_left_so_it_is_made_again(folder, left):
     """A process was killed before it wrote the answer down, or a full disk has cut the line."""
     server = server_of(folder)
-    answer = metrics(ask(server, always(server, [0, 0, 9])))
+    answer = metrics(ask_evaluation(server, constant_weights(server, [0, 0, 9])))
     test, line = (server.state / FILE).read_text().splitlines()[-2:]
     (server.state / FILE).write_text(f"{test}\n{line[: int(len(line) * (1 - left))]}")
-    assert metrics(ask(server, always(server, [0, 0, 9]))) == answer
-    assert "used up" in refusal(ask(server, always(server, [0, 9, 0])))
-    assert metrics(ask(server, always(server, [0, 0, 9]))) == answer
+    assert metrics(ask_evaluation(server, constant_weights(server, [0, 0, 9]))) == answer
+    assert "used up" in refusal(ask_evaluation(server, constant_weights(server, [0, 9, 0])))
+    assert metrics(ask_evaluation(server, constant_weights(server, [0, 0, 9]))) == answer
 
 
 def test_few_are_called_few_again(folder):
     server = server_of(folder)
-    first = metrics(ask(server, always(server, [9, 0, 0])))
-    write(folder, tests=(30, 30, 30))
-    assert metrics(ask(server, always(server, [9, 0, 0]))) == first
+    first = metrics(ask_evaluation(server, constant_weights(server, [9, 0, 0])))
+    write_cells(folder, tests=(30, 30, 30))
+    assert metrics(ask_evaluation(server, constant_weights(server, [9, 0, 0]))) == first
 
 
 def test_a_line_of_a_failure_is_an_answer_too(folder):
@@ -166,7 +168,7 @@ def test_a_line_of_a_failure_is_an_answer_too(folder):
 
 def test_a_run_of_which_no_test_could_leave_is_refused_before_it_trains(folder):
     server = server_of(folder)
-    ask(server, always(server, [0, 0, 9]), run="before")
+    ask_evaluation(server, constant_weights(server, [0, 0, 9]), run="before")
     call = server.send(RollCall(strategy="fedavg", run="r", stages=["train", "evaluate"]))
     assert "tests can be subtracted" in refusal(call)
     assert not refusal(server.send(RollCall(strategy="fedavg", run="before")))  # it was resumed
@@ -187,7 +189,7 @@ def test_of_two_runs_at_the_same_time_the_second_is_refused_before_it_trains(fol
     assert "another run may still" in refusal(server.send(call(run="second")))
     (server.state / RUNS / "third" / REMOVED).touch()  # the institution says that it is over
     assert not refusal(server.send(call(run="second")))
-    write(folder, "b", counts=(3, 3, 3))
+    write_cells(folder, "b", counts=(3, 3, 3))
     small = server_of(folder, name="b")  # a run that it refuses keeps no tests from others
     assert ["fewer than 10 training" in refusal(small.send(call(run=run))) for run in ("first", "second")] == [True] * 2
 
@@ -212,6 +214,6 @@ def test_tests_at_the_end_of_a_run_are_counted():
 )
 def test_a_test_by_an_app_of_ones_own_counts_all_its_examples(folder, sent, left):
     server = answered_by(folder, lambda context: sent)
-    reply = ask(server, server.weights)
+    reply = ask_evaluation(server, server.weights)
     assert metrics(reply) == left
     assert ("all of these in a square confusion" in refusal(reply)) == (not left)

@@ -14,7 +14,7 @@ CHANGES = {"pixel": "train_images", "label": "train_labels", "test": "test_label
 DP = ["dp=classifier", "sigma=1"]
 
 
-def change(file, array):
+def change_first_value(file, array):
     with np.load(file) as stored:
         arrays = dict(stored)
     first = arrays[array].reshape(-1)[:1]  # a view
@@ -28,7 +28,7 @@ def ran(folder, *options, **more):
 
 
 @pytest.fixture
-def begun(tmp_path):
+def begin_and_break(tmp_path):
     """Break runs off after their first round; return what goes on with one."""
     write_shards(tmp_path, {"a": 24, "b": 20})
 
@@ -42,9 +42,9 @@ def begun(tmp_path):
 
 @pytest.mark.parametrize("changed", CHANGES)
 @pytest.mark.parametrize("dp", [[], DP], ids=["without", "under dp"])
-def test_a_pixel_or_a_label_is_told_in_one_line_and_refused_under_dp(begun, tmp_path, caplog, changed, dp):
-    go_on = begun(*dp)
-    change(tmp_path / "a.npz", CHANGES[changed])
+def test_a_pixel_or_a_label_is_told_in_one_line_and_refused_under_dp(begin_and_break, tmp_path, caplog, changed, dp):
+    go_on = begin_and_break(*dp)
+    change_first_value(tmp_path / "a.npz", CHANGES[changed])
     with caplog.at_level(logging.WARNING, "flwr"):
         resumed = go_on()
     messages = [line for line in caplog.messages if "examples or labels are others than when run" in line]
@@ -60,8 +60,8 @@ def test_a_pixel_or_a_label_is_told_in_one_line_and_refused_under_dp(begun, tmp_
 
 
 @pytest.mark.parametrize("dp", [[], [*DP, "noise=seeded"]], ids=["without", "under dp"])
-def test_unchanged_data_go_on_with_the_same_bits(begun, tmp_path, caplog, dp):
-    whole, resumed = ran(tmp_path, *dp, name="whole"), begun(*dp)()
+def test_unchanged_data_go_on_with_the_same_bits(begin_and_break, tmp_path, caplog, dp):
+    whole, resumed = ran(tmp_path, *dp, name="whole"), begin_and_break(*dp)()
     assert same(*(load_file(ran.folder / "models" / "global.safetensors") for ran in (whole, resumed)))
     assert "are others" not in caplog.text
 
@@ -73,7 +73,7 @@ def test_under_dp_it_is_looked_before_every_charge(tmp_path):
 
     def tampering(grid, message):
         if len(grid.who("train")) == 3 and not changed:
-            changed.append(change(tmp_path / "a.npz", "train_labels"))
+            changed.append(change_first_value(tmp_path / "a.npz", "train_labels"))
         return None
 
     result = ran(tmp_path, *DP, "rounds=3", name="whole", forgetful=True, before=tampering).result

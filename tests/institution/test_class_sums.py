@@ -25,7 +25,7 @@ WIDTH = 64
 PLAIN = [*SHARDS, "classes=3", "model=mlp", f"model.width={WIDTH}", "device=cpu", "strategy=fedstats"]
 
 
-def ask(server, change=None, clip=10.0):
+def ask_class_sums(server, change=None, clip=10.0):
     arrays = {**server.weights, **(change or {})}
     products = pairs_of(arrays["head.fc.weight"].shape[1])
     reply = server.send(Summarise(arrays=arrays, run="sums", clip=clip, products=products))
@@ -73,7 +73,7 @@ def test_weights_cannot_make_one_patient_show_in_the_features_of_others(tmp_path
         np.savez(hospital / "a.npz", **{name: of[kept] if "train" in name else of for name, of in arrays.items()})
         drawn = partial(drawn_at, draws[kept])
         monkeypatch.setattr("flwr_replay.clients.fedstats.drawn_places", drawn)
-        answers.append(sums_in(ask(HostileServer(hospital, *PLAIN, *options), change), many - gone))
+        answers.append(sums_in(ask_class_sums(HostileServer(hospital, *PLAIN, *options), change), many - gone))
     assert all(np.linalg.norm(b - a) <= 1 + 4 * SIGMA * a.size**0.5 for a, b in pairwise(answers))
 
 
@@ -98,7 +98,7 @@ def hospital(tmp_path):
 def test_under_dp_all_images_of_a_patient_are_clipped_together(hospital, dp):
     under = ["dp=statistics", "delta=0.001", f"privacy.sigma={SIGMA}"] if dp else []
     server = HostileServer(hospital, "task=folder", "task.channels=1", *PLAIN[1:], f"strategy.clip={CLIP}", *under)
-    reply, config = ask(server, clip=CLIP), server.config
+    reply, config = ask_class_sums(server, clip=CLIP), server.config
     train = load(replace(config.task, data_dir=str(hospital / "a.npz"))).train
     f_NF = features_of(backbone(config.model, config.task)(0), as_input(torch.from_numpy(train.x))).double().numpy()
     f_NF /= np.maximum(1, np.linalg.norm(f_NF, axis=1, keepdims=True) / CLIP)

@@ -90,7 +90,7 @@ def test_a_wrong_size_is_one_line(folder, size):
         institution(folder, **{"cache-gb": size})
 
 
-def fill(begin, decodings, task, place):
+def fill_cache(begin, decodings, task, place):
     plain = decoded.ImageSource.examples
 
     def counted(source, members):
@@ -105,5 +105,5 @@ def fill(begin, decodings, task, place):
 
 def test_of_processes_that_begin_together_one_decodes_and_the_others_wait(folder):
     task = institution(folder).read.args[1]
-    assert begun_together(fill, task, folder / "decoded") == 1
+    assert begun_together(fill_cache, task, folder / "decoded") == 1
     assert len(list((folder / "decoded").iterdir())) == 2

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from harness import node_configs, run, write_shards
 from hostile_server import HostileServer, metrics, refusal, weights
-from sealed_runs import SMALL, pinned
+from sealed_runs import SMALL, pinned_keys
 
 from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.institution.budget import PrivacyBudget
@@ -25,7 +25,7 @@ SUMS = [*SHARED, "strategy=fedstats", "dp=statistics", "privacy.sigma=2"]
 @pytest.fixture
 def folder(tmp_path):
     write_shards(tmp_path, dict.fromkeys(NAMES, 40))
-    pinned(tmp_path, NAMES)
+    pinned_keys(tmp_path, NAMES)
     return tmp_path
 
 
@@ -33,7 +33,7 @@ def server_of(folder, name, options):
     return HostileServer(folder, *options, name=name, **{"seal-peers": str(folder / f"peers-{NAMES}.txt")})
 
 
-def ask(server, cohort, exchange=1, kind=Differentiate, **other):
+def ask_cohort(server, cohort, exchange=1, kind=Differentiate, **other):
     spare = len(cohort) - server.config.nodes + server.config.privacy.dropouts
     asked = {
         "run": "r",
@@ -54,14 +54,15 @@ def check(answers):
 
 def test_masks_cancel_in_the_cohort_and_nowhere_else(folder):
     servers = {name: server_of(folder, name, GRADIENT) for name in NAMES}
-    abc = {name: weights(ask(servers[name], list("abc"))) for name in "abc"}
+    abc = {name: weights(ask_cohort(servers[name], list("abc"))) for name in "abc"}
     assert not check(abc.values()).any()
     assert check([abc["a"], abc["b"]]).any()
     split = [
-        weights(ask(servers[name], list(cohort), 2)) for name, cohort in (("a", "abc"), ("b", "abc"), ("c", "bcd"))
+        weights(ask_cohort(servers[name], list(cohort), 2))
+        for name, cohort in (("a", "abc"), ("b", "abc"), ("c", "bcd"))
     ]
     assert check(split).any()
-    later = [weights(ask(servers[name], list("acd"), 3)) for name in "acd"]  # d was not asked before
+    later = [weights(ask_cohort(servers[name], list("acd"), 3)) for name in "acd"]  # d was not asked before
     assert not check(later).any()
 
 
@@ -94,14 +95,14 @@ def test_a_cohort_is_of_enough_pinned_institutions(folder, cohort):
 
 def test_without_dropouts_a_sum_is_of_all(folder):
     options = [*GRADIENT, "dropouts=0"]
-    assert "a sum is of 4 institutions" in refusal(ask(server_of(folder, "a", options), list("abc")))
-    all_of = [weights(ask(server_of(folder, name, options), list("abcd"), 2)) for name in NAMES]
+    assert "a sum is of 4 institutions" in refusal(ask_cohort(server_of(folder, "a", options), list("abc")))
+    all_of = [weights(ask_cohort(server_of(folder, name, options), list("abcd"), 2)) for name in NAMES]
     assert not check(all_of).any()
 
 
 def test_the_same_weights_in_two_cohorts_are_two_releases(folder):
     server = server_of(folder, "a", GRADIENT)
-    first, second = ask(server, list("abc")), ask(server, list("abd"), 2)
+    first, second = ask_cohort(server, list("abc")), ask_cohort(server, list("abd"), 2)
     assert [charge["steps"] for charge in server.charges("r")] == [1, 1]
     assert metrics(first)["epsilon"] < metrics(second)["epsilon"]
     assert not (server.state / "runs" / "r" / "gradient-000001.safetensors").samefile(
@@ -114,29 +115,29 @@ def test_names_with_spaces_are_not_taken_for_two(tmp_path, kind):
     """The same noise in two sums would be in neither."""
     names = ["a", "b", "a b", "c", "d", "e", "f"]
     write_shards(tmp_path, dict.fromkeys(names, 40))
-    peers = pinned(tmp_path, names)["c"]
+    peers = pinned_keys(tmp_path, names)["c"]
     options = [*(GRADIENT if kind is Differentiate else SUMS), "nodes=7", "dropouts=2"]
     server = HostileServer(tmp_path, *options, name="c", **peers)
     clip = {} if kind is Differentiate else {"clip": 10.0}
-    reply = ask(server, ["a", "b", "c", "d", "e", "f"], 1, kind, total=280, **clip)
+    reply = ask_cohort(server, ["a", "b", "c", "d", "e", "f"], 1, kind, total=280, **clip)
     assert weights(reply)
-    two = ask(server, ["a b", "c", "d", "e", "f"], 2, kind, total=280, **clip)
+    two = ask_cohort(server, ["a b", "c", "d", "e", "f"], 2, kind, total=280, **clip)
     assert "of the same institutions" in refusal(two) if clip else len(server.charges("r")) == 2
 
 
 def test_an_exchange_has_one_cohort(folder):
     server = server_of(folder, "a", GRADIENT)
-    first, again = ask(server, list("abc")), ask(server, list("abc"))
+    first, again = ask_cohort(server, list("abc")), ask_cohort(server, list("abc"))
     assert all(weights(first)[name].tobytes() == array.tobytes() for name, array in weights(again).items())
-    assert "an exchange has one answer" in refusal(ask(server, list("abd")))
+    assert "an exchange has one answer" in refusal(ask_cohort(server, list("abd")))
 
 
 def test_sums_that_are_made_once_are_added_to_those_of_the_same_institutions(folder):
     """The same bytes in two sums, one without d: the difference would show d's, with its own share of noise alone."""
     server = server_of(folder, "a", SUMS)
-    assert weights(ask(server, list("abcd"), 1, Summarise, clip=10.0))
-    assert "of the same institutions" in refusal(ask(server, list("abc"), 2, Summarise, clip=10.0))
-    assert weights(ask(server, list("abcd"), 3, Summarise, clip=10.0))
+    assert weights(ask_cohort(server, list("abcd"), 1, Summarise, clip=10.0))
+    assert "of the same institutions" in refusal(ask_cohort(server, list("abc"), 2, Summarise, clip=10.0))
+    assert weights(ask_cohort(server, list("abcd"), 3, Summarise, clip=10.0))
 
 
 # --- an honest run ----------------------------------------------------------------------------------------------------

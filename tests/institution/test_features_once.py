@@ -61,7 +61,7 @@ def institution(folder, *options, **more):
     return institution_of(Context(1, 1, node, RecordDict(), words))[0]
 
 
-def kept(folder):
+def kept_features(folder):
     place = folder / "state" / "a" / FOLDER
     files = [json.loads(file.read_text()) | {"form": file.stem} for file in place.glob("*.json")]
     return place, [about["form"] for about in files if about["dtype"] == "<f4"]
@@ -77,13 +77,13 @@ def test_a_later_process_encodes_nothing_and_reads_no_image(folder, passes, monk
     assert again.train.x.data_ptr() == again.data.train.x.ctypes.data
     assert torch.equal(again.train.x, x)
     assert "digest" not in vars(again.data.train.images)  # for which all images would be read
-    encoder = encoder_of(*of(CNN))
+    encoder = encoder_of(*model_and_task(CNN))
     with torch.no_grad():
         images = torch.from_numpy(np.array(again.data.train.images.x))
         torch.testing.assert_close(again.train.x.flatten(1), encoder(as_input(images)).flatten(1))
 
 
-def of(words):
+def model_and_task(words):
     config = compose([*JOB, *words])
     return config.model, config.task
 
@@ -98,16 +98,16 @@ def test_who_runs_on_kept_features_has_the_bits_of_who_computes_them(folder, pas
         assert not ran.result["failures"]
         assert sum(passes) == {"without": 40, "fills": 40, "finds": 0}[name]
         results.append({file.name: file.read_bytes() for file in (ran.folder / "models").glob("*.safetensors")})
-        assert bool(kept(folder)[1]) == (size == "1")
+        assert bool(kept_features(folder)[1]) == (size == "1")
     assert results[0]
     assert results[0] == results[1] == results[2]
 
 
-def cut(images, about):
+def cut_last_bytes(images, about):
     images.write_bytes(images.read_bytes()[:-5])
 
 
-def flip(images, about):
+def flip_first_byte(images, about):
     images.write_bytes(bytes([images.read_bytes()[0] ^ 255]) + images.read_bytes()[1:])
 
 
@@ -115,10 +115,10 @@ def tear(images, about):
     about.write_bytes(about.read_bytes()[:-20])
 
 
-@pytest.mark.parametrize("damage", [cut, flip, tear])
+@pytest.mark.parametrize("damage", [cut_last_bytes, flip_first_byte, tear])
 def test_a_damaged_entry_is_computed_anew(folder, passes, damage):
     x = institution(folder).train.x.clone()
-    place, (form,) = kept(folder)
+    place, (form,) = kept_features(folder)
     damage(place / f"{form}.images", place / f"{form}.json")
     passes.clear()
     assert torch.equal(institution(folder).train.x, x)
@@ -134,7 +134,7 @@ def other_image(folder):
 
 
 def other_weights(folder):
-    torch.save(build(*of(CNN[:2]), 5).state_dict(), folder / "other.pth")
+    torch.save(build(*model_and_task(CNN[:2]), 5).state_dict(), folder / "other.pth")
     return [*CNN, f"model.weights={folder / 'other.pth'}"]
 
 
@@ -157,7 +157,7 @@ def test_features_of_something_else_are_computed(folder, passes, change):
     assert not torch.equal(after.train.x, before)
     assert sum(passes) == 40
     with torch.no_grad():
-        model, task = of(options)
+        model, task = model_and_task(options)
         images = as_input(torch.from_numpy(np.array(after.data.train.images.x)))
         torch.testing.assert_close(after.train.x.flatten(1), encoder_of(model, task)(images).flatten(1))
 
@@ -198,12 +198,12 @@ def test_a_full_disk_is_one_line_and_nothing_is_left(folder):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
     assert "\n" not in str(error.value)
-    place, forms = kept(folder)
+    place, forms = kept_features(folder)
     assert not forms
     assert len(list(place.iterdir())) == 2
 
 
-def fill(begin, encodings, place, task, model):
+def fill_cache(begin, encodings, place, task, model):
     plain = FeatureSource.examples
 
     def counted(source, members):
@@ -219,8 +219,8 @@ def fill(begin, encodings, place, task, model):
 
 
 def test_of_processes_that_begin_together_one_encodes_and_the_others_wait(folder):
-    model, task = of([*CNN, f"task.data_dir={folder / 'a'}"])
-    assert begun_together(fill, folder / "kept", task, model) == 1
+    model, task = model_and_task([*CNN, f"task.data_dir={folder / 'a'}"])
+    assert begun_together(fill_cache, folder / "kept", task, model) == 1
     assert len(list((folder / "kept").iterdir())) == 2
 
 
@@ -230,7 +230,7 @@ def test_features_drive_out_no_images_of_which_they_are_made(folder, passes, cap
         passes.clear()
         made = institution(folder, **{"cache-gb": str((images + features - 1) / 1e9)})
         assert len(made.train) < 40 == sum(passes)
-        place, forms = kept(folder)
+        place, forms = kept_features(folder)
         assert not forms
         assert len(list(place.glob("*.images"))) == 1
     assert "features beside decoded images take" in caplog.text
@@ -253,7 +253,7 @@ class Own(torch.nn.Module):
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
 def test_an_own_encoder_in_half_numbers_that_shows_a_function_is_found_again(tmp_path, passes, kind):
     x = np.random.default_rng(0).integers(0, 256, (10, 1, 16, 16), np.uint8)
-    own, task = Examples(x, np.zeros(10, np.int64)), of(CNN)[1]
+    own, task = Examples(x, np.zeros(10, np.int64)), model_and_task(CNN)[1]
     for count in (10, 0):
         passes.clear()
         encoder = Frozen(OrderedDict(own=Own(kind)), torch.zeros(1, 1, 16, 16), alone=True)
@@ -267,7 +267,7 @@ def test_an_own_encoder_in_half_numbers_that_shows_a_function_is_found_again(tmp
 def test_an_images_features_have_the_same_bits_whatever_passes_with_it():
     """PyTorch's convolutions of other numbers of images differ in the last bits, as resnet18's do."""
     words = ["model=timm", "model.name=resnet18", "model.size=96", "model.train=head", "task.size=32"]
-    model, task = of(words)
+    model, task = model_and_task(words)
     x = np.random.default_rng(0).integers(0, 256, (12, 1, 32, 32), np.uint8)
     source = FeatureSource(task, {"train": Examples(x, np.zeros(12, np.int64))}, encoder_of(model, task), CPU)
     assert source.together > 12
@@ -279,4 +279,4 @@ def test_changed_images_are_kept_nowhere(folder, passes):
     made = institution(folder, *CNN, "training.augment=flip")
     assert made.train.x.dtype == torch.uint8
     assert not passes
-    assert kept(folder)[1] == []
+    assert kept_features(folder)[1] == []

@@ -25,7 +25,7 @@ SMALL = [*SHARDS, "classes=3", "device=cpu", "strategy=fedsgd", "momentum=0"]
 NOISY = [*SMALL, "dp=gradient", "delta=0.001", f"privacy.clip={C}", "privacy.sigma=1", "rounds=4"]
 
 
-def ask(server, run="r", change=None, **other):
+def ask_gradient_sums(server, run="r", change=None, **other):
     arrays = {**server.weights, **(change or {})}
     return server.send(Differentiate(arrays=arrays, run=run, **{"exchange": 1, "total": 3 * N} | other))
 
@@ -54,7 +54,7 @@ def test_the_sum_is_that_of_a_slow_loop_over_examples(tmp_path, noiseless, monke
         clipped += scale < 1
         for total, gradient in zip(slow.values(), gradients, strict=True):
             total += scale * gradient
-    reply = ask(server)
+    reply = ask_gradient_sums(server)
     assert clipped > 0
     assert weights(reply).keys() == slow.keys()
     for name, noisy in weights(reply).items():
@@ -65,7 +65,7 @@ def test_the_sum_is_that_of_a_slow_loop_over_examples(tmp_path, noiseless, monke
 def test_noise_has_the_standard_deviation_that_was_charged(tmp_path):
     write_shards(tmp_path, {"a": N})
     server = HostileServer(tmp_path, *NOISY, "model=mlp", "model.width=64")
-    first, second = (weights(ask(server, run)) for run in "rs")
+    first, second = (weights(ask_gradient_sums(server, run)) for run in "rs")
     noise = np.concatenate([(first[name] - second[name]).ravel() for name in first]) * N / 2**0.5
     assert noise.std() == pytest.approx(C, rel=0.05)
     assert server.charges("r")[0]["rate"] == server.charges("r")[0]["sigma"] == 1
@@ -96,7 +96,7 @@ def test_weights_cannot_make_one_example_show_in_the_gradients_of_others(
             lambda n, size, stream, own=draws[kept]: drawn_at(own, n, size, stream),
         )
         server = HostileServer(hospital, *NOISY, "model=mlp", f"model.width={width}")
-        sums = weights(ask(server, change=change))
+        sums = weights(ask_gradient_sums(server, change=change))
         answers.append(np.concatenate([of.ravel() for of in sums.values()]))
     assert np.linalg.norm(answers[0]) > 2
     assert all(np.linalg.norm(b - a) <= 1 + 1e-6 for a, b in pairwise(answers))
@@ -106,7 +106,9 @@ def test_weights_cannot_make_one_example_show_in_the_gradients_of_others(
 def test_gradients_that_are_not_finite_or_tiny_stay_within_the_clip(tmp_path, noiseless, value):
     write_shards(tmp_path, {"a": N})
     server = HostileServer(tmp_path, *NOISY, "model=cnn", "model.width=4", "model.norm=group")
-    sums = weights(ask(server, change={name: np.full_like(of, value) for name, of in server.weights.items()}))
+    sums = weights(
+        ask_gradient_sums(server, change={name: np.full_like(of, value) for name, of in server.weights.items()})
+    )
     whole = np.concatenate([of.ravel() for of in sums.values()])
     assert np.isfinite(whole).all()
     assert np.linalg.norm(whole) <= N
@@ -130,7 +132,12 @@ def test_what_does_not_fit_is_refused_in_a_line_and_costs_nothing(tmp_path, opti
 def test_who_asks_again_gets_the_same_bytes_and_other_weights_cost_as_much_again(tmp_path):
     write_shards(tmp_path, {"a": N})
     server = HostileServer(tmp_path, *NOISY, "model=mlp", "model.width=6")
-    replies = [ask(server), ask(server), ask(server, change={"head.fc.bias": np.ones(3, np.float32)}), ask(server)]
+    replies = [
+        ask_gradient_sums(server),
+        ask_gradient_sums(server),
+        ask_gradient_sums(server, change={"head.fc.bias": np.ones(3, np.float32)}),
+        ask_gradient_sums(server),
+    ]
     first, again, other, last = map(weights, replies)
     assert all(first[name].tobytes() == again[name].tobytes() for name in first)
     for later in (other, last):  # the last: only the newest request's are kept
@@ -143,7 +150,7 @@ def test_who_asks_again_gets_the_same_bytes_and_other_weights_cost_as_much_again
 def test_an_institution_refuses_batch_norm_before_it_is_charged(tmp_path):
     write_shards(tmp_path, {"a": N})
     server = HostileServer(tmp_path, *NOISY, "model=resnet34", "model.width=2")
-    assert refusal(ask(server))
+    assert refusal(ask_gradient_sums(server))
     assert not server.charges("r")
 
 

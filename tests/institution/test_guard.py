@@ -52,7 +52,7 @@ def size(content):
     return sum(record.count_bytes() for record in content.values())
 
 
-def unread():
+def fail_if_read():
     raise AssertionError("the data were read")
 
 
@@ -60,7 +60,7 @@ def unread():
 def ask(monkeypatch, tmp_path):
     """Send one request to an institution with a policy; its data must not be read unless `read` reads them."""
 
-    def send(request, policy="", strategy="fedreplay", read=unread, served=app):
+    def send(request, policy="", strategy="fedreplay", read=fail_if_read, served=app):
         (tmp_path / "policy.yaml").write_text(policy)
         rules = read_policy(tmp_path / "policy.yaml" if policy else None)
         institution = Institution(
@@ -78,7 +78,7 @@ def ask(monkeypatch, tmp_path):
     return send
 
 
-def shown(reply):
+def failure_shown(reply):
     return config_in(reply.content)["failure"]
 
 
@@ -101,10 +101,10 @@ def shown(reply):
 )
 def test_the_policy_refuses_before_any_data_are_read(ask, tmp_path, policy, request_, says):
     strategy = "fedreplay" if isinstance(request_, (Encode, Extract)) else "cwt"
-    assert shown(ask(request_, strategy=strategy)) == "the data were read"  # as they are without the policy
+    assert failure_shown(ask(request_, strategy=strategy)) == "the data were read"  # as they are without the policy
     reply = ask(request_, policy, strategy)
-    assert shown(reply).startswith("policy")
-    assert says in shown(reply)
+    assert failure_shown(reply).startswith("policy")
+    assert says in failure_shown(reply)
     assert config_in(reply.content)["error"] == "RefusedError"
     assert list(reply.content) == ["config"]
     assert {entry["kind"] for entry in ledger(tmp_path, "a")} == {"notice"}
@@ -120,7 +120,7 @@ def test_an_encoder_is_weighed_without_the_layers_that_stay(ask):
 
 def test_an_upload_that_grew_too_large_does_not_leave(ask):
     reply = ask(EXTRACT, "max-upload-mb: 0.005", read=digits)
-    assert "at most 0.005 MB" in shown(reply)
+    assert "at most 0.005 MB" in failure_shown(reply)
     assert "arrays" not in reply.content
 
 
@@ -166,7 +166,7 @@ def test_a_faulty_policy_file_allows_nothing(tmp_path, text, says):
         read_policy(path)
     assert "\n" not in str(refused.value)
     grid = InlineGrid.simulated(app, {"overrides": shlex.join(JOB)}, 1, policy=str(path), state=str(tmp_path))
-    assert says in shown(next(iter(grid.send_and_receive([Message(VISIT.encode(), 2, "train")]))))
+    assert says in failure_shown(next(iter(grid.send_and_receive([Message(VISIT.encode(), 2, "train")]))))
 
 
 class Watch:
@@ -217,11 +217,11 @@ def test_nothing_leaves_when_the_ledger_cannot_be_written(tmp_path):
     grid = InlineGrid.simulated(app, {"overrides": shlex.join(JOB)}, 1, state=str(tmp_path / "state"))
     reply = next(iter(grid.send_and_receive([Message(VISIT.encode(), 2, "train")])))
     assert list(reply.content) == ["config"]  # only a notice
-    assert "state directory must be a folder" in shown(reply)
+    assert "state directory must be a folder" in failure_shown(reply)
     owned_by = {"name": "a", "data": str(tmp_path), "state": str(tmp_path / "state")}
     deployed = InlineGrid(app, {"overrides": "strategy=cwt task=folder device=cpu"}, [owned_by])
     reply = next(iter(deployed.send_and_receive([Message(VISIT.encode(), 2, "train")])))
-    assert shown(reply) == "RunError; the institution's own log says more"
+    assert failure_shown(reply) == "RunError; the institution's own log says more"
 
 
 def test_a_refusal_is_shown_and_the_others_go_on(tmp_path):
@@ -317,7 +317,7 @@ def leaky_payload(context):
 )
 def test_a_client_that_answers_what_was_not_declared_is_refused(ask, tmp_path, make, says):
     reply = ask(VISIT, strategy="cwt", read=digits, served=serve(make, mods=[guard]))
-    assert says in shown(reply)
+    assert says in failure_shown(reply)
     assert list(reply.content) == ["config"]
     assert {entry["kind"] for entry in ledger(tmp_path, "a")} == {"notice"}
 
@@ -332,14 +332,14 @@ def test_kinds_bind_an_app_whose_messages_are_not_declared(ask):
 
     undeclared = RecordDict({"arrays": ArrayRecord([np.zeros(2)])})
     assert "arrays" in ask(undeclared, "kinds: [model, statistic]", served=foreign).content
-    assert "arrays is model" in shown(ask(undeclared, "kinds: [statistic]", served=foreign))
+    assert "arrays is model" in failure_shown(ask(undeclared, "kinds: [statistic]", served=foreign))
 
 
 def test_a_deployed_institution_tells_rules_and_keeps_paths_and_values_to_itself(tmp_path):
     def reply(**node):
         owned_by = {"name": "a", "data": str(tmp_path / "jane-doe"), "state": str(tmp_path), **node}
         grid = InlineGrid(app, {"overrides": "strategy=cwt task=folder device=cpu"}, [owned_by])
-        return shown(next(iter(grid.send_and_receive([Message(VISIT.encode(), 2, "train")]))))
+        return failure_shown(next(iter(grid.send_and_receive([Message(VISIT.encode(), 2, "train")]))))
 
     assert reply() == "DataError; the institution's own log says more"
     (tmp_path / "policy.yaml").write_text("strategies: []")

@@ -7,7 +7,7 @@ from harness import same
 from hostile_server import HostileServer, refusal
 from peers import JOB, N, hospitals, run
 from safetensors.numpy import load_file
-from sealed_runs import pinned
+from sealed_runs import pinned_keys
 from torch.nn import functional
 
 from flwr_replay.config.compose import compose
@@ -83,7 +83,7 @@ def test_under_masks_no_test_depends_on_single_training_examples(tmp_path, monke
     """By weights that always answer one class, a server would learn which of these most of those held out have."""
     hospitals(tmp_path, "abc")
     monkeypatch.setattr("flwr_replay.data.datasets._held_out", lambda train: np.arange(len(train)) < held_out)
-    server = HostileServer(tmp_path, *DRAWN, "masked=true", "split=validation", **pinned(tmp_path, "abc")["a"])
+    server = HostileServer(tmp_path, *DRAWN, "masked=true", "split=validation", **pinned_keys(tmp_path, "abc")["a"])
     told = refusal(server.send(EvaluatePooled(arrays=server.weights, **ASKED)))
     assert ("depend on single training examples; the run is masked" in told) == (not held_out)
     with pytest.raises(ConfigError, match="under masks by none of training; got split=test"):

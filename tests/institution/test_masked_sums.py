@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord
 from harness import broken, command, same
 from peers import NAMES, hospitals, run
 from safetensors.numpy import load_file
-from sealed_runs import pinned, seal_of
+from sealed_runs import pinned_keys, seal_of
 
 from flwr_replay.check import check_strategy
 from flwr_replay.config.compose import compose
@@ -40,12 +40,12 @@ def added(answers):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hospitals")
     hospitals(folder)
-    pinned(folder)
+    pinned_keys(folder)
     return folder
 
 
 def masked(folder, *options, **script):
-    return run(folder, *options, MASK, own=pinned(folder), **script)
+    return run(folder, *options, MASK, own=pinned_keys(folder), **script)
 
 
 def model(ran):
@@ -171,11 +171,11 @@ def test_under_dp_an_exchange_that_is_repeated_costs_nothing_so_the_budget_lasts
 
 def test_an_institution_that_was_not_there_from_the_start_is_missed(folder):
     with pytest.raises(RunError, match="masks cancel only if all pinned institutions answer the same request"):
-        run(folder, "strategy=fedavg", MASK, own=pinned(folder), names="abc")
+        run(folder, "strategy=fedavg", MASK, own=pinned_keys(folder), names="abc")
 
 
 def test_institutions_that_pin_others_are_left_out(folder):
-    own = pinned(folder) | {"d": pinned(folder, "abcde")["d"]}
+    own = pinned_keys(folder) | {"d": pinned_keys(folder, "abcde")["d"]}
     with pytest.raises(RunError, match="masks cancel"):
         run(folder, "strategy=fedavg", MASK, own=own)
 

@@ -8,7 +8,7 @@ import pytest
 from dp_accounting.pld import PLDAccountant
 from harness import write_shards
 from hostile_server import HostileServer, metrics, refusal, weights
-from sealed_runs import pinned
+from sealed_runs import pinned_keys
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError
@@ -36,7 +36,7 @@ def reply_to(folder, *options, **own):
 
 @pytest.mark.parametrize("noise", [[], SHARED], ids=["each", "shared"])
 def test_a_budget_within_it_is_accepted(tmp_path, noise):
-    own = pinned(tmp_path, "abcd")["a"] if noise else {}
+    own = pinned_keys(tmp_path, "abcd")["a"] if noise else {}
     called, answered = reply_to(tmp_path, "privacy.target-epsilon=2", *noise, **own)
     assert not refusal(called)
     assert not refusal(answered)
@@ -132,7 +132,7 @@ def test_nothing_beside_the_noisy_sums_depends_on_training_examples(tmp_path, no
         write_shards(folder, dict.fromkeys("abcd", 40))
         if name == "other":
             other_data(folder)
-        told.append(everything(folder, [*options, *noise], asked, pinned(folder, "abcd")["a"] if noise else {}))
+        told.append(everything(folder, [*options, *noise], asked, pinned_keys(folder, "abcd")["a"] if noise else {}))
     assert repr(told[0]) == repr(told[1])
     assert sum(bool(shapes) for shapes, _, _ in told[0]) >= 3
     assert sum("failure" in notes for _, _, notes in told[0]) >= 4

@@ -8,10 +8,10 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from harness import lines, node_configs, run, write_shards
+from harness import json_lines, node_configs, run, write_shards
 from hostile_server import HostileServer, refusal, weights
 from safetensors.numpy import load_file
-from sealed_runs import SMALL, pinned
+from sealed_runs import SMALL, pinned_keys
 
 from flwr_replay.ciphers import masking
 from flwr_replay.ciphers.recovery import SECRET, strip
@@ -39,7 +39,7 @@ KEPT = {Differentiate: "gradient", Summarise: "class-sums"}
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hospitals")
     write_shards(folder, dict.fromkeys(NAMES, 40))
-    pinned(folder, NAMES)
+    pinned_keys(folder, NAMES)
     return folder
 
 
@@ -252,7 +252,7 @@ def test_with_more_failures_a_sum_is_lost_and_the_run_goes_on(folder, caplog, at
     assert "no sum can be read in exchange 2, which e, f, g did not answer" in caplog.text
 
 
-def spoils(stage, of, change):
+def spoil_word(stage, of, change):
     """Return a script by which an institution's word is another."""
 
     def after(grid, message, reply):
@@ -275,21 +275,21 @@ def flipped(told):
 def test_wrong_points_and_shares_that_none_make_up_for_are_a_line_not_a_model(folder, stage, liars, failing):
     failures = [("differentiate", name, 1) for name in failing]
     with pytest.raises(RunError, match="with dropouts one that has told wrong shares of keys spoils a sum, too"):
-        ran(folder, GRADIENT, after=spoils(stage, liars, flipped), failing=failures)
+        ran(folder, GRADIENT, after=spoil_word(stage, liars, flipped), failing=failures)
 
 
 @pytest.mark.parametrize("failing", ["", "d"])
 def test_who_tells_wrong_shares_is_named_and_costs_no_sum(folder, caplog, failing):
     caplog.set_level(logging.INFO, "flwr")
     failures = [("differentiate", name, 1) for name in failing]
-    done = ran(folder, [*GRADIENT, "rounds=1"], after=spoils("unmask", "b", flipped), failing=failures)
+    done = ran(folder, [*GRADIENT, "rounds=1"], after=spoil_word("unmask", "b", flipped), failing=failures)
     assert re.findall(r"(\w+) has told wrong shares", caplog.text) == ["b"]
     assert (done.folder / "models" / "global.safetensors").exists()
 
 
 @pytest.mark.parametrize(("stage", "line"), [("differentiate", "points of"), ("unmask", "shares of")])
 def test_too_few_bytes_are_one_institutions_failure(folder, stage, line):
-    done = ran(folder, GRADIENT, after=spoils(stage, "b", lambda told: told[:-1]))
+    done = ran(folder, GRADIENT, after=spoil_word(stage, "b", lambda told: told[:-1]))
     assert {(failure["institution"], line in failure["reason"]) for failure in done.result["failures"]} == {("b", True)}
     assert done.result["rounds"] == 3
 
@@ -316,7 +316,7 @@ def test_the_forecast_is_the_ledger(tmp_path, options):
     job += ["rounds=2", "evaluate_every=2", f"runs_dir={tmp_path}"]
     result, done = run_inline(job, Display())
     seen, asks = Counter(), {str(GRADIENT): 2, str(SUMS): 1}.get(str(options), 0)
-    for line in lines(done / "ledger.jsonl"):
+    for line in json_lines(done / "ledger.jsonl"):
         seen[line["institution"], line["direction"], line["stage"], line["field"], line["kind"]] += line["bytes"]
     stated = Counter()
     for line in forecast(Simulation.of(compose(job))):

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flwr.app import Error, Message
-from harness import broken, command, lines, same
+from harness import broken, command, json_lines, same
 from peers import NAMES, hospitals, run
 from safetensors.numpy import load_file
-from sealed_runs import SEALED, all_sealed, parcels_in, pinned, seal_of
+from sealed_runs import SEALED, all_sealed, parcels_in, pinned_keys, seal_of
 
 from flwr_replay.check import check_strategy
 from flwr_replay.config.compose import compose
@@ -31,12 +31,12 @@ GOSSIP = ["topology=exponential-half", "rounds=3"]
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hospitals")
     hospitals(folder)
-    pinned(folder)
+    pinned_keys(folder)
     return folder
 
 
 def sealed(folder, *options, **script):
-    return run(folder, *options, SEALED, own=pinned(folder), **script)
+    return run(folder, *options, SEALED, own=pinned_keys(folder), **script)
 
 
 @pytest.mark.sampled(1)
@@ -190,7 +190,9 @@ def test_sealed_buffers_reach_who_trains_on_them(monkeypatch, tmp_path):
             monkeypatch, "run", *job, "generator.epochs=1", "generator.width=4", option, f"run_name={name}"
         )
     plain, ran = (tmp_path / name for name in ("plain", "sealed"))
-    synthetic = [[e for e in lines(folder / "ledger.jsonl") if e["kind"] == "synthetic"] for folder in (plain, ran)]
+    synthetic = [
+        [e for e in json_lines(folder / "ledger.jsonl") if e["kind"] == "synthetic"] for folder in (plain, ran)
+    ]
     assert [{e["protection"] for e in entries} for entries in synthetic] == [{"none"}, {"sealed"}]
     assert {e["stage"] for e in synthetic[1]} == {"draw-buffer", "keep-buffer"}
     assert read_json(plain / "result.json")["final"] == read_json(ran / "result.json")["final"]

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chaos_outer import having
-from chaos_runs import moments, some
+from chaos_outer import processes_with
+from chaos_runs import drawn_names, moments
 from deployed import CLINICS, COORDINATOR, HOSPITALS, REFUSES, TASK, until
 from harness import command
 from safetensors.numpy import load_file
@@ -43,7 +43,7 @@ JOBS = {
     "fedreplay": ("rounds=8", "encoder_epochs=1"),  # rounds at the server cost no messages
     "proxyfl": ("rounds=1", "model=mlp", "private_models=[lenet5]", "noise=seeded", "epsilon=50"),
 }
-RUNS = {name: JOBS[name] for name in some("deployment", JOBS, 1)}  # of a commit; of all both
+RUNS = {name: JOBS[name] for name in drawn_names("deployment", JOBS, 1)}  # of a commit; of all both
 BRIEF = ("evaluate_every=100", "split=test")  # each message of a test costs as much as one of a training
 MOST = 600  # seconds for an exchange, on a busy machine
 ENDS = 60  # seconds after its SuperLink, in which a ServerApp and `flwr run` have ended
@@ -288,7 +288,7 @@ def test_whatever_is_killed_one_command_goes_on(deployment: Any, tmp_path: Path)
 
     with deployment.begun(name, *options) as first:
         visited(2)
-        for process in having("flwr-serverapp", deployment.of_a_run()):
+        for process in processes_with("flwr-serverapp", deployment.of_a_run()):
             process.kill()
         until(lambda: not in_use(run), ENDS, deployment.logs)
         before = made()

@@ -62,7 +62,7 @@ def mark_of(run: Command) -> str:
     raise AssertionError("no process has a mark")
 
 
-def gone(processes: list[psutil.Process]) -> bool:
+def all_gone(processes: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, timeout=2 * GRACE)[1]
 
 
@@ -115,7 +115,7 @@ def test_whoever_is_killed_no_process_stays_and_the_run_goes_on(started, tmp_pat
         error = output.splitlines()[-1]
         assert error.startswith("error: "), output
         assert f"to continue: flwr-replay run --resume {tmp_path / 'x'}" in error, output
-    assert gone(family)
+    assert all_gone(family)
     assert not members(mark)
     check_resumed(tmp_path / "x", may_fail=killed == "Ray's actor")  # it may have died between two answers
 
@@ -129,7 +129,7 @@ def test_a_killed_command_leaves_none_of_its_workers_and_the_run_goes_on(started
     family = psutil.Process(run.pid).children(recursive=True)
     assert len(family) >= 2
     run.kill()
-    assert gone(family)
+    assert all_gone(family)
     check_resumed(tmp_path / "x")
 
 
@@ -144,4 +144,4 @@ def test_a_killed_comparison_leaves_no_worker(started, tmp_path):
     family = psutil.Process(run.pid).children(recursive=True)
     assert len(family) >= 2
     run.kill()
-    assert gone(family)
+    assert all_gone(family)

@@ -145,7 +145,7 @@ def test_noise_that_is_less_than_charged_is_found(monkeypatch, change, finding):
     assert FINDINGS[finding] in audited()[0]["found"]
 
 
-def looser(clip, *rest):
+def looser_scales(clip, *rest):
     return SCALES(1.1 * clip, *rest)
 
 
@@ -163,7 +163,7 @@ def to_more(*args, clip, sigma, **rest):
 
 SCALES, GHOST = dpsgd.scales, dpsgd.Ghost.add
 CLIPPINGS = {
-    "to more": (dpsgd, "scales", looser),
+    "to more": (dpsgd, "scales", looser_scales),
     "to more, with the same noise": (budget, "noisy_step", to_more),
     "not at all": (dpsgd, "scales", unclipped),
     "not of real examples": (dpsgd.Ghost, "add", unclipped_by_ghost),

@@ -37,7 +37,7 @@ def messages(before, after):
     return RecordDict({"arrays": array_record(before)}), RecordDict({"arrays": array_record(after)})
 
 
-def told(probe):
+def auc_of(probe):
     """Return how well the scores tell which canaries were in."""
     return auc(probe.scores_m[CANARIES.was_in_m], probe.scores_m[~CANARIES.was_in_m])
 
@@ -76,7 +76,7 @@ def test_a_classifier_that_has_learned_them_gives_them_away():
             step(model, optimizer, task.loss(model(x_B), y_B))
     probe.saw(*messages(before, to_arrays(model)))
     assert probe.releases == 1
-    assert told(probe) > 0.95
+    assert auc_of(probe) > 0.95
     twice = probe.scores_m.copy()
     probe.saw(*messages(before, to_arrays(model)))
     assert np.allclose(probe.scores_m, 2 * twice)  # every release counts
@@ -95,7 +95,7 @@ def test_a_generator_that_has_learned_images_of_noise_gives_them_away():
         for rows in torch.randperm(N, generator=rng).split(16):
             step(model, optimizer, model.loss(as_input(images[rows]), rng)[0])
     probe.saw(*messages(before, to_arrays(model)))
-    assert told(probe) > 0.8
+    assert auc_of(probe) > 0.8
 
 
 def test_a_part_of_a_network_is_scored_in_the_one_that_the_request_brought():
@@ -142,7 +142,7 @@ def test_a_prior_that_has_learned_codes_of_noise_gives_them_away(options, passes
     request["config"] = ConfigRecord({"stage": "train-prior"})
     probe.saw(request, answer)
     assert probe.releases == 1
-    assert told(probe) > 0.8
+    assert auc_of(probe) > 0.8
     in_two = ImageCanaries(CANARIES, data(), config, noise=True)  # a training in two messages is scored at its end
     in_two.saw(request, RecordDict())
     assert in_two.releases == 0
@@ -156,7 +156,7 @@ def test_drawn_images_give_away_those_that_they_copy():
     request, answer = messages({}, {"images": copies, "labels": np.zeros(len(copies), np.int64)})
     request["config"] = ConfigRecord({"stage": "draw-buffer"})
     probe.saw(request, answer)
-    assert told(probe) == 1
+    assert auc_of(probe) == 1
     probe.saw(request, RecordDict())  # an institution that failed
     assert probe.releases == 1
 

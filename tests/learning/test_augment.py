@@ -35,13 +35,13 @@ def kinds_of(changed, image, turns):
     return [next(i for i, form in enumerate(forms) if torch.equal(form, image)) for image in changed]
 
 
-def blank(x):
+def blank_labels(x):
     """Labels that nothing changes."""
     return torch.zeros(len(x), dtype=torch.int64)
 
 
 def images_of(x, changes, seed=0):
-    return augmented(x, blank(x), changes, rng(seed))[0]
+    return augmented(x, blank_labels(x), changes, rng(seed))[0]
 
 
 def test_half_of_the_images_are_flipped():
@@ -75,9 +75,9 @@ def test_each_change_does_something_within_the_range_the_same_for_the_same_draws
 def test_none_changes_nothing_and_draws_nothing():
     x, draws = torch.rand(20, 1, 5, 5, generator=rng()), rng(1)
     state = draws.get_state()
-    images, labels = augmented(x, blank(x), [], draws)
+    images, labels = augmented(x, blank_labels(x), [], draws)
     assert images is x
-    assert torch.equal(labels, blank(x))
+    assert torch.equal(labels, blank_labels(x))
     assert torch.equal(draws.get_state(), state)
 
 
@@ -179,7 +179,7 @@ def test_under_dp_the_draws_are_of_the_secret_stream_and_an_empty_batch_stays_on
     cost = SampledGaussian(0.5, 1.0, 4)
     trainings = [DPTraining(1.0, cost, Stream(bytes([key]) * 32)) for key in (1, 1, 2)]
     x, client = torch.rand(20, 1, 8, 8, generator=rng()), SimpleNamespace(training=SimpleNamespace(changes=CHANGES))
-    first, two, other = (InstitutionClient.augmentation(client, dp)(x, blank(x))[0] for dp in trainings)
+    first, two, other = (InstitutionClient.augmentation(client, dp)(x, blank_labels(x))[0] for dp in trainings)
     assert torch.equal(first, two)
     assert not torch.equal(first, other)
     plain = Stream(bytes([1]) * 32)

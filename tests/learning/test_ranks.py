@@ -56,7 +56,7 @@ def epoch(ranks, module, optimizer, training, store, number):
     return torch.stack(ranks.train(descend, module, optimizer, training, LOSS, batches, size)).tolist()
 
 
-def agree(left, right):
+def assert_weights_close(left, right):
     for name, value in left.state_dict().items():
         torch.testing.assert_close(right.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
@@ -73,7 +73,7 @@ def test_two_processes_train_as_one_would(store, several, forks):
             loss = epoch(several, shared, optimizers[1], training, store, number)
             assert loss == pytest.approx(losses, rel=1e-5)
             others += loss != losses
-            agree(single, shared)
+            assert_weights_close(single, shared)
             state = optimizer_arrays(optimizers[1])
             assert state.keys() == optimizer_arrays(optimizers[0]).keys()
             optimizers[1] = make_optimizer(shared, training, training.lr)  # as after a restart

@@ -10,7 +10,7 @@ from flwr.app import Array, ArrayRecord
 from grid import Grid
 from harness import node_configs, same
 from peers import JOB as SMALL
-from peers import NAMES, broken, hospitals, run, total
+from peers import NAMES, broken, hospitals, run, weighted_total
 from safetensors.numpy import load_file
 
 from flwr_replay.client_app import app
@@ -33,8 +33,8 @@ def folder(tmp_path_factory):
 
 def conserved(ran, exchange, names=NAMES):
     """Say whether mixing has left Σ w θ and Σ w of an exchange as they were."""
-    before, w = total([ran.model(name, exchange, "released") for name in names])
-    after, v = total([ran.model(name, exchange) for name in names])
+    before, w = weighted_total([ran.model(name, exchange, "released") for name in names])
+    after, v = weighted_total([ran.model(name, exchange) for name in names])
     assert w == pytest.approx(v)
     for name in before:
         np.testing.assert_allclose(before[name], after[name], rtol=0, atol=1e-5)
@@ -81,8 +81,8 @@ def test_what_nobody_fetches_goes_back_to_its_sender(folder):
     gone = {"failing": [("deliver", "b", 1)], "away": [("b", at) for at in range(2, 5)]}
     waits, back = (run(folder, *JOB, "lr=0.05", f"rounds={n}", **gone) for n in (3, 4))
     assert conserved(waits, 3, "acd") == pytest.approx(3)  # a half each of what a sent to b, and of what b kept
-    after, w = total([back.model(name, 4) for name in "acd"])
-    before, _ = total([back.model(name, 4, "released") for name in "acd"])
+    after, w = weighted_total([back.model(name, 4) for name in "acd"])
+    before, _ = weighted_total([back.model(name, 4, "released") for name in "acd"])
     sent = waits.model("a", 1, "released")[0]
     assert w == pytest.approx(3.5)
     for name in before:

@@ -15,13 +15,13 @@ ROUNDS = st.lists(
 ORDERS = st.sampled_from(["cycles", "queues", "durations"])
 
 
-def made(order, seed=0):
+def make_order(order, seed=0):
     if order == "cycles":
         return Cycles(seed)
     return Queues(seed, [1, 3, 2, 1, 5] if order == "durations" else ())
 
 
-def played(hops, exchange, present, outcomes):
+def played_turns(hops, exchange, present, outcomes):
     """Play a round, ending the turns in the order in which they began; return them."""
     hops.begin_round(exchange, present)
     turns, open_turns = [], []
@@ -37,9 +37,9 @@ def played(hops, exchange, present, outcomes):
 
 @given(ROUNDS, ORDERS)
 def test_no_model_is_lost_or_doubled_whoever_is_absent_or_fails(rounds, order):
-    hops, known = made(order), set()  # along cycles a model is there once it has been trained
+    hops, known = make_order(order), set()  # along cycles a model is there once it has been trained
     for exchange, (present, outcomes) in enumerate(rounds, 1):
-        turns = played(hops, exchange, sorted(present), outcomes)
+        turns = played_turns(hops, exchange, sorted(present), outcomes)
         before, known = known, known | present if order != "cycles" else {*hops.at}
         assert before <= known <= before | present
         assert {turn.institution for turn in turns} <= present
@@ -55,13 +55,13 @@ def test_no_model_is_lost_or_doubled_whoever_is_absent_or_fails(rounds, order):
 
 @given(ROUNDS, ORDERS, st.integers(0, 12))
 def test_a_restored_order_goes_on_as_it_would_have(rounds, order, broken):
-    whole, other = made(order), made(order)
+    whole, other = make_order(order), make_order(order)
     for exchange, (present, outcomes) in enumerate(rounds, 1):
         if exchange == broken:
             state = json.loads(json.dumps(other.state()))
-            other = made(order)
+            other = make_order(order)
             other.restore(state)
-        ours, theirs = (played(queue, exchange, sorted(present), outcomes) for queue in (whole, other))
+        ours, theirs = (played_turns(queue, exchange, sorted(present), outcomes) for queue in (whole, other))
         assert ours == theirs
 
 
@@ -71,7 +71,7 @@ def test_every_round_is_one_cycle_over_those_present(seed, count):
     for exchange in range(1, 10):
         present = NAMES[:count] if exchange % 3 else NAMES[1:count]
         before = dict(cycles.at)
-        turns = {turn.institution: turn for turn in played(cycles, exchange, present, [True])}
+        turns = {turn.institution: turn for turn in played_turns(cycles, exchange, present, [True])}
         if exchange > 1:
             at, seen = present[0], []
             for _ in present:
@@ -88,7 +88,7 @@ def test_every_round_is_one_cycle_over_those_present(seed, count):
 def test_the_fast_do_not_wait_for_the_slow_until_their_models_do(seed):
     queues, turns = Queues(seed, [1, 1, 9]), []
     for exchange in range(1, 201):
-        turns += played(queues, exchange, ["a", "b", "c"], [True])
+        turns += played_turns(queues, exchange, ["a", "b", "c"], [True])
     first = [turn.institution for turn in turns].index("c")
     assert first >= 2  # whoever is done before the slow has its turn counted first
     # Everyone is drawn equally often, so that models gather in the slow one's queue: turns even out.
@@ -128,5 +128,5 @@ def test_a_model_comes_from_where_it_was_trained_last():
 def test_who_is_alone_keeps_its_model(durations):
     queues = Queues(0, durations)
     for exchange in range(1, 4):
-        (turn,) = played(queues, exchange, ["a"], [True])
+        (turn,) = played_turns(queues, exchange, ["a"], [True])
         assert turn[:2] == ("a", "a")

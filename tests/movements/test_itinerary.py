@@ -10,7 +10,7 @@ from flwr_replay.strategies.central import Central, CentralConfig
 from flwr_replay.strategies.cwt import CWT, CWTConfig
 
 
-def begun(strategy, names):
+def begin_run_with(strategy, names):
     for node_id, name in enumerate(names):
         strategy.members.add(Member(name, node_id, 10))
     strategy.begin_run()
@@ -36,7 +36,7 @@ def names(strategy, exchanges, done=0):
 
 @pytest.mark.parametrize("order", ["fixed", "shuffled"])
 def test_every_cycle_visits_all_who_were_there_at_the_beginning(order):
-    method = begun(CWT(CWTConfig(order=order), Settings(seed=3)), "cab")
+    method = begin_run_with(CWT(CWTConfig(order=order), Settings(seed=3)), "cab")
     turns = names(method, 60)
     cycles = [turns[first : first + 3] for first in range(0, 60, 3)]
     assert method.exchanges_per_round() == 3
@@ -48,11 +48,11 @@ def test_every_cycle_visits_all_who_were_there_at_the_beginning(order):
 
 
 def test_central_visits_the_first_by_name():
-    assert names(begun(Central(CentralConfig(), Settings()), "cab"), 3) == ["a", "a", "a"]
+    assert names(begin_run_with(Central(CentralConfig(), Settings()), "cab"), 3) == ["a", "a", "a"]
 
 
 def test_a_resumed_run_keeps_its_itinerary_whoever_is_there_now():
     resumed = CWT(CWTConfig(), Settings())
     resumed.restore({}, {"itinerary": ["b", "c"]})
-    assert names(begun(resumed, "abcd"), 6) == ["b", "c"] * 3
+    assert names(begin_run_with(resumed, "abcd"), 6) == ["b", "c"] * 3
     assert resumed.state()[1] == {"itinerary": ["b", "c"]}

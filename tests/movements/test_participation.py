@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from harness import SHARDS, Ran, command, lines, node_configs, run, write_shards
+from harness import SHARDS, Ran, command, json_lines, node_configs, run, write_shards
 
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError
@@ -239,7 +239,7 @@ def test_who_never_trained_is_said(hospitals, strategy):
 
 def test_the_best_round_is_among_those_that_most_institutions_tested(hospitals):
     completed = ran(hospitals, "strategy=local", "fraction=0.2", "rounds=4", "lr=0.5")
-    rows = lines(completed.folder / "metrics.jsonl")
+    rows = json_lines(completed.folder / "metrics.jsonl")
     at = {row["round"]: [] for row in rows}
     for row in rows:
         if row["metric"] == "accuracy":

@@ -90,7 +90,7 @@ def mix(theta, state, mixing):
             kept["t"] = float(np.rint(kept["t"]))
 
 
-def close(state, module):
+def assert_state_close(state, module):
     for name, value in module.state_dict().items():
         torch.testing.assert_close(
             torch.from_numpy(state[name]), value, rtol=0, atol=5e-5
@@ -107,8 +107,8 @@ def test_proxyfl_is_a_slow_twin(shards, topology, rule, optimizer):
     ran = run(folder, "strategy=proxyfl", *options, names=SIZES)
     phi, theta = twin(data, GRAPHS[topology], optimizer, rule, ("model", "proxy"))
     for name in SIZES:
-        close(ran.private(name, ROUNDS), phi[name])
-        close(parted(ran.model(name, ROUNDS)[0])[0], theta[name])
+        assert_state_close(ran.private(name, ROUNDS), phi[name])
+        assert_state_close(parted(ran.model(name, ROUNDS)[0])[0], theta[name])
 
 
 @pytest.mark.sampled(1)
@@ -120,9 +120,9 @@ def test_fml_is_a_slow_twin(shards, rule, optimizer):
     ran = run(folder, "strategy=fml", *options, names=SIZES)
     shares = [n / sum(SIZES.values()) for n in SIZES.values()]
     phi, theta = twin(data, [shares, shares], optimizer, rule, ("private", "model"))
-    close(load_file(ran.folder / "models" / "global.safetensors"), theta["a"])
+    assert_state_close(load_file(ran.folder / "models" / "global.safetensors"), theta["a"])
     for name in SIZES:
-        close(ran.private(name, ROUNDS), phi[name])
+        assert_state_close(ran.private(name, ROUNDS), phi[name])
 
 
 def test_the_three_rules_differ(shards):
@@ -174,7 +174,7 @@ def test_a_proxy_that_rests_passes_its_state_on(shards):
     assert same(ran.model("a", 3)[0], ran.model("a", 4, "released")[0])
 
 
-def spoilt(stage, change):
+def spoil_released_state(stage, change):
     """Change the state that b releases."""
 
     def after(grid, message, reply):
@@ -201,7 +201,7 @@ SPOILT = {
 @pytest.mark.parametrize("how", SPOILT)
 def test_a_spoilt_state_is_its_senders_failure(shards, strategy, stage, how):
     options = [f"strategy={strategy}", "proxy-optimizer=travels", "optimizer=adam", *OPTIONS]
-    ran = run(shards[0], *options, names=SIZES, after=spoilt(stage, SPOILT[how]))
+    ran = run(shards[0], *options, names=SIZES, after=spoil_released_state(stage, SPOILT[how]))
     assert {(failure["institution"], failure["round"]) for failure in ran.result["failures"]} == {
         ("b", exchange) for exchange in range(1, ROUNDS + 1)
     }

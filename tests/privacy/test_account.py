@@ -20,7 +20,7 @@ from flwr_replay.privacy.accounting import SampledGaussian, epsilon
 STEP = SampledGaussian(0.1, 1.0, 1)
 
 
-def visit(steps):
+def charge_of_steps(steps):
     return SampledGaussian(STEP.rate, STEP.sigma, steps)
 
 
@@ -31,68 +31,74 @@ def affordable(account, cost):
 
 
 def test_charges_outlive_the_process_and_compose_over_mechanisms(tmp_path):
-    Account(tmp_path, delta=1e-5).charge("generator", visit(20))
+    Account(tmp_path, delta=1e-5).charge("generator", charge_of_steps(20))
     Account(tmp_path, delta=1e-5).charge("prior", SampledGaussian(0.2, 2.0, 5))
-    Account(tmp_path, delta=1e-5).charge("generator", visit(30))
+    Account(tmp_path, delta=1e-5).charge("generator", charge_of_steps(30))
     account = Account(tmp_path, delta=1e-5)
-    assert account.epsilon() == epsilon([visit(50), SampledGaussian(0.2, 2.0, 5)], 1e-5)
+    assert account.epsilon() == epsilon([charge_of_steps(50), SampledGaussian(0.2, 2.0, 5)], 1e-5)
     assert Account(tmp_path / "another-run", delta=1e-5).epsilon() == 0
 
 
 def test_it_stops_before_the_step_that_would_exceed_the_budget(tmp_path):
     account, taken = Account(tmp_path, delta=1e-5, limit=3.0), 0
-    most = affordable(account, visit(10_000))
+    most = affordable(account, charge_of_steps(10_000))
     assert most < 10_000
     while affordable(account, STEP):
         account.charge("encoder", STEP)
         taken += 1
-        assert affordable(account, visit(10_000)) == most - taken
+        assert affordable(account, charge_of_steps(10_000)) == most - taken
     with pytest.raises(PrivacyError, match=r"epsilon 3 at delta 1e-05; 1 steps of encoder .* 0 of them are left"):
         account.charge("encoder", STEP)
-    assert epsilon([visit(taken)], 1e-5) <= 3.0 < epsilon([visit(taken + 1)], 1e-5)
-    assert account.epsilon() == epsilon([visit(taken)], 1e-5)  # what was refused is not charged
+    assert epsilon([charge_of_steps(taken)], 1e-5) <= 3.0 < epsilon([charge_of_steps(taken + 1)], 1e-5)
+    assert account.epsilon() == epsilon([charge_of_steps(taken)], 1e-5)  # what was refused is not charged
 
 
 def test_an_account_keeps_the_accountant_of_its_charges(tmp_path):
     """Older charges name none: what was stated of them does not shrink, nor does a new version's budget grow."""
-    Account(tmp_path / "new", delta=1e-5, accountant="prv").charge("proxy", visit(300))
-    assert Account(tmp_path / "new", delta=1e-5).epsilon() == epsilon([visit(300)], 1e-5, "prv")
-    Account(tmp_path / "old", delta=1e-5).charge("proxy", visit(300))
-    mixed = Account(tmp_path / "new", delta=1e-5, limit=epsilon([visit(301)], 1e-5, "prv"))  # it would count by RDP
+    Account(tmp_path / "new", delta=1e-5, accountant="prv").charge("proxy", charge_of_steps(300))
+    assert Account(tmp_path / "new", delta=1e-5).epsilon() == epsilon([charge_of_steps(300)], 1e-5, "prv")
+    Account(tmp_path / "old", delta=1e-5).charge("proxy", charge_of_steps(300))
+    mixed = Account(
+        tmp_path / "new", delta=1e-5, limit=epsilon([charge_of_steps(301)], 1e-5, "prv")
+    )  # it would count by RDP
     with pytest.raises(PrivacyError, match="0 of them are left"):
         mixed.charge("proxy", STEP)
     charges = re.sub(r', "accountant": "rdp"|, "crc32": \d+', "", (tmp_path / "old" / CHARGES).read_text())
     (tmp_path / "old" / CHARGES).write_text(charges)
-    resumed = Account(tmp_path / "old", delta=1e-5, limit=epsilon([visit(310)], 1e-5), accountant="prv")
-    resumed.charge("proxy", visit(10))
-    assert resumed.epsilon() == epsilon([visit(310)], 1e-5)
+    resumed = Account(tmp_path / "old", delta=1e-5, limit=epsilon([charge_of_steps(310)], 1e-5), accountant="prv")
+    resumed.charge("proxy", charge_of_steps(10))
+    assert resumed.epsilon() == epsilon([charge_of_steps(310)], 1e-5)
     with pytest.raises(PrivacyError, match="0 of them are left"):
         resumed.charge("proxy", STEP)
 
 
 def test_a_visit_is_charged_whole_or_not_at_all(tmp_path):
     account = Account(tmp_path, delta=1e-5, limit=3.0)
-    most = affordable(account, visit(10_000))
+    most = affordable(account, charge_of_steps(10_000))
     with pytest.raises(PrivacyError, match=f"{most} of them are left"):
-        account.charge("encoder", visit(most + 1))
+        account.charge("encoder", charge_of_steps(most + 1))
     assert account.spent == []
-    account.charge("encoder", visit(most))
+    account.charge("encoder", charge_of_steps(most))
     assert affordable(account, STEP) == 0
 
 
 def test_a_charge_is_on_the_disk_before_it_returns_and_after_a_kill(tmp_path):
     """A process that is killed right after its charge, as in the middle of a visit, and the same visit again."""
-    Account(tmp_path, delta=1e-5).charge("generator", visit(10))
+    Account(tmp_path, delta=1e-5).charge("generator", charge_of_steps(10))
 
     def charge_and_die():
-        Account(tmp_path, delta=1e-5).charge("generator", visit(10))
+        Account(tmp_path, delta=1e-5).charge("generator", charge_of_steps(10))
         os.kill(os.getpid(), signal.SIGKILL)
 
     child = forked(charge_and_die)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert Account(tmp_path, delta=1e-5).spent == [visit(10), visit(10)]
-    Account(tmp_path, delta=1e-5).charge("generator", visit(10))
-    assert Account(tmp_path, delta=1e-5).epsilon() == epsilon([visit(30)], 1e-5) > epsilon([visit(20)], 1e-5)
+    assert Account(tmp_path, delta=1e-5).spent == [charge_of_steps(10), charge_of_steps(10)]
+    Account(tmp_path, delta=1e-5).charge("generator", charge_of_steps(10))
+    assert (
+        Account(tmp_path, delta=1e-5).epsilon()
+        == epsilon([charge_of_steps(30)], 1e-5)
+        > epsilon([charge_of_steps(20)], 1e-5)
+    )
 
 
 def test_file_and_folders_are_flushed(tmp_path, monkeypatch):
@@ -103,45 +109,45 @@ def test_file_and_folders_are_flushed(tmp_path, monkeypatch):
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", watch)
-    Account(folder, delta=1e-5).charge("generator", visit(10))
+    Account(folder, delta=1e-5).charge("generator", charge_of_steps(10))
     assert flushed == [(str(folder / CHARGES), 1), (str(folder), 1), (str(tmp_path), 1)]
-    Account(folder, delta=1e-5).charge("generator", visit(10))
+    Account(folder, delta=1e-5).charge("generator", charge_of_steps(10))
     assert flushed[3:] == [(str(folder / CHARGES), 2)]  # the folders' entries are there already
     write_atomic(folder / CHARGES, (folder / CHARGES).read_text())  # as what a crash tore is mended
     flushed.clear()
-    Account(folder, delta=1e-5).charge("generator", visit(10))
+    Account(folder, delta=1e-5).charge("generator", charge_of_steps(10))
     assert [name for name, _ in flushed] == [str(folder / CHARGES), str(folder), str(tmp_path)]
 
 
 def test_a_line_that_a_crash_tore_was_never_released(tmp_path):
     account = Account(tmp_path, delta=1e-5)
-    account.charge("generator", visit(10))
+    account.charge("generator", charge_of_steps(10))
     with open(tmp_path / CHARGES, "a") as file:
         file.write('{"time": "2026-')
-    assert account.spent == [visit(10)]
-    account.charge("generator", visit(5))
-    assert account.spent == [visit(10), visit(5)]
+    assert account.spent == [charge_of_steps(10)]
+    account.charge("generator", charge_of_steps(5))
+    assert account.spent == [charge_of_steps(10), charge_of_steps(5)]
 
 
 def test_a_charge_of_which_one_bit_flipped_is_reported(tmp_path):
     account = Account(tmp_path, delta=1e-5)
-    account.charge("generator", visit(20))
+    account.charge("generator", charge_of_steps(20))
     whole = (tmp_path / CHARGES).read_bytes()
     flipped = 0
     for at in range(len(whole) - 1):
         write_atomic(tmp_path / CHARGES, whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with suppress(RunError):
-            assert account.epsilon() == epsilon([visit(20)], 1e-5), whole[at - 9 : at + 9]
+            assert account.epsilon() == epsilon([charge_of_steps(20)], 1e-5), whole[at - 9 : at + 9]
             continue
         flipped += 1
     assert flipped > len(whole) // 2
     write_atomic(tmp_path / CHARGES, re.sub(rb', "crc32": \d+', b"", whole))  # as older versions wrote it
-    assert account.epsilon() == epsilon([visit(20)], 1e-5)
+    assert account.epsilon() == epsilon([charge_of_steps(20)], 1e-5)
 
 
 def test_charges_at_the_same_time_do_not_exceed_the_budget_together(tmp_path):
-    most = affordable(Account(tmp_path, delta=1e-5, limit=3.0), visit(10_000))
-    Account(tmp_path, delta=1e-5).charge("encoder", visit(most - 5))
+    most = affordable(Account(tmp_path, delta=1e-5, limit=3.0), charge_of_steps(10_000))
+    Account(tmp_path, delta=1e-5).charge("encoder", charge_of_steps(most - 5))
 
     def one(_):
         try:
@@ -156,12 +162,12 @@ def test_charges_at_the_same_time_do_not_exceed_the_budget_together(tmp_path):
 
 def test_noise_that_the_seed_gives_protects_nothing(tmp_path):
     account = Account(tmp_path, delta=1e-5, limit=9.0)
-    account.charge("generator", visit(10))
+    account.charge("generator", charge_of_steps(10))
     assert account.epsilon() < inf
-    account.charge("generator", visit(1), noise="seeded")
+    account.charge("generator", charge_of_steps(1), noise="seeded")
     assert account.epsilon() == inf
     with pytest.raises(PrivacyError, match="budget"):  # the budget works as it would with secret noise
-        account.charge("generator", visit(10_000), noise="seeded")
+        account.charge("generator", charge_of_steps(10_000), noise="seeded")
 
 
 def test_without_locks_nothing_is_charged(tmp_path, monkeypatch):
@@ -172,18 +178,18 @@ def test_without_locks_nothing_is_charged(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", fails)
     with pytest.raises(RunError, match="file system with locks"):
-        Account(tmp_path, delta=1e-5).charge("generator", visit(10))
+        Account(tmp_path, delta=1e-5).charge("generator", charge_of_steps(10))
     assert not (tmp_path / CHARGES).exists()
 
 
 def test_what_others_write_is_read(tmp_path):
     """Another process's charge, and a backup that is put back, show in an account that is open here."""
     account = Account(tmp_path, delta=1e-5)
-    account.charge("generator", visit(1))
+    account.charge("generator", charge_of_steps(1))
     backup = (tmp_path / CHARGES).read_text()
     (tmp_path / CHARGES).write_text(backup * 3)
     assert [cost.steps for cost in account.spent] == [1, 1, 1]
-    account.charge("generator", visit(2))
+    account.charge("generator", charge_of_steps(2))
     assert [cost.steps for cost in account.spent] == [1, 1, 1, 2]
     write_atomic(tmp_path / CHARGES, backup)
     assert [cost.steps for cost in account.spent] == [1]

@@ -38,7 +38,7 @@ def with_state(server):
     return dict(opened(joined(server.weights, unstepped(fresh, server.config.training))))
 
 
-def spoilt(arrays, slot, value):
+def with_changed_slot(arrays, slot, value):
     """Change an array of the state; None takes it away."""
     name = f"proxy-optimizer.0.{slot}"
     rest = {other: array for other, array in arrays.items() if other != name}
@@ -61,7 +61,7 @@ BAD = [
 def test_a_bad_state_is_refused_before_any_step(folder, slot, value, says):
     server, run = HostileServer(folder, *TRAVELS, "strategy=fml"), f"run {next(RUNS)}"
     good = with_state(server)
-    reply = server.send(TrainMutually(arrays=spoilt(good, slot, value), run=run, exchange=1, **PAIR))
+    reply = server.send(TrainMutually(arrays=with_changed_slot(good, slot, value), run=run, exchange=1, **PAIR))
     assert says in refusal(reply)
     assert not weights(reply)
     assert not server.charges(run)
@@ -74,7 +74,9 @@ def test_a_bad_parcel_is_not_mixed(folder, slot, value, says):
     assert parted(weights(server.send(TrainProxy(run=run, exchange=1, **PAIR, **PEER))))[1]
     parcel = {"parcels": [1], "shares": [0.5], "weights": [1.0], "run": run, "released_in": 1, "kept": 0.5}
     good = with_state(server)
-    assert says in refusal(server.send(Deliver(arrays=nested({"00000": spoilt(good, slot, value)}), **parcel)))
+    assert says in refusal(
+        server.send(Deliver(arrays=nested({"00000": with_changed_slot(good, slot, value)}), **parcel))
+    )
     assert not refusal(server.send(Deliver(arrays=nested({"00000": good}), **parcel)))
     reply = server.send(TrainProxy(run=run, exchange=2, **PAIR, **{**PEER, "committed": 1}))
     assert all(np.isfinite(array).all() for array in weights(reply).values())

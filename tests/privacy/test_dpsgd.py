@@ -71,7 +71,7 @@ def distance(first, second):
     return torch.cat([(a - b).flatten() for a, b in zip(first, second, strict=True)]).norm().item()
 
 
-def agree(first, second):
+def gradients_agree(first, second):
     return distance(first, second) <= 1e-4 * distance(second, [torch.zeros_like(b) for b in second])
 
 
@@ -81,7 +81,7 @@ def test_clipped_gradients_are_the_slow_loops(config, task):
     single = make_task(task).loss
     for clip in (0.1, float("inf")):
         sums, loss = clipped_sums(model, of_model(model, task), batch, clip)
-        assert agree(sums, slow_sums(model, lambda x, y: single(model(x), y), batch, clip))
+        assert gradients_agree(sums, slow_sums(model, lambda x, y: single(model(x), y), batch, clip))
     losses = [single(model(batch[0][i : i + 1]), batch[1][i : i + 1]).item() for i in range(5)]
     assert loss.item() == pytest.approx(sum(losses), rel=1e-5)
 
@@ -98,7 +98,7 @@ def test_gradients_that_do_not_fit_in_memory_together_are_taken_in_chunks(monkey
     monkeypatch.setattr(dpsgd, "MEMORY", 2 * 4 * 2155)
     chunked, _ = clipped_sums(model, losses, batch, 0.1)
     assert sizes == [5, 2, 2, 1]
-    assert agree(chunked, whole)
+    assert gradients_agree(chunked, whole)
 
 
 @pytest.mark.parametrize("order", ["channels last", "moved axes"])
@@ -108,7 +108,7 @@ def test_images_in_another_order_of_memory_have_the_same_gradients(order):
     x = torch.randn(4, 6, 6, 3, generator=torch.Generator().manual_seed(0)).movedim(-1, 1)
     x = x.contiguous(memory_format=torch.channels_last) if order == "channels last" else x
     sums, _ = clipped_sums(model, lambda x: model(x).square().sum(1), (x,), 0.1)
-    assert agree(sums, slow_sums(model, lambda x: model(x.contiguous()).square().sum(), (x,), 0.1))
+    assert gradients_agree(sums, slow_sums(model, lambda x: model(x.contiguous()).square().sum(), (x,), 0.1))
 
 
 class Quantized(nn.Module):
@@ -134,7 +134,7 @@ def test_a_codebook_that_learns_by_gradients_is_clipped_per_example():
     torch.manual_seed(0)
     model, (x, _) = Quantized(), examples(IMAGES, 6)
     sums, _ = clipped_sums(model, model.losses, (x,), 0.1)
-    assert agree(sums, slow_sums(model, lambda x: model.losses(x).sum(), (x,), 0.1))
+    assert gradients_agree(sums, slow_sums(model, lambda x: model.losses(x).sum(), (x,), 0.1))
     assert float(sums[2].abs().sum()) > 0  # the codebook's
 
 
@@ -161,7 +161,7 @@ def test_without_noise_and_clipping_it_is_plain_sgd_on_the_same_batches():
         optimizers[1].step()
         sizes.add(len(rows))
     assert len(sizes) > 3
-    assert agree(list(private.parameters()), list(plain.parameters()))
+    assert gradients_agree(list(private.parameters()), list(plain.parameters()))
 
 
 @pytest.mark.parametrize("ghost", [True, False])
@@ -196,7 +196,7 @@ def test_public_examples_are_neither_clipped_nor_noised(n):
     how = {"clip": 0.1, "sigma": 0, "batch_size": 10, "stream": Stream(bytes(32))}
     noisy_step(model, optimizer, losses, batch, **how, public=(px, py))
     moved = [10 * (old - new) for old, new in zip(before, model.parameters(), strict=True)]
-    assert agree(moved, [own + other for own, other in zip(clipped, public, strict=True)])
+    assert gradients_agree(moved, [own + other for own, other in zip(clipped, public, strict=True)])
 
 
 @pytest.mark.parametrize("n", [0, 4], ids=["empty batch", "batch"])
@@ -367,7 +367,7 @@ def test_frozen_batch_norm_mixes_nothing():
         norm = float(torch.cat([gradient.flatten() for gradient in gradients]).norm())
         for summed, gradient in zip(slow, gradients, strict=True):
             summed += gradient / max(1.0, norm / 0.1)
-    assert agree(sums, slow)
+    assert gradients_agree(sums, slow)
 
 
 def test_a_model_is_as_before_also_where_the_loss_fails():
@@ -383,7 +383,7 @@ def test_a_model_is_as_before_also_where_the_loss_fails():
     for n in (3, 5):
         batch = x[:n], y[:n]
         sums, _ = clipped_sums(model, of_model(model, IMAGES), batch, 1.0)
-        assert agree(sums, slow_sums(model, lambda x, y: functional.cross_entropy(model(x), y), batch, 1.0))
+        assert gradients_agree(sums, slow_sums(model, lambda x, y: functional.cross_entropy(model(x), y), batch, 1.0))
     assert not any(hasattr(parameter, "grad_sample") for parameter in model.parameters())
     hooks = [(layer._forward_pre_hooks, layer._forward_hooks, layer._backward_hooks) for layer in model.modules()]
     assert not any(map(any, hooks))

@@ -78,7 +78,7 @@ class Twice(StagedModel):
         return self.layer1(self.layer0(self.layer0(x)))
 
 
-def tied():
+def tied_layers():
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = first.weight
     return [first, second]
@@ -87,8 +87,8 @@ def tied():
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (staged(*tied()), "no two layers may share weights"),
-        (nn.Sequential(*tied()), "no two layers may share weights"),
+        (staged(*tied_layers()), "no two layers may share weights"),
+        (nn.Sequential(*tied_layers()), "no two layers may share weights"),
         (
             Twice(OrderedDict(layer0=stage(it=nn.Linear(4, 4)), layer1=stage(it=nn.Linear(4, 1)))),
             "every layer is called once",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from flwr_replay.privacy.places import at_places, drawn_places
 
 
-def placed(draws, size):
+def places_of(draws, size):
     """Return the place of each example, and all that was dealt."""
     places = drawn_places(len(draws), size, SimpleNamespace(uniform=lambda n: draws))
     stands = (places == torch.arange(len(draws))[:, None, None]).nonzero()
@@ -21,8 +21,8 @@ def placed(draws, size):
 def test_an_example_less_moves_nobody_to_another_place(seed, examples, size):
     draws = torch.rand(examples, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     gone = seed % examples
-    place_N, places = placed(draws, size)
-    rest_N, _ = placed(torch.cat([draws[:gone], draws[gone + 1 :]]), size)
+    place_N, places = places_of(draws, size)
+    rest_N, _ = places_of(torch.cat([draws[:gone], draws[gone + 1 :]]), size)
     assert torch.equal(rest_N, torch.cat([place_N[:gone], place_N[gone + 1 :]]))
     assert (places >= 0).any(1).all()  # no group is empty
     rows = torch.arange(1, examples + 1)

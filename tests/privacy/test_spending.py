@@ -21,7 +21,7 @@ from flwr_replay.privacy.accounting import epsilon as epsilon_of
 JOB = ["strategy=proxyfl", "dp=proxy", "sigma=2", "delta=0.01"]
 
 
-def shot(folder):
+def run_until_killed(folder):
     """Run until the first step of the third institution in round 2, and be killed there."""
     calls, step, checkpoints = itertools.count(1), MutualLearner.step, folder / "runs" / "shot" / "checkpoints"
 
@@ -48,7 +48,7 @@ def epsilon(ran, name):
 
 
 def test_a_process_killed_between_charge_and_release_has_paid(folder):
-    assert os.waitstatus_to_exitcode(os.waitpid(forked(shot, folder), 0)[1]) == -signal.SIGKILL
+    assert os.waitstatus_to_exitcode(os.waitpid(forked(run_until_killed, folder), 0)[1]) == -signal.SIGKILL
     run_id = (folder / "runs" / "shot" / "run-id").read_text().strip()
     assert len((folder / "state" / "c" / "runs" / run_id / "privacy.jsonl").read_text().splitlines()) == 2
     resumed = run(folder, *JOB, "rounds=2", resume=str(folder / "runs" / "shot"))

@@ -7,19 +7,19 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from page import drawn, written
+from page import drawn_marks, written
 
 from flwr_replay.report.charts import BOTTOM, HEIGHT, TOP, Row, curves, dots, write_figures
 
 
 def test_charts_stand_single_points_and_what_is_not_finite():
     chart = curves({"a": [(1, 0.5)]}, "round")
-    assert (len(drawn(chart.svg)[0]), chart.told) == (1, "a: 0.500")
+    assert (len(drawn_marks(chart.svg)[0]), chart.told) == (1, "a: 0.500")
     assert curves({"a": [(1, float("nan"))], "b": []}, "round") is None
     two = curves({"a": [(1, 0.5), (2, float("inf")), (3, 0.7)]}, "round")
-    assert len(drawn(two.svg)[0]) == 2
+    assert len(drawn_marks(two.svg)[0]) == 2
     nothing = dots({"a": Row({"0": float("nan")}, float("nan")), "b": Row({"0": 2.0}, 2.0, mark=3.0)})
-    marks, _, texts = drawn(nothing.svg)
+    marks, _, texts = drawn_marks(nothing.svg)
     assert len(marks) == 1
     assert {"nan", "2.000"} <= {text for text, _ in texts}
 
@@ -27,7 +27,7 @@ def test_charts_stand_single_points_and_what_is_not_finite():
 def test_a_row_has_a_dot_for_each_seed_beside_its_mean_and_interval():
     rows = {"a": Row({"0": 0.2, "1": 0.4}, 0.3, (0.1, 0.5), 0.5), "b": Row({"0": 0.5}, 0.5, told="epsilon 8")}
     chart = dots(rows)
-    marks, _, texts = drawn(chart.svg)
+    marks, _, texts = drawn_marks(chart.svg)
     assert len(marks) == 3
     (low, above), (high, below), (alone, _) = marks
     assert low < high < alone
@@ -72,7 +72,7 @@ def test_a_band_lies_around_its_line_and_given_values_far_apart_are_logarithmic(
     lines, bands = {"a": [(0.1, 0.5), (1, 0.7), (10, 0.6)]}, {"a": [(0.1, 0.4, 0.6), (1, 0.7, 0.7), (10, 0.5, 0.9)]}
     chart = curves(lines, "training.lr", bands, [0.1, 1, 10], {"a": "best 0.700 at 1"})
     assert chart.told == "a: best 0.700 at 1"
-    marks, (outline,), texts = drawn(chart.svg)
+    marks, (outline,), texts = drawn_marks(chart.svg)
     for x, y in marks:
         heights = [at for place, at in outline if place == pytest.approx(x, abs=1e-3)]
         assert min(heights) - 1e-3 <= y <= max(heights) + 1e-3
@@ -80,21 +80,23 @@ def test_a_band_lies_around_its_line_and_given_values_far_apart_are_logarithmic(
     named = dict(texts)
     assert named["1"] - named["0.1"] == pytest.approx(named["10"] - named["1"], abs=0.01)
     assert "training.lr, logarithmic" in named
-    named = dict(drawn(curves(lines, "x", values=[2, 4, 10]).svg)[2])
+    named = dict(drawn_marks(curves(lines, "x", values=[2, 4, 10]).svg)[2])
     assert named["4"] - named["2"] == pytest.approx((named["10"] - named["2"]) / 4, abs=0.01)
     unequal = curves({"a": [(1, 0.5), (2, 0.6)]}, "round", {"a": [(1, 0.0, 1.0), (2, float("nan"), 1.0)]})
-    assert drawn(unequal.svg)[1] == []
+    assert drawn_marks(unequal.svg)[1] == []
 
 
 def test_rounds_are_whole_numbers():
-    texts = [text for text, _ in drawn(curves({"a": [(1, 0.5), (3, 0.7)]}, "round").svg)[2]]
+    texts = [text for text, _ in drawn_marks(curves({"a": [(1, 0.5), (3, 0.7)]}, "round").svg)[2]]
     assert [text for text in texts if "." not in text] == ["1", "2", "3", "round"]
-    assert "1" in (labels := [text for text, _ in drawn(curves({"a": [(1, 0.5)]}, "round").svg)[2]])
+    assert "1" in (labels := [text for text, _ in drawn_marks(curves({"a": [(1, 0.5)]}, "round").svg)[2]])
     assert not [text for text in labels[: labels.index("round")] if "." in text]
 
 
 def test_ticks_say_their_numbers_whole():
-    texts = [text for text, _ in drawn(curves({"a": [(10**6, 0.98100), (2 * 10**6, 0.98102)]}, "examples").svg)[2]]
+    texts = [
+        text for text, _ in drawn_marks(curves({"a": [(10**6, 0.98100), (2 * 10**6, 0.98102)]}, "examples").svg)[2]
+    ]
     ends = texts.index("examples")
     assert [float(text) >= 10**6 for text in texts[:ends]] == [True] * ends
     heights = [text for text in texts[ends + 1 :] if not text.startswith("a:")]
@@ -103,7 +105,7 @@ def test_ticks_say_their_numbers_whole():
 
 
 def test_a_name_that_looks_like_a_style_stays():
-    texts = dict(drawn(dots({"font: #0072b2": Row({"0": 1.0}, 1.0)}).svg)[2])
+    texts = dict(drawn_marks(dots({"font: #0072b2": Row({"0": 1.0}, 1.0)}).svg)[2])
     assert "font: #0072b2" in texts
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from attacked_runs import Recorded, attacked
 from harness import command, node_configs, run, write_shards
-from sealed_runs import ABC, pinned
+from sealed_runs import ABC, pinned_keys
 
 import flwr_replay.report.evidence_page as page
 from flwr_replay.report.evidence_page import CONTROLS, NOT_RUN, code_digest, write_evidence
@@ -30,13 +30,13 @@ def ran(tmp_path_factory):
     return run(folder, options, nodes)
 
 
-def filed(folder):
+def evidence_page(folder):
     html, data = write_evidence(folder, [], None)
     return html.read_text(), json.loads(data.read_text())
 
 
 def test_it_has_what_the_ledger_the_accounts_and_the_failures_have(ran):
-    html, evidence = filed(ran.folder)
+    html, evidence = evidence_page(ran.folder)
     left = Counter()
     for line in ran.ledger:
         if line["direction"] == "up":
@@ -67,10 +67,10 @@ def test_it_has_what_the_ledger_the_accounts_and_the_failures_have(ran):
 )
 def test_hidden_weights_are_said_to_be(tmp_path, options, says):
     write_shards(tmp_path, {"a": 40, "b": 30, "c": 20})
-    pinned(tmp_path, ABC)
+    pinned_keys(tmp_path, ABC)
     own = {"seal-peers": str(tmp_path / "peers-abc.txt")}
     nodes = [node | own for node in node_configs(tmp_path, tmp_path / "state", "abc")]
-    evidence = filed(run(tmp_path, [*TASK, *options, "rounds=1", "nodes=3"], nodes).folder)[1]
+    evidence = evidence_page(run(tmp_path, [*TASK, *options, "rounds=1", "nodes=3"], nodes).folder)[1]
     [line] = [line for line in evidence["seen"] if line.startswith("model") and "came down" not in line]
     assert says in line
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from page import Page, drawn
+from page import Page, drawn_marks
 
 from flwr_replay.report.pages import sweeps
 from flwr_replay.studies.compare import compare_strategies
@@ -36,7 +36,7 @@ def test_a_sweep_has_a_picture_of_the_metric_by_the_option(tmp_path, monkeypatch
     assert f'aria-label="{alt}"' in text
     ((chart, _),) = sweeps(report).values()
     assert {row[0] for row in chart.rows} == {"fedavg", "local"}  # cwt has one value, and no other
-    assert [len({x for x, _ in outline}) for outline in drawn(chart.svg)[1]] == [3, 2]
+    assert [len({x for x, _ in outline}) for outline in drawn_marks(chart.svg)[1]] == [3, 2]
     assert "training.lr, logarithmic" in page.text
     judged = {}
     for cell in report["cells"]:
@@ -60,7 +60,7 @@ def test_a_metric_of_test_examples_alone_is_not_said_to_be_of_validation_example
         "fedavg.lr=0.01|1",
     ]
     _, report = compare_strategies(["fedavg"], options, "", 1, tmp_path, "external-accuracy")
-    ((_, told),) = [drawn(chart.svg)[1:] for chart, _ in sweeps(report).values()]
+    ((_, told),) = [drawn_marks(chart.svg)[1:] for chart, _ in sweeps(report).values()]
     assert not [text for text, _ in told if "validation" in text]
     text = Page(Path(report["folder"]) / "report.html").text
     assert "external-accuracy by round" in text
@@ -83,11 +83,11 @@ def test_no_picture_of_a_sweep_without_one_and_one_for_each_option():
         "by-lr": "loss by lr",
         "by-width": "loss by width",
     }
-    beside = " ".join(text for text, _ in drawn(both["by-lr"][0].svg)[2])
+    beside = " ".join(text for text, _ in drawn_marks(both["by-lr"][0].svg)[2])
     assert "cwt:width=8: best 0.100 at 1" in beside
     assert "cwt:width=16: best 0.300 at 1" in beside
     failed = report("cwt:lr=1", "cwt:lr=2", "cwt:lr=3")
     failed["strategies"]["cwt:lr=2"] = {"mean": None, "values": {}}
     ((chart, caption),) = sweeps(failed).values()
     assert (caption, chart.told) == ("loss by lr", "cwt: 0.100 at 1, 0.300 at 3")
-    assert drawn(chart.svg)[1] == []
+    assert drawn_marks(chart.svg)[1] == []

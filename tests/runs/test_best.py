@@ -17,7 +17,7 @@ def names(best):
     return [path.name for path in best.files().values()]
 
 
-def begun(folder):
+def begun_directory(folder):
     """Return a run directory with its options and its id, which is its name."""
     folder.mkdir()
     files = {CONFIG: f"{BOUND}nodes: 1\n", RUN_ID: f"{folder.name}\n"}
@@ -37,7 +37,11 @@ def test_at_the_end_the_best_alone_is_left(tmp_path):
 
 
 def test_another_runs_model_is_never_the_best(tmp_path):
-    best, other, logged = BestModel(begun(tmp_path / "mine")), BestModel(begun(tmp_path / "other")), []
+    best, other, logged = (
+        BestModel(begun_directory(tmp_path / "mine")),
+        BestModel(begun_directory(tmp_path / "other")),
+        [],
+    )
     best.write(1, ONE)
     other.write(2, TWO)
     shutil.copy(other.file(), best.folder)

@@ -25,7 +25,7 @@ VALUES = {"server-round": 1, "examples-seen": 1, "seconds": 1.0, "state": {}, "l
 
 
 @pytest.fixture
-def small(tmp_path, monkeypatch):
+def set_segment_bytes(tmp_path, monkeypatch):
     """Return a function that sets the bytes of a segment."""
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     return lambda size: monkeypatch.setattr(ledger, "SEGMENT", size)
@@ -36,31 +36,31 @@ def ran(folder, name, display=None):
     return run_inline(options, display or Display())[1]
 
 
-def lines(folder):
+def counted_ledger_lines(folder):
     return Counter(str({**line, "message": ""}) for line in ledger_lines(folder))
 
 
-def test_a_run_with_segments_is_killed_and_resumed_as_one_without(small):
-    small(4096)
+def test_a_run_with_segments_is_killed_and_resumed_as_one_without(set_segment_bytes):
+    set_segment_bytes(4096)
     check_strategy("fedavg", ["rounds=2"])
 
 
-def test_all_segments_are_read(tmp_path, small):
+def test_all_segments_are_read(tmp_path, set_segment_bytes):
     whole = ran(tmp_path, "whole")
-    small(4096)
+    set_segment_bytes(4096)
     with pytest.raises(KeyboardInterrupt):
         ran(tmp_path, "divided", Stopping(3))
     divided = tmp_path / "divided"
     closed = len(segments(divided / "ledger.jsonl"))
     run_inline(resolve([], "", str(divided))[0], Display())
     assert len(segments(divided / "ledger.jsonl")) > closed > 2
-    assert lines(whole) < lines(divided)  # which has repeated messages, too
+    assert counted_ledger_lines(whole) < counted_ledger_lines(divided)  # which has repeated messages, too
     sent = read_json(divided / "result.json")["bytes"]
     assert sum(line["bytes"] for line in ledger_lines(divided)) == sent["up"] + sent["down"]
 
 
-def test_the_page_says_that_a_segment_is_missing(tmp_path, small):
-    small(1500)
+def test_the_page_says_that_a_segment_is_missing(tmp_path, set_segment_bytes):
+    set_segment_bytes(1500)
     folder = ran(tmp_path, "whole")
     assert "were sent" not in write_run_page(folder).read_text()
     (folder / "ledger-0002.jsonl").unlink()
@@ -105,9 +105,9 @@ def test_a_ledger_that_is_renamed_in_mid_run_ends_what_it_records(tmp_path, monk
 
 
 @pytest.mark.parametrize("damaged", ["ledger-0001.jsonl", "ledger-0002.jsonl"])
-def test_a_checkpoint_vouches_for_each_segment(tmp_path, small, damaged):
+def test_a_checkpoint_vouches_for_each_segment(tmp_path, set_segment_bytes, damaged):
     """The second segment was still the current one when the checkpoint was written."""
-    small(100)
+    set_segment_bytes(100)
     growing = ledger.Ledger(tmp_path)
     for n in range(5):
         growing.append([{"line": "x" * 60, "n": n}])
@@ -126,8 +126,8 @@ def test_a_checkpoint_vouches_for_each_segment(tmp_path, small, damaged):
         Checkpoints(tmp_path, ["ledger.jsonl"]).read(print)
 
 
-def test_who_reads_a_ledger_that_is_divided_meanwhile_reads_all_lines(tmp_path, small):
-    small(100)
+def test_who_reads_a_ledger_that_is_divided_meanwhile_reads_all_lines(tmp_path, set_segment_bytes):
+    set_segment_bytes(100)
     growing = ledger.Ledger(tmp_path)
 
     def add(*numbers):
@@ -144,8 +144,10 @@ def test_who_reads_a_ledger_that_is_divided_meanwhile_reads_all_lines(tmp_path, 
 
 
 @pytest.mark.parametrize("listed", [False, True], ids=["before they are listed", "after they are listed"])
-def test_who_reads_a_ledger_while_another_process_divides_it_reads_all_lines(tmp_path, small, monkeypatch, listed):
-    small(100)
+def test_who_reads_a_ledger_while_another_process_divides_it_reads_all_lines(
+    tmp_path, set_segment_bytes, monkeypatch, listed
+):
+    set_segment_bytes(100)
     growing = ledger.Ledger(tmp_path)
 
     def add(n):
@@ -165,9 +167,9 @@ def test_who_reads_a_ledger_while_another_process_divides_it_reads_all_lines(tmp
     growing.close()
 
 
-def test_tallies_go_on_over_segments(tmp_path, small):
+def test_tallies_go_on_over_segments(tmp_path, set_segment_bytes):
     """What one process has counted from checkpoint to checkpoint is what another counts at once."""
-    small(100)
+    set_segment_bytes(100)
     growing, counting = ledger.Ledger(tmp_path), Checkpoints(tmp_path, ["ledger.jsonl"])
     for n in range(7):
         growing.append([{"line": "x" * 60, "n": n}])
@@ -181,9 +183,9 @@ def test_tallies_go_on_over_segments(tmp_path, small):
 
 
 def test_what_a_checkpoint_counts_is_on_the_disk_before_it_though_the_ledger_is_divided_meanwhile(
-    tmp_path, small, monkeypatch
+    tmp_path, set_segment_bytes, monkeypatch
 ):
-    small(100)
+    set_segment_bytes(100)
     growing, counting, flushed, go = ledger.Ledger(tmp_path), Checkpoints(tmp_path, ["ledger.jsonl"]), [], Event()
     growing.append([{"line": "x" * 100}])
     growing.flush()

@@ -56,7 +56,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture
-def copied(runs, tmp_path):
+def copied_run(runs, tmp_path):
     return shutil.copytree(runs / "one", tmp_path / "one")
 
 
@@ -112,35 +112,37 @@ def each_way(path):
 @pytest.mark.sampled(4, "version")
 @pytest.mark.parametrize("version", ["this", "older"])
 @pytest.mark.parametrize("name", READ_BY)
-def test_damage_to_a_small_file_is_one_line_to_who_reads_it(copied, version, name):
+def test_damage_to_a_small_file_is_one_line_to_who_reads_it(copied_run, version, name):
     if version == "older":
         if name == "SHA256SUMS":
             return  # it has none
-        older(copied)
-    assert not any(refusal_of(reader, copied) for reader in READ_BY[name])
-    for way, differs in each_way(copied / name):
-        lines = [refusal_of(reader, copied) for reader in READ_BY[name]]  # other errors than lines end the test
-        told = [*filter(None, lines)] or "not as the run left it" in (copied / "report.html").read_text()
+        older(copied_run)
+    assert not any(refusal_of(reader, copied_run) for reader in READ_BY[name])
+    for way, differs in each_way(copied_run / name):
+        lines = [refusal_of(reader, copied_run) for reader in READ_BY[name]]  # other errors than lines end the test
+        told = [*filter(None, lines)] or "not as the run left it" in (copied_run / "report.html").read_text()
         assert told or not differs or version == "older", way
-    assert not any(refusal_of(reader, copied) for reader in READ_BY[name])
+    assert not any(refusal_of(reader, copied_run) for reader in READ_BY[name])
 
 
 # --- files of another run ---------------------------------------------------------------------------------------------
 
 
-def test_reordered_class_names_do_not_invert_predictions(copied):
-    path = copied / "config.yaml"
+def test_reordered_class_names_do_not_invert_predictions(copied_run):
+    path = copied_run / "config.yaml"
     path.write_text(path.read_text().replace("- '0'\n  - '1'", "- '1'\n  - '0'").replace("seed: 0", "seed: 1"))
     for reader in READERS:
-        assert "config.yaml must be as the run wrote it" in refusal_of(reader, copied), reader
-    sums = copied / "SHA256SUMS"  # with sums to match, the other files still name the run's options
+        assert "config.yaml must be as the run wrote it" in refusal_of(reader, copied_run), reader
+    sums = copied_run / "SHA256SUMS"  # with sums to match, the other files still name the run's options
     sums.write_text(
-        "".join(f"{sha256((copied / name).read_bytes()).hexdigest()}  {name}\n" for name in ("config.yaml", "run-id"))
+        "".join(
+            f"{sha256((copied_run / name).read_bytes()).hexdigest()}  {name}\n" for name in ("config.yaml", "run-id")
+        )
     )
     for reader in READERS:
-        assert reader == "resume" or "names it with other options" in refusal_of(reader, copied), reader
+        assert reader == "resume" or "names it with other options" in refusal_of(reader, copied_run), reader
     sums.unlink()
-    assert "SHA256SUMS must be a file" in refusal_of("predict", copied)
+    assert "SHA256SUMS must be a file" in refusal_of("predict", copied_run)
 
 
 FOREIGN = {
@@ -158,38 +160,38 @@ FOREIGN = {
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FOREIGN)
-def test_another_run_s_file_is_not_taken_for_this_run_s(runs, copied, name):
-    (own,), (other,) = copied.glob(name), (runs / "other").glob(name)
+def test_another_run_s_file_is_not_taken_for_this_run_s(runs, copied_run, name):
+    (own,), (other,) = copied_run.glob(name), (runs / "other").glob(name)
     shutil.copy(other, own)
     for reader in FOREIGN[name]:
-        assert own.name in (line := refusal_of(reader, copied)) or "run-id" in line, (reader, line)
+        assert own.name in (line := refusal_of(reader, copied_run)) or "run-id" in line, (reader, line)
 
 
-def test_another_run_s_message_is_not_taken_for_this_run_s(runs, copied):
-    own, other = (sorted((folder / "messages").glob("*.safetensors")) for folder in (copied, runs / "other"))
+def test_another_run_s_message_is_not_taken_for_this_run_s(runs, copied_run):
+    own, other = (sorted((folder / "messages").glob("*.safetensors")) for folder in (copied_run, runs / "other"))
     shutil.copy(other[-1], own[-1])
-    assert f"{own[-1]} must be of the run" in refusal_of("attack", copied)
+    assert f"{own[-1]} must be of the run" in refusal_of("attack", copied_run)
 
 
-def test_another_run_s_files_are_not_taken_on_where_a_run_goes_on(runs, copied, caplog):
-    (copied / "result.json").unlink()
-    assert "result.json" in refusal_of("predict", copied)
-    name = sorted(path.name for path in (copied / "checkpoints").iterdir())[-1]
-    shutil.copy(runs / "other" / "checkpoints" / name, copied / "checkpoints" / name)
-    assert f"{name} must be of the run" in refusal_of("watch", copied)
-    config = compose(overrides_of(copied / "config.yaml"))
-    write_json(copied / "tracking.json", {"tracker": "tensorboard", "run": "x", "exchange": 9, OF_RUN: "other 0"})
-    Tracking(replace(config, tracking="tensorboard"), copied).tell([(1, {}, {})], 1, {})
+def test_another_run_s_files_are_not_taken_on_where_a_run_goes_on(runs, copied_run, caplog):
+    (copied_run / "result.json").unlink()
+    assert "result.json" in refusal_of("predict", copied_run)
+    name = sorted(path.name for path in (copied_run / "checkpoints").iterdir())[-1]
+    shutil.copy(runs / "other" / "checkpoints" / name, copied_run / "checkpoints" / name)
+    assert f"{name} must be of the run" in refusal_of("watch", copied_run)
+    config = compose(overrides_of(copied_run / "config.yaml"))
+    write_json(copied_run / "tracking.json", {"tracker": "tensorboard", "run": "x", "exchange": 9, OF_RUN: "other 0"})
+    Tracking(replace(config, tracking="tensorboard"), copied_run).tell([(1, {}, {})], 1, {})
     assert "tracking.json must be of the run" in caplog.text
 
 
-def test_a_changed_line_is_noticed_on_the_page_and_by_who_watches_a_run_that_goes_on(copied):
-    path = copied / "metrics.jsonl"
+def test_a_changed_line_is_noticed_on_the_page_and_by_who_watches_a_run_that_goes_on(copied_run):
+    path = copied_run / "metrics.jsonl"
     row = path.read_text().splitlines()[0]
     path.write_text(path.read_text().replace(row, json.dumps({**json.loads(row), "value": 0.987})))
-    assert "not as the run left it" in write_page(copied).read_text()
-    (copied / "result.json").unlink()
-    assert "metrics.jsonl must begin with" in refusal_of("watch", copied)
+    assert "not as the run left it" in write_page(copied_run).read_text()
+    (copied_run / "result.json").unlink()
+    assert "metrics.jsonl must begin with" in refusal_of("watch", copied_run)
 
 
 def test_a_private_model_is_of_its_folder_s_run(tmp_path, monkeypatch):
@@ -221,8 +223,8 @@ def test_a_private_model_is_of_its_folder_s_run(tmp_path, monkeypatch):
         load["state"]()
 
 
-def test_a_run_of_an_older_version_is_read_with_a_warning(copied, caplog):
-    older(copied)
-    assert not any(refusal_of(reader, copied) for reader in READERS)
+def test_a_run_of_an_older_version_is_read_with_a_warning(copied_run, caplog):
+    older(copied_run)
+    assert not any(refusal_of(reader, copied_run) for reader in READERS)
     assert "is of an older version" in caplog.text
-    assert mark_of(copied) == ""
+    assert mark_of(copied_run) == ""

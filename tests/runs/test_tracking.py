@@ -23,7 +23,7 @@ TINY = {"strategy": "cwt", "partition.size": 60, "nodes": 2, "rounds": 2, "model
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
+def untracked_run(tmp_path_factory):
     """Return a run without a tracker."""
     place = tmp_path_factory.mktemp("plain")
     with pytest.MonkeyPatch.context() as patch:
@@ -32,7 +32,7 @@ def plain(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def apart(tmp_path, monkeypatch):
+def tracking_home(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -102,12 +102,12 @@ READ = {"tensorboard": in_tensorboard, "mlflow": in_mlflow, "wandb": in_wandb}
 
 
 @pytest.mark.parametrize("tracker", TRACKERS)
-def test_a_tracker_is_told_all_once_also_of_a_resumed_run(tracker, plain, tmp_path):
+def test_a_tracker_is_told_all_once_also_of_a_resumed_run(tracker, untracked_run, tmp_path):
     first = run(TINY, tracking=tracker, runs_dir="runs")
     assert (first.folder / "models" / "global.safetensors").read_bytes() == (
-        plain.folder / "models" / "global.safetensors"
+        untracked_run.folder / "models" / "global.safetensors"
     ).read_bytes()
-    assert first.result["final"] == plain.result["final"]
+    assert first.result["final"] == untracked_run.result["final"]
     (first.folder / "result.json").unlink()  # as if it had been killed before its end
     more = run(resume=first.folder, rounds=3)
     with suppress(AssertionError):  # W&B's own process may still write when its `finish` has returned
@@ -117,9 +117,9 @@ def test_a_tracker_is_told_all_once_also_of_a_resumed_run(tracker, plain, tmp_pa
     assert all(A_RUN_WRITES.fullmatch(path.name) for path in more.folder.iterdir() if path.name != "result.json")
 
 
-def test_a_run_that_lost_its_last_exchange_tells_no_point_twice(plain, tmp_path):
+def test_a_run_that_lost_its_last_exchange_tells_no_point_twice(untracked_run, tmp_path):
     folder, config = tmp_path / "run", replace(compose([]), tracking="tensorboard", run_name="x")
-    shutil.copytree(plain.folder, folder)
+    shutil.copytree(untracked_run.folder, folder)
     history = [(2, {"accuracy": 0.5}, {}), (4, {"accuracy": 0.6}, {})]
     for known in (history, history[:1], history):  # the second time from the checkpoint before
         tracking = Tracking(config, folder)
@@ -129,7 +129,7 @@ def test_a_run_that_lost_its_last_exchange_tells_no_point_twice(plain, tmp_path)
 
 
 @pytest.mark.parametrize("moment", ["open", "tell", "close"])
-def test_a_tracker_that_fails_is_given_up_with_one_warning(moment, plain, tmp_path, caplog, monkeypatch):
+def test_a_tracker_that_fails_is_given_up_with_one_warning(moment, untracked_run, tmp_path, caplog, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # where no server is
     caplog.set_level(logging.WARNING, "flwr")
@@ -142,7 +142,7 @@ def test_a_tracker_that_fails_is_given_up_with_one_warning(moment, plain, tmp_pa
 
         monkeypatch.setattr(TensorBoard, moment, full)
     ended = run(TINY, tracking=tracker, runs_dir="runs")
-    assert ended.result["final"] == plain.result["final"]
+    assert ended.result["final"] == untracked_run.result["final"]
     assert [line for line in caplog.messages if "stops, and the run goes on" in line] == caplog.messages
     assert len(caplog.messages) == 1
 

@@ -25,7 +25,7 @@ JOB = ["strategy=fedavg", "model=mlp", "model.width=4", "nodes=3", "rounds=9", "
 GONE = "<class 'ray.exceptions.ActorDiedError'>:<'The actor died.\n\tactor_id: 1\nThe actor is dead because of that.'>"
 
 
-def slow(times):
+def serve_slowly(times):
     """Serve with an app whose second institution takes its time over its first training."""
 
     def served(message, context):
@@ -45,7 +45,7 @@ def first_slow(grid, message):
     return mute(grid, message) if trained > 3 and "train" in grid.asked[-1] else None
 
 
-def gone(grid, message):
+def lose_worker(grid, message):
     """Let every third message meet a worker that is gone, from the second round on."""
     trained = len(grid.who("train"))
     if grid.asked[-1].stage == "train" and trained > 3 and trained % 3 == 0:
@@ -58,7 +58,7 @@ def mute(grid, message):
     return Message(Error(NEVER, "silent"), reply_to=message)
 
 
-def silent(grid, message):
+def never_answer_training(grid, message):
     """Never let the second institution answer a request to train."""
     return mute(grid, message) if grid.asked[-1][:2] == ("train", "institution-2") else None
 
@@ -85,7 +85,7 @@ def ran(tmp_path, *options, served=app, nodes=3, **script):
 
 def test_an_answer_in_process_that_comes_after_the_timeout_is_not_used(tmp_path):
     ran(tmp_path / "first", "rounds=1")  # what is slow only once
-    result = ran(tmp_path, "timeout=4", "rounds=2", served=slow([]))
+    result = ran(tmp_path, "timeout=4", "rounds=2", served=serve_slowly([]))
     [failure] = result["failures"]
     assert failure == {"round": 1, "institution": "institution-2", "reason": "no answer within timeout=4 s"}
     used = [ran(tmp_path / str(rounds), f"rounds={rounds}")["examples-seen"] for rounds in (1, 2)]
@@ -96,7 +96,7 @@ def test_the_log_says_for_whom_the_run_waits(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(asking, "SILENCE", 0.1)
     caplog.set_level(logging.INFO, "flwr")
     monkeypatch.setattr(asking, "time", Clock())
-    ran(tmp_path, "timeout=1.5", "rounds=1", before=silent)
+    ran(tmp_path, "timeout=1.5", "rounds=1", before=never_answer_training)
     waits = [line for line in caplog.messages if line.startswith("waiting for")]
     assert waits == ["waiting for institution-2, 0 min"] * 4  # after 0.1, 0.2, 0.4 and 0.8 s
     caplog.clear()
@@ -153,7 +153,7 @@ def test_a_deployments_log_says_what_to_do_about_nodes_that_do_not_answer_the_ro
 def test_a_simulation_stops_once_messages_to_a_dead_worker_have_failed_alike(tmp_path, monkeypatch):
     monkeypatch.setattr(asking, "SIMULATED", (Grid.__name__,))
     with pytest.raises(RunError) as raised:
-        ran(tmp_path, before=gone)
+        ran(tmp_path, before=lose_worker)
     message = str(raised.value)
     assert "3 messages to one have failed: institution-3: error 0: The actor is dead because of that" in message
     assert "resume the run" in message

@@ -72,18 +72,18 @@ def mutated(reply, message, draw, others):
     if kind < 0.18:
         other = draw.choice([sent for sent in others if sent.has_content()])
         return Message(other.content, reply_to=message)
-    content = RecordDict({name: copied(record) for name, record in reply.content.items()})
+    content = RecordDict({name: copied_record(record) for name, record in reply.content.items()})
     for _ in range(draw.randint(1, 3)):
         with contextlib.suppress(ValueError, TypeError):  # what is spoiled already, or Flower's records refuse
-            change(content, draw)
+            change_content(content, draw)
     return Message(content, reply_to=message)
 
 
-def copied(record):
+def copied_record(record):
     return type(record)(dict(record.items()))
 
 
-def change(content, draw):
+def change_content(content, draw):
     names = list(content)
     kind = draw.random()
     if not names or kind < 0.06:
@@ -96,7 +96,7 @@ def change(content, draw):
     if kind < 0.1:
         del content[name]
     elif not len(record) or kind < 0.2:
-        add(record, draw)
+        add_entry(record, draw)
     else:
         key = draw.choice(list(record))
         how = draw.random()
@@ -112,7 +112,7 @@ def change(content, draw):
             record[key] = draw.choice([*TEXTS, *NUMBERS, b"\xff", [1, 2], ["a"], True])
 
 
-def add(record, draw):
+def add_entry(record, draw):
     key = draw.choice(["more", "epsilon", "delta", "failure", "name", "num-examples", "raw-bytes"])
     if isinstance(record, ArrayRecord):
         record[key] = Array(np.zeros(3, np.float32))

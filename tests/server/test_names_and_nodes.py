@@ -23,22 +23,22 @@ DP = ["strategy=fedavg", "dp=classifier", "sigma=2"]
 SIZES = {"a": 40, "b": 33, "c": 20}
 
 
-def leave(grid, *nodes):
+def remove_nodes(grid, *nodes):
     return {node: grid.contexts.pop(node) for node in nodes}
 
 
-def join(grid, node, folder, name, state):
+def add_node(grid, node, folder, name, state):
     config = {"name": name, "data": str(folder / f"{name}.npz"), "state": str(folder / state)}
     run_config = next(iter(grid.contexts.values())).run_config
     grid.contexts[node] = Context(1, node, config, RecordDict(), run_config)
 
 
-def away(grid, node):
+def send_away(grid, node):
     """Let a node leave; it comes back with `back`."""
-    grid.away = leave(grid, node)
+    grid.away = remove_nodes(grid, node)
 
 
-def back(grid):
+def bring_back(grid):
     grid.contexts.update(grid.away)
 
 
@@ -47,7 +47,7 @@ def stages(grid, node):
     return [at.stage for at, message, _ in grid.log if message.metadata.dst_node_id == node]
 
 
-def turned(turns):
+def at_looks(turns):
     def there(grid):
         if turn := turns.get(grid.looks):
             turn(grid)
@@ -62,12 +62,12 @@ def run(folder, turns, *options, names="abc", resume="", rounds=3, after=None):
     overrides = [*JOB, f"nodes={len(names)}", *(options or ["strategy=fedavg"]), f"rounds={rounds}"]
     overrides += [f"resume={resume}"] if resume else [f"runs_dir={folder / 'runs'}", "run_name=x"]
     grid = Grid(app, {"overrides": shlex.join(overrides)}, node_configs(folder, folder / "state", names))
-    grid.there, grid.after = turned(turns), after
+    grid.there, grid.after = at_looks(turns), after
     result, path = execute(grid, compose(overrides), Display())
     return result, path, grid
 
 
-def lines(path, name):
+def json_lines(path, name):
     return [json.loads(line) for line in (path / f"{name}.jsonl").read_text().splitlines()]
 
 
@@ -81,30 +81,30 @@ FIRST = 2  # looks: one while the run waits for nodes, one at the roll call; the
 
 def test_who_answers_as_another_while_that_is_away_is_refused(tmp_path):
     def swap(grid):
-        leave(grid, 3)
-        join(grid, 9, tmp_path, "b", "other")
+        remove_nodes(grid, 3)
+        add_node(grid, 9, tmp_path, "b", "other")
 
     result, path, grid = run(tmp_path, {FIRST + 2: swap}, *DP)
     assert reasons(result).keys() == {"9", "b"}
     assert reasons(result)["b"] == GONE
     assert "must prove to be the same institution" in reasons(result)["9"]
     assert set(stages(grid, 9)) == {"roll-call"}
-    stated = [line["round"] for line in lines(path, "privacy") if line["institution"] == "b"]
+    stated = [line["round"] for line in json_lines(path, "privacy") if line["institution"] == "b"]
     assert stated == [1]
-    assert all(line["round"] <= 1 for line in lines(path, "ledger") if line["institution"] == "b")
+    assert all(line["round"] <= 1 for line in json_lines(path, "ledger") if line["institution"] == "b")
     assert result["privacy"]["b"] == {
-        key: value for key, value in lines(path, "privacy")[1].items() if key not in ("round", "institution")
+        key: value for key, value in json_lines(path, "privacy")[1].items() if key not in ("round", "institution")
     }
 
 
 def test_an_institution_that_returns_as_another_node_with_its_key_goes_on(tmp_path):
     def swap(grid):
-        leave(grid, 3)
-        join(grid, 9, tmp_path, "b", "state")
+        remove_nodes(grid, 3)
+        add_node(grid, 9, tmp_path, "b", "state")
 
     result, path, _ = run(tmp_path, {FIRST + 2: swap}, *DP)
     assert reasons(result) == {}
-    assert [line["round"] for line in lines(path, "privacy") if line["institution"] == "b"] == [1, 2, 3]
+    assert [line["round"] for line in json_lines(path, "privacy") if line["institution"] == "b"] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -116,25 +116,25 @@ def test_an_institution_that_returns_as_another_node_with_its_key_goes_on(tmp_pa
 )
 def test_who_was_away_is_asked_again_and_must_be_the_same(tmp_path, change, reported):
     def changed(grid):
-        back(grid)
+        bring_back(grid)
         config = {"data": "b.npz", **change}
         grid.contexts[3].node_config |= {**config, "data": str(tmp_path / config["data"])}
 
-    turns = {FIRST + 2: lambda grid: away(grid, 3), FIRST + 3: changed}
+    turns = {FIRST + 2: lambda grid: send_away(grid, 3), FIRST + 3: changed}
     result, _, grid = run(tmp_path, turns)
     assert reported in reasons(result)["b"]
     assert stages(grid, 3) == ["roll-call", "train", "evaluate", "roll-call"]
 
 
 def test_who_was_away_and_is_the_same_goes_on(tmp_path):
-    turns = {FIRST + 2: lambda grid: away(grid, 3), FIRST + 3: back}
+    turns = {FIRST + 2: lambda grid: send_away(grid, 3), FIRST + 3: bring_back}
     result, _, grid = run(tmp_path, turns)
     assert result["failures"] == [{"round": 2, "institution": "b", "reason": GONE}]
     assert stages(grid, 3).count("train") == 2
 
 
 def test_two_that_begin_under_one_name_are_both_refused_and_the_others_go_on(tmp_path):
-    result, _, _ = run(tmp_path, {1: lambda grid: join(grid, 9, tmp_path, "b", "other")})
+    result, _, _ = run(tmp_path, {1: lambda grid: add_node(grid, 9, tmp_path, "b", "other")})
     assert reasons(result).keys() == {"3", "9"}
     assert all("two SuperNodes answer as 'b'" in reason for reason in reasons(result).values())
     assert sorted(result["final"]["institutions"]) == ["a", "c"]
@@ -147,8 +147,8 @@ def test_a_run_of_one_name_only_ends_with_the_reason(tmp_path):
 
 def test_a_name_in_use_is_free_once_its_owner_has_gone(tmp_path):
     turns = {
-        FIRST + 1: lambda grid: join(grid, 9, tmp_path, "b", "state"),  # restarted before Flower has noticed
-        FIRST + 2: lambda grid: leave(grid, 3),
+        FIRST + 1: lambda grid: add_node(grid, 9, tmp_path, "b", "state"),  # restarted before Flower has noticed
+        FIRST + 2: lambda grid: remove_nodes(grid, 3),
     }
     result, _, grid = run(tmp_path, turns)
     assert list(reasons(result)) == ["9"]
@@ -159,9 +159,9 @@ def test_a_resumed_run_knows_its_institutions(tmp_path):
     _, path, _ = run(tmp_path, {})
 
     def strangers(grid):
-        leave(grid, 2, 3)
-        join(grid, 8, tmp_path, "a", "state")
-        join(grid, 9, tmp_path, "b", "other")
+        remove_nodes(grid, 2, 3)
+        add_node(grid, 8, tmp_path, "a", "state")
+        add_node(grid, 9, tmp_path, "b", "other")
 
     result, _, _ = run(tmp_path, {1: strangers}, resume=path, rounds=4)
     assert reasons(result).keys() == {"9", "b"}
@@ -180,10 +180,10 @@ def test_a_node_keeps_its_name_in_a_resumed_run(tmp_path):
 
 def test_a_node_whose_name_another_has_by_now_is_not_called_by_it(tmp_path):
     def swap(grid):
-        away(grid, 3)
-        join(grid, 9, tmp_path, "b", "state")
+        send_away(grid, 3)
+        add_node(grid, 9, tmp_path, "b", "state")
 
-    result, _, _ = run(tmp_path, {FIRST + 1: swap, FIRST + 2: back})
+    result, _, _ = run(tmp_path, {FIRST + 1: swap, FIRST + 2: bring_back})
     assert reasons(result).keys() == {"3"}
     assert "b" in result["final"]["institutions"]
 
@@ -214,7 +214,7 @@ def test_what_cannot_be_at_the_roll_call_is_one_institutions_failure(tmp_path, r
             return Message(reported, reply_to=message)
         return reply
 
-    turns = {1: lambda grid: away(grid, 4), FIRST + 2: back} if late else {}
+    turns = {1: lambda grid: send_away(grid, 4), FIRST + 2: bring_back} if late else {}
     result, _, _ = run(tmp_path, turns, *(["strategy=fedavg", "nodes=2"] if late else []), after=tells)
     assert reasons(result).keys() == {name}
     assert reason in reasons(result)[name]
@@ -238,7 +238,11 @@ def test_an_identity_is_made_once_and_is_its_owners_only(tmp_path):
 
 
 def test_who_has_gone_is_said_once_by_name_and_stands_on_the_page(tmp_path, caplog):
-    turns = {FIRST + 2: lambda grid: away(grid, 3), FIRST + 4: back, FIRST + 5: lambda grid: away(grid, 3)}
+    turns = {
+        FIRST + 2: lambda grid: send_away(grid, 3),
+        FIRST + 4: bring_back,
+        FIRST + 5: lambda grid: send_away(grid, 3),
+    }
     result, path, grid = run(tmp_path, turns, rounds=5)
     assert [(failure["round"], failure["institution"], failure["reason"]) for failure in result["failures"]] == [
         (2, "b", GONE),

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from flwr.app import Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from grid import NEVER, Grid, first
+from grid import NEVER, Grid, first_times
 
 from flwr_replay.client_app import app
 from flwr_replay.config.compose import compose, overrides_of
@@ -26,9 +26,9 @@ GONE = 5
 NODE_GONE = "its node has gone; the run goes on without it until it returns"
 
 
-def losing(code, times):
+def lose_roll_calls(code, times):
     """Lose the first answers of node 3, the second institution, to the roll call; without a code none ever comes."""
-    lost = first(*[("roll-call", "institution-2")] * times)
+    lost = first_times(*[("roll-call", "institution-2")] * times)
 
     def before(grid, message):
         if lost(grid, grid.asked[-1]):
@@ -46,7 +46,7 @@ def run(tmp_path, *options, served=app, nodes=3, **script):
 
 @pytest.mark.parametrize("code", [CRASHED, LOST])
 def test_a_lost_answer_is_reported_and_the_node_asked_again(tmp_path, code):
-    result, folder = run(tmp_path, *FEDREPLAY, "timeout=4", before=losing(code, 1))
+    result, folder = run(tmp_path, *FEDREPLAY, "timeout=4", before=lose_roll_calls(code, 1))
     [failure] = result["failures"]
     assert failure["institution"] == "3"
     assert "asked again" in failure["reason"]
@@ -70,7 +70,7 @@ def test_who_states_pinned_keys_in_an_unsealed_run_has_nobody_refused(tmp_path):
 
 
 def test_a_node_that_never_answers_takes_no_part(tmp_path):
-    result, _ = run(tmp_path, *FEDREPLAY, before=losing(CRASHED, 99))
+    result, _ = run(tmp_path, *FEDREPLAY, before=lose_roll_calls(CRASHED, 99))
     assert sorted(result["final"]["institutions"]) == ["institution-1", "institution-3"]  # node 3 is the second
     assert result["metric"] == "accuracy"
 
@@ -81,7 +81,7 @@ def test_a_run_waits_for_an_institution_whose_node_was_killed_before_it_answered
         return [2, 4] if grid.times("roll-call", "institution-2") == 1 and grid.looks < 4 else None
 
     options = ["strategy=cwt", f"wait={wait}"]
-    result, folder = run(tmp_path, *options, before=losing(GONE, 1), there=there)
+    result, folder = run(tmp_path, *options, before=lose_roll_calls(GONE, 1), there=there)
     [failure] = result["failures"]
     assert failure["reason"].startswith("no answer to the roll call (error 5")
     assert visited(folder) == [f"institution-{k}" for k in visits]
@@ -89,7 +89,7 @@ def test_a_run_waits_for_an_institution_whose_node_was_killed_before_it_answered
 
 
 def test_who_says_each_time_that_its_node_has_gone_holds_up_the_run_for_that_wait_only(tmp_path):
-    result, folder = run(tmp_path, "strategy=cwt", "wait=1.2", "evaluate_every=2", before=losing(GONE, 99))
+    result, folder = run(tmp_path, "strategy=cwt", "wait=1.2", "evaluate_every=2", before=lose_roll_calls(GONE, 99))
     assert sorted(result["final"]["institutions"]) == ["institution-1", "institution-3"]
     entries = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
     asked = [entry for entry in entries if entry["institution"] == "3" and entry["round"] == 0]
@@ -99,7 +99,7 @@ def test_who_says_each_time_that_its_node_has_gone_holds_up_the_run_for_that_wai
 def test_who_has_come_back_is_waited_for_no_longer_though_another_takes_no_part(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, sleep=lambda s: setattr(clock, "now", clock.now + s))
     monkeypatch.setattr(roll, "time", clock)
-    gone = losing(GONE, 1)
+    gone = lose_roll_calls(GONE, 1)
 
     def before(grid, message):
         if grid.asked[-1][:2] == ("roll-call", "institution-3"):
@@ -146,7 +146,7 @@ def test_who_leaves_while_the_run_waits_for_another_is_named(tmp_path):
     def there(grid):
         return None if grid.times("roll-call", "institution-2") < 2 else [2, 3]
 
-    result, _ = run(tmp_path, "strategy=fedavg", "wait=2", before=losing(GONE, 99), there=there)
+    result, _ = run(tmp_path, "strategy=fedavg", "wait=2", before=lose_roll_calls(GONE, 99), there=there)
     [failure] = [failure for failure in result["failures"] if failure["institution"] == "institution-3"]
     assert failure == {"round": 1, "institution": "institution-3", "reason": NODE_GONE}
 
@@ -161,7 +161,7 @@ def test_who_took_part_and_is_not_there_in_the_resumed_run_is_named(tmp_path):
 def test_a_long_wait_for_who_says_each_time_that_its_node_has_gone_fills_no_files(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, sleep=lambda s: setattr(clock, "now", clock.now + s))
     monkeypatch.setattr(roll, "time", clock)
-    result, _ = run(tmp_path, "strategy=fedavg", "wait=86400", "rounds=1", before=losing(GONE, 9999))
+    result, _ = run(tmp_path, "strategy=fedavg", "wait=86400", "rounds=1", before=lose_roll_calls(GONE, 9999))
     assert clock.now == pytest.approx(86400)
     assert len(result["failures"]) < 500  # a day
 
@@ -219,7 +219,7 @@ def test_an_older_copy_of_the_state_is_reported_and_not_used(tmp_path, strategy)
 def test_who_does_not_answer_a_resumed_run_is_named(tmp_path):
     run(tmp_path, "strategy=local")
     more = [f"resume={tmp_path / 'x'}", "rounds=3", "timeout=4"]
-    result, _ = run(tmp_path, "strategy=local", *more, before=losing(CRASHED, 1))
+    result, _ = run(tmp_path, "strategy=local", *more, before=lose_roll_calls(CRASHED, 1))
     assert [failure["institution"] for failure in result["failures"]] == ["institution-2"]
 
 

@@ -15,7 +15,7 @@ EXPIRED = httpx.HTTPStatusError("Client error '401 Unauthorized'", request=ANSWE
 GONE = httpx.HTTPStatusError("gone", request=ANSWER.request, response=httpx.Response(410, request=ANSWER.request))
 
 
-def served(tmp_path, error):
+def run_server_app(tmp_path, error):
     """Run the ServerApp on a grid that fails from its second look for nodes on."""
 
     def there(grid):
@@ -34,7 +34,7 @@ def served(tmp_path, error):
 )
 def test_an_expired_token_is_one_line_that_says_what_to_do(error, raised, tmp_path, caplog):
     with pytest.raises(raised) as ended:
-        served(tmp_path, error)
+        run_server_app(tmp_path, error)
     assert "\n" not in ENDED
     if raised is RunError:  # which Flower logs, in one line
         assert str(ended.value) == ENDED
@@ -45,5 +45,5 @@ def test_an_expired_token_is_one_line_that_says_what_to_do(error, raised, tmp_pa
 
 def test_another_fault_is_not_taken_for_it(tmp_path, caplog):
     with pytest.raises(httpx.HTTPStatusError, match="gone"):
-        served(tmp_path, GONE)
+        run_server_app(tmp_path, GONE)
     assert not [line for line in caplog.messages if "token" in line]

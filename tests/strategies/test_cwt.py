@@ -75,7 +75,7 @@ def twin(shards, visits, momentum=0.9, keep=False):
     return {name: value.detach().numpy() for name, value in model.state_dict().items()}
 
 
-def agree(left, right):
+def assert_weights_close(left, right):
     assert left.keys() == right.keys()
     for name in left:
         np.testing.assert_allclose(left[name], right[name], rtol=0, atol=1e-6, err_msg=name)
@@ -85,7 +85,7 @@ def agree(left, right):
 def test_a_fixed_order_is_that_of_the_names(start, shards, keep):
     weights, grid, recorder = start(f"optimizer-state={'keep' if keep else 'reset'}")
     assert grid.who("train") == [*"abc" * 3]
-    agree(weights, twin(shards, grid.who("train"), keep=keep))
+    assert_weights_close(weights, twin(shards, grid.who("train"), keep=keep))
     assert recorder.examples == 3 * (4 * B + 2 * B + 5)
 
 
@@ -105,13 +105,13 @@ def test_a_shuffled_order_is_a_new_permutation_in_every_cycle(start, shards):
     assert all(sorted(cycle) == ["a", "b", "c"] for cycle in cycles)
     assert len(set(cycles)) > 1
     assert cycles == [tuple("abc"[i] for i in derived_rng(0, "order", n).permutation(3)) for n in range(6)]
-    agree(weights, twin(shards, grid.who("train")))
+    assert_weights_close(weights, twin(shards, grid.who("train")))
 
 
 def test_a_visit_that_fails_goes_to_the_next_with_the_same_weights(start, shards):
     weights, grid, recorder = start(failing=nth(("train", "b", 1)))
     assert grid.who("train") == [*"abcabcabc"]
-    agree(weights, twin(shards, ["a", None, *"cabcabc"]))
+    assert_weights_close(weights, twin(shards, ["a", None, *"cabcabc"]))
     assert [(failure["institution"], failure["round"]) for failure in recorder.failures] == [("b", 2)]
 
 
@@ -137,4 +137,4 @@ def test_a_cycle_of_losses_that_are_not_finite_stops_the_run_at_the_last_good_ch
     with pytest.raises(DivergedError, match=r"^a: the loss must stay finite"):
         start(recorder=recorder, before=steep)
     for kept in recorder.snapshots:
-        agree(kept.arrays, twin(shards, ["a"]))
+        assert_weights_close(kept.arrays, twin(shards, ["a"]))

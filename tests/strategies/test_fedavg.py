@@ -89,31 +89,31 @@ def twin(shards, rounds=3, epochs=1, keep=False, failing=(), optimizer=torch.opt
     return {name: value.numpy() for name, value in arrays.items()}
 
 
-def agree(left, right):
+def assert_weights_close(left, right):
     assert left.keys() == right.keys()
     for name in left:
         np.testing.assert_allclose(left[name], right[name], rtol=0, atol=1e-6, err_msg=name)
 
 
 def test_institutions_of_unequal_size_weigh_n_k_over_n(start, shards):
-    agree(start()[0], twin(shards, momentum=0.9))
+    assert_weights_close(start()[0], twin(shards, momentum=0.9))
 
 
 def test_every_local_epoch_has_a_shuffle_of_its_own(start, shards):
-    agree(start("local-epochs=3")[0], twin(shards, epochs=3, momentum=0.9))
+    assert_weights_close(start("local-epochs=3")[0], twin(shards, epochs=3, momentum=0.9))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_each_institution_keeps_its_own_optimizer(start, shards, optimizer):
     plain = {"optimizer": partial(torch.optim.Adam, fused=True)} if optimizer == "adam" else {"momentum": 0.9}
     weights, _ = start("optimizer-state=keep", f"optimizer={optimizer}")
-    agree(weights, twin(shards, keep=True, **plain))
+    assert_weights_close(weights, twin(shards, keep=True, **plain))
 
 
 @pytest.mark.parametrize("name", ["a", "c"])
 def test_without_one_institution_the_others_weights_sum_to_one(start, shards, name):
     weights, recorder = start(failing=[("train", name, 1)])
-    agree(weights, twin(shards, momentum=0.9, failing=[(name, 1)]))
+    assert_weights_close(weights, twin(shards, momentum=0.9, failing=[(name, 1)]))
     assert [(failure["institution"], failure["round"]) for failure in recorder.failures] == [(name, 1)]
 
 

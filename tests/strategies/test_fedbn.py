@@ -1,7 +1,7 @@
 """FedBN against a plain loop; without batch norm it is FedAvg."""
 
 import pytest
-from averaging import JOB, SIZES, agree, local_sgd, mean, run
+from averaging import JOB, SIZES, assert_weights_close, local_sgd, mean, run
 from harness import same, write_shards
 from safetensors.numpy import load_file
 
@@ -32,7 +32,7 @@ def twin(shards):
     return state, own
 
 
-def kept(folder, name):
+def newest_model(folder, name):
     [newest] = [*sorted((folder / "fedbn").glob(f"**/{name}/**/model-*.safetensors"))[-1:]]
     return load_file(newest)
 
@@ -45,9 +45,11 @@ def shards(tmp_path):
 def test_it_is_the_papers_algorithm_and_institutions_keep_the_model_that_they_test(tmp_path, shards):
     weights = run(tmp_path, "fedbn")[0]
     state, own = twin(shards)
-    agree(weights, {name: value.numpy() for name, value in state.items()})
+    assert_weights_close(weights, {name: value.numpy() for name, value in state.items()})
     for name in shards:
-        agree(kept(tmp_path, name), {key: v.numpy() for key, v in {**state, **own[name]}.items()})
+        assert_weights_close(
+            newest_model(tmp_path, name), {key: v.numpy() for key, v in {**state, **own[name]}.items()}
+        )
 
 
 def test_no_batch_norm_leaves_an_institution(tmp_path, shards, monkeypatch):

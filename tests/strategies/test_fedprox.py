@@ -1,7 +1,7 @@
 """FedProx against a plain loop; without its term it is FedAvg."""
 
 import pytest
-from averaging import JOB, SIZES, agree, local_sgd, rounds, run
+from averaging import JOB, SIZES, assert_weights_close, local_sgd, rounds, run
 from harness import same, write_shards
 
 from flwr_replay.config.compose import compose
@@ -25,7 +25,7 @@ def shards(tmp_path):
 
 def test_it_is_the_papers_local_objective(tmp_path, shards):
     weights = run(tmp_path, "fedprox", "mu=5")[0]
-    agree(weights, twin(shards, 5.0))
+    assert_weights_close(weights, twin(shards, 5.0))
     assert not same(weights, run(tmp_path, "fedavg")[0])
 
 

@@ -88,7 +88,7 @@ def run(tmp_path, nodes):
 # --- what must agree --------------------------------------------------------------------------------------------------
 
 
-def agree(weights, *modules):
+def assert_weights_close(weights, *modules):
     expected = {name: value for module in modules for name, value in module.state_dict().items()}
     assert weights.keys() == expected.keys()
     for name, value in expected.items():
@@ -110,7 +110,7 @@ def test_the_run_is_algorithm_2(start, shards, lr_step, fall):
     for name, (e, y) in union.items():
         np.testing.assert_allclose(stored(folder, name), e.numpy(), rtol=0, atol=1e-6)
         assert stored(folder, name, "labels").tolist() == y.tolist()
-    agree(weights, encoder, stage_3([union, union], fall=fall))
+    assert_weights_close(weights, encoder, stage_3([union, union], fall=fall))
     stages = [at.stage for at in grid.asked]
     assert stages == ["roll-call"] * 3 + ["encode"] + ["extract"] * 3 + ["evaluate"] * 3
     in_encoder = epochs * (58 // B) * B
@@ -148,7 +148,7 @@ def test_the_largest_trains_the_encoder_and_the_next_largest_stands_in(start, sh
     assert sorted(grid.who("extract")) == ["a", "b", "c"]  # it could not train, but it can encode
     encoder, _ = stage_1(*shards["a"], "a", "conv1")
     union = stage_2(encoder, shards)
-    agree(weights, encoder, stage_3([union, union]))
+    assert_weights_close(weights, encoder, stage_3([union, union]))
     assert [failure["institution"] for failure in recorder.failures] == ["b"]
 
 
@@ -164,7 +164,7 @@ def test_a_random_encoder_is_the_fresh_backbones(start, shards):
     weights, grid, _, _ = start(*QUICK)
     assert not grid.of("encode")
     encoder, _ = cut_after(network(), "conv1")
-    agree(weights, encoder, stage_3([stage_2(encoder, shards)]))
+    assert_weights_close(weights, encoder, stage_3([stage_2(encoder, shards)]))
 
 
 def test_an_encoder_from_a_file_is_taken_as_it_is(start, shards, tmp_path):
@@ -174,7 +174,7 @@ def test_an_encoder_from_a_file_is_taken_as_it_is(start, shards, tmp_path):
     weights, grid, _, _ = start("encoder=file", option, "rounds=1")
     assert not grid.of("encode")
     encoder, _ = cut_after(model, "conv1")
-    agree(weights, encoder, stage_3([stage_2(encoder, shards)]))
+    assert_weights_close(weights, encoder, stage_3([stage_2(encoder, shards)]))
     save_file({"conv1.conv.weight": np.zeros((4, 1, 3, 3), np.float32)}, tmp_path / "given.safetensors")
     with pytest.raises(ConfigError, match=r"'conv1.norm.weight' with shape .* lacks it"):
         start("encoder=file", option)
@@ -192,7 +192,7 @@ def test_the_backbone_is_cut_at_any_stage(start, shards, cut):
     options = ["model=resnet18", "stem=small", "model.width=4"]
     weights, _, _, _ = start(*options, *QUICK, f"cut={cut}")
     encoder, _ = cut_after(network(*options), cut)
-    agree(weights, encoder, stage_3([stage_2(encoder, shards)], *options, cut=cut))
+    assert_weights_close(weights, encoder, stage_3([stage_2(encoder, shards)], *options, cut=cut))
     assert list(encoder.state_dict())[-1].startswith(cut)
 
 
@@ -236,7 +236,7 @@ def test_latents_travel_and_lie_in_the_dtype_asked_for(start, shards, dtype, byt
         [(_, reply)] = grid.of("extract", name)
         sent = reply.content["arrays"]["latents"].data
         assert len(sent) == 128 + e.numel() * bytes_each
-    agree(weights, encoder, stage_3([seen]))
+    assert_weights_close(weights, encoder, stage_3([seen]))
 
 
 def test_the_first_view_is_the_image_itself_and_the_others_are_its_shifts(start, shards):
@@ -255,7 +255,7 @@ def test_the_first_view_is_the_image_itself_and_the_others_are_its_shifts(start,
         assert len(which.indices.unique()) > 4  # drawn, not one shift for all
         assert stored(folder, name, "labels").tolist() == y.tolist() * 3
         seen[name] = views.flatten(0, 1), y.repeat(3)
-    agree(weights, encoder, stage_3([dict(sorted(seen.items()))]))
+    assert_weights_close(weights, encoder, stage_3([dict(sorted(seen.items()))]))
     assert recorder.examples == (3 * sum(SIZES.values()) // B) * B
 
 
@@ -277,7 +277,7 @@ def test_who_joins_late_uploads_then_and_counts_from_then_on(start, nodes, shard
     encoder, _ = cut_after(network(), "conv1")
     union = stage_2(encoder, shards)
     without = {name: union[name] for name in "ac"}
-    agree(weights, encoder, stage_3([without, without, union]))
+    assert_weights_close(weights, encoder, stage_3([without, without, union]))
     assert grid.who("evaluate") == [*"ac", *"ac", *"abc"]
 
 
@@ -289,7 +289,7 @@ def test_who_fails_to_upload_is_asked_again_in_the_next_round(start, shards):
     encoder, _ = cut_after(network(), "conv1")
     union = stage_2(encoder, shards)
     without = {name: union[name] for name in "ac"}
-    agree(weights, encoder, stage_3([without, union, union]))
+    assert_weights_close(weights, encoder, stage_3([without, union, union]))
     assert [(failure["round"], failure["institution"]) for failure in recorder.failures] == [(1, "b")]
 
 

@@ -19,21 +19,21 @@ def folder(tmp_path_factory):
 ONE = [*FML, "dp=none", "rounds=1", "batch-size=40"]  # one step
 
 
-def common(ran):
+def global_model(ran):
     return load_file(ran.folder / "models" / "global.safetensors")
 
 
 def test_a_proxy_that_learns_from_labels_alone_is_fedavgs_model(folder):
     averaged = run(folder, "strategy=fedavg", "rounds=2", "strategy.optimizer-state=keep")
     ran = run(folder, *FML, "beta=0", "dp=none")
-    assert same(common(ran), common(averaged))
+    assert same(global_model(ran), global_model(averaged))
     proxies = {key.removeprefix("proxy-"): v for key, v in ran.result["final"]["global"].items() if "proxy-" in key}
     assert proxies == averaged.result["final"]["global"]
 
 
 def test_a_proxys_step_does_not_see_the_private_models(folder):
     ran, other = run(folder, *ONE), run(folder, *ONE, "alpha=0")
-    assert same(common(ran), common(other))
+    assert same(global_model(ran), global_model(other))
     assert not same(ran.private("a", 1), other.private("a", 1))
 
 
@@ -43,5 +43,5 @@ def test_private_models_may_differ_and_stay(folder):
     assert all("not a proof" in account["mechanism"] for account in ran.result["privacy"].values())
     up = {entry["field"] for entry in ran.ledger if entry["direction"] == "up" and entry["stage"] == "train-mutually"}
     assert up == {"arrays", "num-examples", "examples-seen", "num-steps", "epsilon", "delta"}
-    assert all(np.isfinite(array).all() for array in common(ran).values())
+    assert all(np.isfinite(array).all() for array in global_model(ran).values())
     assert len(ran.result["privacy"]) == len(NAMES)

@@ -255,7 +255,7 @@ def test_a_server_that_asks_for_another_beta_than_was_configured_is_refused(fold
         run(folder, *PROXYFL, *DP, "beta=0", before=lies)
 
 
-def under(first):
+def under_other_run(first):
     """Send every message under the id of another run."""
 
     def before(grid, message):
@@ -268,11 +268,11 @@ def test_a_private_training_does_not_go_on_from_one_without_noise(folder):
     first = run(folder, *PROXYFL, "dp=none", "rounds=1", name="first")
 
     with pytest.raises(RefusedError, match=r"was begun with others .*: begin a new run"):
-        run(folder, *PROXYFL, *DP, before=under(first))
+        run(folder, *PROXYFL, *DP, before=under_other_run(first))
 
 
 def test_under_one_run_a_proxy_does_not_change_from_unproven_to_proven(folder):
     first = run(folder, *PROXYFL, *DP, "beta=0.5", "rounds=1", name="unproven")
 
     with pytest.raises(RefusedError, match=r"was begun with others .*: begin a new run"):
-        run(folder, *PROXYFL, *DP, "beta=0", before=under(first))
+        run(folder, *PROXYFL, *DP, "beta=0", before=under_other_run(first))

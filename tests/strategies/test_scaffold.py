@@ -4,7 +4,7 @@ import averaging
 import numpy as np
 import pytest
 import torch
-from averaging import JOB, SIZES, B, agree, mean, run
+from averaging import JOB, SIZES, B, assert_weights_close, mean, run
 from harness import SHARDS, same, write_shards
 from safetensors.numpy import load_file
 from torch.nn.functional import cross_entropy
@@ -66,7 +66,7 @@ def shards(tmp_path):
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_it_is_the_papers_algorithm(tmp_path, shards, momentum):
     weights = run(tmp_path, "scaffold", f"momentum={momentum}")[0]
-    agree(weights, twin(shards, momentum))
+    assert_weights_close(weights, twin(shards, momentum))
     assert not same(weights, run(tmp_path, "fedavg", f"momentum={momentum}")[0])
 
 

@@ -50,7 +50,7 @@ def answered(grid, stage, name):
     return [arrays_in(reply.content) for _, reply in grid.of(stage, name)]
 
 
-def spoils(call, spoil):
+def spoil_answers(call, spoil):
     """Let arrays of an answer be replaced."""
 
     def after(grid, asked, reply):
@@ -86,7 +86,7 @@ def start(tmp_path, shards):
     return start
 
 
-def agree(left, right):
+def assert_weights_close(left, right):
     assert left.keys() == right.keys()
     for name in left:
         np.testing.assert_allclose(left[name], right[name], rtol=0, atol=1e-6, err_msg=name)
@@ -218,7 +218,7 @@ def test_a_visit_that_breaks_off_leaves_both_parts_and_goes_to_the_next(start, s
     weights, grid, recorder = start(*options, failing=nth_message(("b", message)))
     assert [failure["institution"] for failure in recorder.failures] == ["b"]
     assert stages(grid, "b") == [*VISIT[:message], *VISIT]
-    agree(weights, twin(shards, ["a", None, *"cabc"], keep=bool(options)))
+    assert_weights_close(weights, twin(shards, ["a", None, *"cabc"], keep=bool(options)))
 
 
 def test_a_cycle_of_failures_ends_the_run(start):
@@ -232,7 +232,7 @@ def test_what_an_institution_must_go_on_with_may_not_vanish(start, tmp_path):
             file.unlink()
         return {}
 
-    _, grid, recorder = start(after=spoils(("b", 1), lose))
+    _, grid, recorder = start(after=spoil_answers(("b", 1), lose))
     [failure] = recorder.failures
     assert failure["institution"] == "b"
     assert "the part of the model that it kept" in failure["reason"]
@@ -249,11 +249,11 @@ def test_what_an_institution_must_go_on_with_may_not_vanish(start, tmp_path):
     ],
 )
 def test_an_upload_that_does_not_fit_ends_the_visit_alone(start, shards, at, spoil, reported):
-    weights, _, recorder = start(after=spoils(("b", at), lambda sent: array_record(spoil(sent))))
+    weights, _, recorder = start(after=spoil_answers(("b", at), lambda sent: array_record(spoil(sent))))
     [failure] = recorder.failures
     assert failure["institution"] == "b"
     assert reported in failure["reason"]
-    agree(weights, twin(shards, ["a", None, *"cabc"]))
+    assert_weights_close(weights, twin(shards, ["a", None, *"cabc"]))
 
 
 @pytest.mark.parametrize("labels", ["share-labels=true", UNLABELLED])
@@ -322,7 +322,7 @@ def test_micro_batches_and_the_optimizers_kept(start, shards, with_head, m, keep
     options = [f"micro-batches={m}", f"optimizer-state={'keep' if keep else 'reset'}"]
     options += [f"share-labels={'false' if with_head else 'true'}"]
     weights, grid, _ = start(*options)
-    agree(weights, twin(shards, "abcabc", keep, m, with_head))
+    assert_weights_close(weights, twin(shards, "abcabc", keep, m, with_head))
     uploads = stages(grid, "a").count("enter-unlabelled" if with_head else "enter")
     uploads += stages(grid, "a").count("next-batch-unlabelled" if with_head else "next-batch")
     assert uploads == 2 * -(-4 // m)

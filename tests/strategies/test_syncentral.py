@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from harness import lines, node_configs, run, write_shards
+from harness import json_lines, node_configs, run, write_shards
 from safetensors.numpy import load_file
 from torch.nn.functional import cross_entropy
 
@@ -68,7 +68,7 @@ def test_a_loss_that_no_picture_can_show_costs_its_sender_only(tmp_path):
     ran = run(tmp_path, JOB, node_configs(tmp_path, tmp_path / "state"), after=after)
     assert {failure["institution"] for failure in ran.result["failures"]} == {"a"}
     assert all("TrainedPiece.loss must be float, finite" in failure["reason"] for failure in ran.result["failures"])
-    assert {row["institution"] for row in lines(ran.folder / "generator.jsonl")} == {"b", "c"}
+    assert {row["institution"] for row in json_lines(ran.folder / "generator.jsonl")} == {"b", "c"}
 
 
 def test_a_picture_that_cannot_be_drawn_costs_no_result(tmp_path, caplog):

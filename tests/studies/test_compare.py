@@ -41,23 +41,23 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def first(runs: Path) -> tuple[str, dict[str, Any]]:
+def compared(runs: Path) -> tuple[str, dict[str, Any]]:
     return compare(runs, "local,fedavg,fedreplay,fedreplay:cut=hidden1:patience=1", "seeds=2", "fedreplay.cut=hidden2")
 
 
-def cell(report: dict[str, Any], label: str, seed: int) -> dict[str, Any]:
+def cell_of(report: dict[str, Any], label: str, seed: int) -> dict[str, Any]:
     return next(c for c in report["cells"] if c["label"] == label and c["seed"] == seed)
 
 
-def begins(cell: cells_module.Cell, display: Any) -> dict[str, Any]:
+def fail_if_run(cell: cells_module.Cell, display: Any) -> dict[str, Any]:
     raise AssertionError(f"{cell.folder.name} is run again")
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_comparison_leaves_its_data_and_pictures(first: tuple[str, dict[str, Any]]) -> None:
-    text, report = first
+def test_a_comparison_leaves_its_data_and_pictures(compared: tuple[str, dict[str, Any]]) -> None:
+    text, report = compared
     folder = Path(report["folder"])
     assert json.loads((folder / "compare.json").read_text())["cells"] == report["cells"]
     for name in ("compare.png", "curves.png"):
@@ -70,15 +70,15 @@ def test_a_comparison_leaves_its_data_and_pictures(first: tuple[str, dict[str, A
 
 
 def test_finished_cells_are_not_repeated(
-    runs: Path, first: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    runs: Path, compared: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cells_module, "_run", begins)
+    monkeypatch.setattr(cells_module, "_run", fail_if_run)
     _, again = compare(runs, "fedavg,local", "seeds=2", against="local", metric="loss")
-    assert cell(again, "fedavg", 1)["result"] == cell(first[1], "fedavg", 1)["result"]
+    assert cell_of(again, "fedavg", 1)["result"] == cell_of(compared[1], "fedavg", 1)["result"]
     assert not again["higher-is-better"]
     own = (
-        cell(again, "fedavg", 0)["result"]["final"]["institutions"],
-        cell(again, "fedavg", 1)["result"]["final"]["institutions"],
+        cell_of(again, "fedavg", 0)["result"]["final"]["institutions"],
+        cell_of(again, "fedavg", 1)["result"]["final"]["institutions"],
     )
     worst = np.mean([max(metrics["loss"] for metrics in institutions.values()) for institutions in own])
     assert again["strategies"]["fedavg"]["worst-institution"] == pytest.approx(worst)
@@ -87,9 +87,9 @@ def test_finished_cells_are_not_repeated(
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("lost", ["page", "result", "checkpoints"])
 def test_only_the_broken_cell_is_run_again_and_ends_alike(
-    lost: str, runs: Path, first: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    lost: str, runs: Path, compared: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = Path(first[1]["folder"]).parent / "local-seed1"
+    folder = Path(compared[1]["folder"]).parent / "local-seed1"
     if lost == "page":  # killed before all was added to the result
         (folder / "report.html").unlink()
         write_result(folder, {key: value for key, value in read_result(folder).items() if key != "skew"})
@@ -107,7 +107,7 @@ def test_only_the_broken_cell_is_run_again_and_ends_alike(
     _, again = compare(runs, "local,fedavg", "seeds=2")
     assert ran == [("local-seed1", lost != "checkpoints")]
     for key in ("final", "examples-seen", "rounds", "skew"):
-        assert cell(again, "local", 1)["result"][key] == cell(first[1], "local", 1)["result"][key]
+        assert cell_of(again, "local", 1)["result"][key] == cell_of(compared[1], "local", 1)["result"][key]
 
 
 def test_a_users_file_in_a_cell_without_checkpoint_stops_that_cell_only(runs: Path, tmp_path: Path) -> None:
@@ -117,10 +117,10 @@ def test_a_users_file_in_a_cell_without_checkpoint_stops_that_cell_only(runs: Pa
     shutil.rmtree(folder / "checkpoints")
     (folder / "notes.txt").write_text("mine")
     text, report = compare(tmp_path, "local,fedavg", "seeds=1", "rounds=1")
-    assert "notes.txt" in cell(report, "local", 0)["error"]
+    assert "notes.txt" in cell_of(report, "local", 0)["error"]
     assert "notes.txt" in text
     assert (folder / "notes.txt").read_text() == "mine"
-    assert cell(report, "fedavg", 0)["result"]
+    assert cell_of(report, "fedavg", 0)["result"]
 
 
 def test_one_failure_is_reported_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def everything(folder: Path) -> dict[Path, bytes]:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def base_report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Compare once; the tests' further comparisons lie beside it."""
     folder = tmp_path_factory.mktemp("plain")
     return folder, compare(folder, "local,fedavg", "seeds=1", "rounds=1")[1]
@@ -163,9 +163,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     ],
 )
 def test_another_comparison_replaces_nothing_of_the_first(
-    names: str, options: list[str], more: dict[str, Any], plain: tuple[Path, dict[str, Any]]
+    names: str, options: list[str], more: dict[str, Any], base_report: tuple[Path, dict[str, Any]]
 ) -> None:
-    folder, report = plain
+    folder, report = base_report
     before = everything(folder)
     assert {"report.html", "compare.json", "compare.png", "curves.png"} <= {path.name for path in before}
     _, other = compare(folder, names, "rounds=1", *options, **more)
@@ -178,14 +178,14 @@ def test_another_comparison_replaces_nothing_of_the_first(
 
 
 @pytest.mark.sampled(1, of="worker processes")
-def test_processes_give_the_same_bits_as_this_one(tmp_path: Path, first: tuple[str, dict[str, Any]]) -> None:
+def test_processes_give_the_same_bits_as_this_one(tmp_path: Path, compared: tuple[str, dict[str, Any]]) -> None:
     _, apart = compare(tmp_path, "local,fedavg", "seeds=1", jobs=2)
     for label in ("local", "fedavg"):
-        assert cell(apart, label, 0)["result"]["final"] == cell(first[1], label, 0)["result"]["final"]
+        assert cell_of(apart, label, 0)["result"]["final"] == cell_of(compared[1], label, 0)["result"]["final"]
 
 
-def test_two_comparisons_never_share_a_folder_at_the_same_time(runs: Path, first: tuple[str, dict[str, Any]]) -> None:
-    with alone(Path(first[1]["folder"]).parent), pytest.raises(RunError, match="only one process"):
+def test_two_comparisons_never_share_a_folder_at_once(runs: Path, compared: tuple[str, dict[str, Any]]) -> None:
+    with alone(Path(compared[1]["folder"]).parent), pytest.raises(RunError, match="only one process"):
         compare(runs, "local,fedavg", "seeds=2")
 
 
@@ -197,25 +197,25 @@ def test_the_same_seed_begins_alike(tmp_path: Path) -> None:
     # With a learning rate of nearly nothing every method ends with the weights it began with.
     _, report = compare(tmp_path, "central,cwt,fedavg,local", "seeds=2", "lr=1e-30", "rounds=1", "momentum=0")
     for seed in (0, 1):
-        finals = [cell(report, label, seed)["result"]["final"] for label in report["strategies"]]
+        finals = [cell_of(report, label, seed)["result"]["final"] for label in report["strategies"]]
         for final in finals[1:]:
             assert final["global"] == pytest.approx(finals[0]["global"])
             assert {n: m["accuracy"] for n, m in final["institutions"].items()} == {
                 n: m["accuracy"] for n, m in finals[0]["institutions"].items()
             }
-    assert cell(report, "cwt", 0)["result"]["final"] != cell(report, "cwt", 1)["result"]["final"]
+    assert cell_of(report, "cwt", 0)["result"]["final"] != cell_of(report, "cwt", 1)["result"]["final"]
 
 
-def test_options_of_one_method_reach_it_and_no_other(first: tuple[str, dict[str, Any]]) -> None:
-    report = first[1]
-    assert cell(report, "fedreplay", 0)["options"] == ["strategy.cut=hidden2"]
-    variant = cell(report, "fedreplay:cut=hidden1:patience=1", 0)
+def test_options_of_one_method_reach_it_and_no_other(compared: tuple[str, dict[str, Any]]) -> None:
+    report = compared[1]
+    assert cell_of(report, "fedreplay", 0)["options"] == ["strategy.cut=hidden2"]
+    variant = cell_of(report, "fedreplay:cut=hidden1:patience=1", 0)
     assert variant["options"] == ["strategy.cut=hidden1", "strategy.patience=1"]
     assert variant["folder"] == "../fedreplay-cut-hidden1-patience-1-seed0"
     config = (Path(report["folder"]) / variant["folder"] / "config.yaml").read_text()
     assert "cut: hidden1" in config
     assert "patience: 1" in config
-    assert cell(report, "fedavg", 0)["options"] == []
+    assert cell_of(report, "fedavg", 0)["options"] == []
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ def test_a_summary_and_its_pictures_stand_one_seed_and_no_result(tmp_path: Path)
 def test_a_wrong_line_is_refused_before_anything_runs(
     names: str, options: list[str], more: dict[str, Any], reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cells_module, "_run", begins)
+    monkeypatch.setattr(cells_module, "_run", fail_if_run)
     with pytest.raises(ConfigError, match=reported) as caught:
         compare(tmp_path, names, *options, **more)
     assert "\n" not in str(caught.value)

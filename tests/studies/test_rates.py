@@ -15,7 +15,7 @@ from flwr_replay.studies.tuning import compare_tuned
 TINY = ["task=digits", "nodes=2", "rounds=1", "model=mlp", "model.width=4", "device=cpu"]
 
 
-def tried(metrics, higher=True):
+def comparison_of_rates(metrics, higher=True):
     cells = [
         {
             "label": f"{label}, lr {rate}",
@@ -33,13 +33,15 @@ def tried(metrics, higher=True):
 
 @pytest.mark.parametrize(("higher", "best"), [(True, "0.03"), (False, "0.003")])
 def test_the_rate_is_that_of_the_best_trial_and_what_diverged_is_none(higher, best):
-    report = tried({"a": [0.5, 0.2, None, 0.9, float("nan")], "alike": [0.1] * 5, "lost": [None] * 5}, higher)
+    report = comparison_of_rates(
+        {"a": [0.5, 0.2, None, 0.9, float("nan")], "alike": [0.1] * 5, "lost": [None] * 5}, higher
+    )
     names, told = with_rates(["a := cwt:mu=1", "alike := fedstats", "lost := local", "own := cwt:lr=7"], report)
     assert names == [f"a := cwt:mu=1:lr={best}", "alike := fedstats", "lost := local", "own := cwt:lr=7"]
     assert f"a {best}, alike its default" in told
     assert "own its own" in told
     assert "by validation-rmse with seed 3; these trials saw 90 examples: ../x" in told
-    names, told = with_rates(["a := cwt"], tried({"a": [0.5, 0.4, 0.3, 0.2, 0.1]}))
+    names, told = with_rates(["a := cwt"], comparison_of_rates({"a": [0.5, 0.4, 0.3, 0.2, 0.1]}))
     assert names == ["a := cwt:lr=0.001"]
     assert "a 0.001 (an end of what was tried)" in told
 

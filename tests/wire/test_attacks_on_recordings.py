@@ -16,7 +16,7 @@ def arrays(weights):
     return RecordDict({"arrays": array_record(weights)})
 
 
-def used(folder):
+def bytes_in(folder):
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
@@ -34,18 +34,18 @@ def used(folder):
 def test_what_is_longer_in_a_file_than_in_a_message_counts_as_in_the_file(tmp_path, content):
     whole = Recording(tmp_path / "whole", ("up",), 1)
     assert whole.keep(ABOUT, content)
-    assert used(tmp_path / "whole") == whole.bytes
+    assert bytes_in(tmp_path / "whole") == whole.bytes
     small = Recording(tmp_path / "small", ("up",), (whole.bytes - 1) / 1e6)
     assert small.keep(ABOUT, content) == ""
-    assert used(tmp_path / "small") == 0
+    assert bytes_in(tmp_path / "small") == 0
 
 
 def test_two_processes_together_keep_within_the_limit(tmp_path):
     first, second = (Recording(tmp_path, ("up",), 0.0045) for _ in range(2))
     kept = [recording.keep(ABOUT, arrays(KILOBYTE)) for _ in range(3) for recording in (first, second)]
     assert [bool(name) for name in kept] == [True, True, True, False, False, False]
-    assert used(tmp_path) <= 4500
-    assert first.bytes == second.bytes == used(tmp_path)
+    assert bytes_in(tmp_path) <= 4500
+    assert first.bytes == second.bytes == bytes_in(tmp_path)
 
 
 def test_messages_that_were_removed_meanwhile_make_room(tmp_path):

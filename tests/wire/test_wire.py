@@ -65,7 +65,7 @@ whole, real = st.integers(0, 10**15), st.floats(-1e100, 1e100)
 word = st.text(min_size=1, max_size=8)
 
 
-def listed(items):
+def lists_of(items):
     return st.lists(items, min_size=1, max_size=4)
 
 
@@ -74,11 +74,11 @@ trips = st.builds(
     weights=st.dictionaries(word, any_array, max_size=4),
     num_examples=whole,
     loss=real,
-    counts=listed(whole),
-    losses=listed(real),
+    counts=lists_of(whole),
+    losses=lists_of(real),
     go_on=st.booleans(),
-    names=listed(st.text(max_size=5)),
-    flags=listed(st.booleans()),
+    names=lists_of(st.text(max_size=5)),
+    flags=lists_of(st.booleans()),
     text=st.text(max_size=8),
 )
 
@@ -96,15 +96,15 @@ def sampled(draw):
     )
 
 
-def bits(value):
+def bits_of(value):
     if isinstance(value, dict):
-        return {name: bits(item) for name, item in value.items()}
+        return {name: bits_of(item) for name, item in value.items()}
     if isinstance(value, np.ndarray):
         return value.dtype, value.shape, value.tobytes()
     return value
 
 
-def sent(payload):
+def over_network(payload):
     """Return the records as they come out of the network."""
     content = payload.encode()
     return RecordDict(
@@ -120,9 +120,9 @@ def children(record):
 @settings(max_examples=60)
 @given(payload=trips | sampled())
 def test_decode_undoes_encode(payload):
-    arrived = type(payload).decode(sent(payload))
+    arrived = type(payload).decode(over_network(payload))
     for name in payload.declared():
-        assert bits(getattr(arrived, name)) == bits(getattr(payload, name)), name
+        assert bits_of(getattr(arrived, name)) == bits_of(getattr(payload, name)), name
 
 
 @settings(max_examples=60)
@@ -147,9 +147,9 @@ def test_arrays_travel_in_flowers_own_format(array, order):
     elif array.ndim and order != "C":
         array = np.repeat(array, 2, axis=-1)[..., ::2] if order == "strided" else array[::-1]
     ours = array_record({"w": array})["w"]
-    assert bits(ours.numpy()) == bits(array)
+    assert bits_of(ours.numpy()) == bits_of(array)
     flowers = Array(array)
-    assert bits(opened(ArrayRecord({"w": flowers}))["w"]) == bits(array)
+    assert bits_of(opened(ArrayRecord({"w": flowers}))["w"]) == bits_of(array)
     assert (ours.shape, ours.stype, len(ours.data)) == (flowers.shape, flowers.stype, len(flowers.data))
     assert np.dtype(ours.dtype) == np.dtype(flowers.dtype)
     if array.flags.c_contiguous:
@@ -163,7 +163,7 @@ def contents(change):
     return content
 
 
-def put(record, key, value):
+def put_value(record, key, value):
     return lambda content: content[record].__setitem__(key, value)
 
 
@@ -172,14 +172,14 @@ def put(record, key, value):
     [
         (lambda content: content.__setitem__("more", MetricRecord({"n": 1})), "'more'"),
         (lambda content: content.__setitem__("more", ArrayRecord()), "'more'"),
-        (put("arrays", "images", Array(np.zeros(2))), "'images'"),
-        (put("metrics", "age", 70), "'age'"),
-        (put("metrics", "name", 1), "'name' in metrics"),
-        (put("config", "patient", "x"), "'patient'"),
-        (put("config", "num-examples", 2), "'num-examples' in config"),
-        (put("arrays", "codes", Array(np.zeros((2, 3), "float64"))), "float64"),
-        (put("arrays", "labels", Array(np.zeros(2, "float32"))), "labels is declared int64"),
-        (put("arrays", "labels", Array(np.zeros((2, 1), "int64"))), "(2, 1)"),
+        (put_value("arrays", "images", Array(np.zeros(2))), "'images'"),
+        (put_value("metrics", "age", 70), "'age'"),
+        (put_value("metrics", "name", 1), "'name' in metrics"),
+        (put_value("config", "patient", "x"), "'patient'"),
+        (put_value("config", "num-examples", 2), "'num-examples' in config"),
+        (put_value("arrays", "codes", Array(np.zeros((2, 3), "float64"))), "float64"),
+        (put_value("arrays", "labels", Array(np.zeros(2, "float32"))), "labels is declared int64"),
+        (put_value("arrays", "labels", Array(np.zeros((2, 1), "int64"))), "(2, 1)"),
         (lambda content: content["metrics"].pop("num-examples"), "num_examples"),
     ],
 )

@@ -6,8 +6,8 @@ from functools import cache
 
 import numpy as np
 import pytest
-from grid import first, nth
-from harness import lines, node_configs, same, write_shards
+from grid import first_times, nth
+from harness import json_lines, node_configs, same, write_shards
 from replay_runs import FEW, JOB, SIZES, run
 from safetensors.numpy import load_file
 
@@ -37,14 +37,14 @@ def without_failures(folder):
     return cache(lambda kind: run(folder, *CWT, f"replay={kind}"))
 
 
-def kept(ran, name, what="codes-00"):
+def kept_codes(ran, name, what="codes-00"):
     return load_file(sorted(ran.state(name).glob(f"{what}-*"))[-1])
 
 
 def received(ran, name):
     """Return for how many examples an institution keeps codes."""
     sources = {path.name[: len("codes-00")] for path in ran.state(name).glob("codes-*")}
-    return sum(len(kept(ran, name, source)["labels"]) for source in sources)
+    return sum(len(kept_codes(ran, name, source)["labels"]) for source in sources)
 
 
 @pytest.mark.sampled(1)
@@ -71,7 +71,7 @@ def test_who_fails_the_generators_visit_is_left_out_and_the_others_go_on(folder,
     assert ran.grid.who("train") == ["a", "b", "c"]
     if stage != "keep-codes":  # it replays what the others have
         what = "codes-00" if kind == "vqvae2" else "codes-01"
-        assert same(kept(ran, "b", what), kept(ran, "c", what))
+        assert same(kept_codes(ran, "b", what), kept_codes(ran, "c", what))
 
 
 @pytest.mark.sampled(1)
@@ -100,7 +100,7 @@ def test_a_generator_that_nobody_can_train_ends_the_run_until_somebody_can(folde
     ],
 )
 def test_what_fails_once_is_made_again_before_the_last_round(folder, kind, stage):
-    ran = run(folder, *FEDAVG, f"replay={kind}", failing=first((stage, "b")))
+    ran = run(folder, *FEDAVG, f"replay={kind}", failing=first_times((stage, "b")))
     assert [failure["round"] for failure in ran.result["failures"]] == [1]
     assert ran.result["replay-lacks"] == {}
     for name in SIZES:
@@ -114,7 +114,7 @@ def test_what_fails_once_is_made_again_before_the_last_round(folder, kind, stage
 @pytest.mark.parametrize("kind", ["vqvae2", "pixelcnn"])
 def test_visits_that_are_lost_in_the_only_round_are_made_again_at_once(folder, kind):
     lost = [("train-generator", "b"), ("train-generator", "c")]
-    ran = run(folder, *CWT, f"replay={kind}", failing=first(*lost))
+    ran = run(folder, *CWT, f"replay={kind}", failing=first_times(*lost))
     visits = ran.grid.who("train-generator")
     assert visits == ["a", "b", "c", "b", "c"]
     assert [received(ran, name) for name in SIZES] == [sum(SIZES.values())] * 3
@@ -142,7 +142,7 @@ def test_what_is_missing_for_the_last_round_stops_the_run_which_can_go_on(folder
     with pytest.raises(RunError, match=f"needs all that is replayed; b {lacks} .*made to fail.*: resume the run"):
         run(folder, *options, name=name, failing=failing)
     stopped = folder / "runs" / name
-    assert {row["round"] for row in lines(stopped / "timings.jsonl")} == {0, 1}
+    assert {row["round"] for row in json_lines(stopped / "timings.jsonl")} == {0, 1}
     with pytest.raises(RunError, match=f"b {lacks}"):
         run(folder, *options, resume=str(stopped), failing=failing)
     shutil.copytree(stopped, folder / "runs" / f"{name}-copy")
@@ -155,7 +155,7 @@ def test_what_is_missing_for_the_last_round_stops_the_run_which_can_go_on(folder
     assert finished.result["replay-lacks"] == {"b": lacks}
 
 
-def late(grid):
+def join_late(grid):
     """Let c join after the first round's training."""
     return None if grid.who("train") else [node for node in grid.contexts if grid.name_of(node) != "c"]
 
@@ -169,18 +169,18 @@ def late(grid):
     ],
 )
 def test_who_comes_late_is_visited_and_receives_what_there_is_before_it_trains(folder, kind, brought):
-    ran = run(folder, *FEDAVG, f"replay={kind}", there=late)
+    ran = run(folder, *FEDAVG, f"replay={kind}", there=join_late)
     assert [at.stage for at in ran.grid.asked if at.name == "c"] == ["roll-call", *brought, "train", "evaluate"]
     held = {name: sorted(path.name[:8] for path in ran.state(name).glob("codes-*")) for name in "ac"}
     assert {*held["a"]} == {*held["c"]}
     for what in {*held["c"], "decoder-00"}:
-        assert same(kept(ran, "c", what), kept(ran, "a", what))
+        assert same(kept_codes(ran, "c", what), kept_codes(ran, "a", what))
     assert received(ran, "c") == received(ran, "a") == sum(SIZES.values())
     assert not ran.result["failures"]
     assert ran.result["replay-lacks"] == {}
 
 
-def loses(folder, lost):
+def lose_state_files(folder, lost):
     """Let files of a's state directory vanish before it is visited for the second time."""
 
     def before(grid, message):
@@ -198,7 +198,7 @@ def loses(folder, lost):
 def test_codes_that_are_lost_are_missed(tmp_path, kind, lost, have):
     write_shards(tmp_path, SIZES)
     options = [*CWT, "rounds=2", f"replay={kind}"]
-    ran = run(tmp_path, *options, before=loses(tmp_path, lost))
+    ran = run(tmp_path, *options, before=lose_state_files(tmp_path, lost))
     [failure] = ran.result["failures"]
     assert (failure["institution"], failure["round"]) == ("a", 4)
     assert failure["reason"] == (
@@ -211,7 +211,7 @@ def test_codes_that_are_lost_are_missed(tmp_path, kind, lost, have):
 def test_a_decoder_that_is_lost_is_missed(tmp_path):
     write_shards(tmp_path, SIZES)
     options = [*CWT, "rounds=2", "replay=vqvae2"]
-    ran = run(tmp_path, *options, before=loses(tmp_path, "decoder-*"))
+    ran = run(tmp_path, *options, before=lose_state_files(tmp_path, "decoder-*"))
     [failure] = ran.result["failures"]
     assert failure["institution"] == "a"
     assert "decoder" in failure["reason"]

@@ -16,14 +16,14 @@ from flwr_replay.generators.sampler import CodeSource, sampler_of
 AGES = [60 + 3 * n for n in range(40)]  # months
 
 
-def kept(ran, name, number=0):
+def kept_codes_and_decoder(ran, name, number=0):
     """Return what an institution keeps last under a source's number: its codes, its decoder."""
     files = [sorted(ran.state(name).glob(f"{what}-{number:02d}-*"))[-1] for what in ("codes", "decoder")]
     return [load_file(path) for path in files]
 
 
 def sampler(ran, name):
-    codes, decoder = kept(ran, name)
+    codes, decoder = kept_codes_and_decoder(ran, name)
     replay_plan = ReplayPlan.of(compose(overrides_of(ran.folder / "config.yaml")))
     source = CodeSource(name.encode(), decoder, codes["codes"], codes["labels"])
     return sampler_of((source,), replay_plan, torch.device("cpu"))
@@ -55,7 +55,7 @@ def test_ages_travel_beside_codes_in_months(tmp_path, hands):
     ran = simulated(tmp_path, *hands, "replay=vqvae2")
     assert not ran.result["failures"]
     for name in ("institution-1", "institution-2"):
-        assert sorted(kept(ran, name)[0]["labels"]) == AGES
+        assert sorted(kept_codes_and_decoder(ran, name)[0]["labels"]) == AGES
         [(x, y)] = sampler(ran, name).mixed_batches(
             iter([(torch.rand(3, 1, 8, 8), torch.tensor([1.0, 2, 3]))]), 8, rng()
         )
@@ -71,9 +71,9 @@ def test_drawn_ages_are_the_middles_of_their_bins_in_months(tmp_path, hands, pri
     assert not ran.result["failures"]
     mean, scale = np.mean(AGES), np.std(AGES)
     middles = mean + scale * np.array([-2.5, -1.5, -0.5, 0.5, 1.5, 2.5])
-    own = [len(kept(ran, "institution-2", number)[0]["labels"]) for number in (0, 1)]
+    own = [len(kept_codes_and_decoder(ran, "institution-2", number)[0]["labels"]) for number in (0, 1)]
     assert own == [20, 20]
-    labels = np.concatenate([kept(ran, "institution-2", number)[0]["labels"] for number in (0, 1)])
+    labels = np.concatenate([kept_codes_and_decoder(ran, "institution-2", number)[0]["labels"] for number in (0, 1)])
     counts = np.histogram(AGES, mean + scale * np.arange(-3, 4))[0]
     np.testing.assert_allclose(sorted(labels), np.repeat(middles, counts), rtol=1e-5)
 
@@ -90,7 +90,7 @@ def test_masks_come_out_of_the_codes(tmp_path):
     task = ["task=isbi2012", f"task.data-dir='{tmp_path}'", "task.size=16", "model=unet", "model.width=2"]
     ran = simulated(tmp_path, *task, "replay=vqvae2", "partition=iid", "batch_size=4", "generator.epochs=20")
     assert not ran.result["failures"]
-    codes, _ = kept(ran, "institution-1")
+    codes, _ = kept_codes_and_decoder(ran, "institution-1")
     assert codes["labels"].dtype == np.int64
     assert not codes["labels"].any()
     generated = sampler(ran, "institution-1")

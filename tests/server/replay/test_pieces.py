@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 from flwr.app import Error, Message
 from grid import NEVER, nth
-from harness import lines, same, write_shards
+from harness import json_lines, same, write_shards
 from replay_runs import FEW, SIZES, broken, run, simulated
 
 from flwr_replay.config.compose import compose, overrides_of
@@ -35,30 +35,30 @@ def hospitals(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(hospitals):
+def undivided_run(hospitals):
     """Return how a job runs, once, in which every training takes one message."""
     return cache(lambda job: run(hospitals[job], *JOBS[job]))
 
 
-def check(whole, many):
+def check(undivided_run, many):
     """Compare all that a run has learned, and what it says of it."""
-    assert same(whole.weights, many.weights)
-    kept = sorted(path.name for path in (whole.folder / "replay").iterdir())
+    assert same(undivided_run.weights, many.weights)
+    kept = sorted(path.name for path in (undivided_run.folder / "replay").iterdir())
     assert kept == sorted(path.name for path in (many.folder / "replay").iterdir())
     for name in kept:
-        assert same(*(read_tensors(ran.folder / "replay" / name) for ran in (whole, many))), name
-    histories = [lines(ran.folder / "generator.jsonl") for ran in (whole, many)]
+        assert same(*(read_tensors(ran.folder / "replay" / name) for ran in (undivided_run, many))), name
+    histories = [json_lines(ran.folder / "generator.jsonl") for ran in (undivided_run, many)]
     assert histories[0] == histories[1]
-    assert whole.result["examples-seen"] == many.result["examples-seen"]
-    assert whole.result["final"] == many.result["final"]
+    assert undivided_run.result["examples-seen"] == many.result["examples-seen"]
+    assert undivided_run.result["final"] == many.result["final"]
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("job", JOBS)
-def test_many_messages_give_the_bits_of_one(hospitals, whole, job):
+def test_many_messages_give_the_bits_of_one(hospitals, undivided_run, job):
     """Each of them to a new process, as in a deployment."""
     many = run(hospitals[job], *JOBS[job], EACH_STEP, forgetful=True)
-    check(whole(job), many)
+    check(undivided_run(job), many)
     assert not many.result["failures"]
     trainings = many.grid.of("train-generator", "a")
     steps = [metrics_in(reply.content)["steps"] for _, reply in trainings]
@@ -68,12 +68,12 @@ def test_many_messages_give_the_bits_of_one(hospitals, whole, job):
 
 
 @pytest.mark.sampled(2, of="slow replay")
-def test_the_accounts_of_many_messages_state_what_those_of_one_do(hospitals, whole):
+def test_the_accounts_of_many_messages_state_what_those_of_one_do(hospitals, undivided_run):
     many = run(hospitals["under DP"], *JOBS["under DP"], EACH_STEP)
     for name in DP_SIZES:
         costs = [
             [(charge["mechanism"], charge["rate"], charge["sigma"], charge["steps"]) for charge in ran.charges(name)]
-            for ran in (whole("under DP"), many)
+            for ran in (undivided_run("under DP"), many)
         ]
         assert costs[0] == costs[1]
 
@@ -103,9 +103,11 @@ def test_messages_between_the_first_and_the_last_say_numbers_of_steps_alone(hosp
         ("under DP", "train-prior", "breaking"),
     ],
 )
-def test_a_server_that_breaks_off_between_messages_goes_on_where_the_institution_is(hospitals, whole, job, stage, how):
+def test_a_server_that_breaks_off_between_messages_goes_on_where_the_institution_is(
+    hospitals, undivided_run, job, stage, how
+):
     ran = broken(hospitals[job], *JOBS[job], EACH_STEP, forgetful=True, **{how: nth((stage, "b", 2))})
-    check(whole(job), ran)
+    check(undivided_run(job), ran)
     (first, reply), *_ = ran.grid.of(stage, "b")
     assert "arrays" in first.content  # the server asks with the weights again; the institution goes on
     assert metrics_in(reply.content)["steps"] > (2 if job == "under DP" else 1)  # b has two full batches
@@ -117,7 +119,7 @@ def test_a_server_that_breaks_off_between_messages_goes_on_where_the_institution
     [("vqvae2", 5, True), ("pixelcnn", 8, False), ("under DP", NEVER, True), ("under DP", 5, False)],
     ids=["its node is gone", "its app was killed", "too late", "its node is gone, under DP"],
 )
-def test_a_message_that_is_lost_is_sent_once_more(hospitals, whole, job, code, seen):
+def test_a_message_that_is_lost_is_sent_once_more(hospitals, undivided_run, job, code, seen):
     lost = nth(("train-generator", "b", 1), ("train-generator", "b", 3))
 
     def lose(grid, message, *reply):
@@ -126,17 +128,17 @@ def test_a_message_that_is_lost_is_sent_once_more(hospitals, whole, job, code, s
 
     script = {"after": lose} if seen else {"before": lose}
     ran = run(hospitals[job], *JOBS[job], EACH_STEP, "timeout=2", **script)
-    check(whole(job), ran)
+    check(undivided_run(job), ran)
     assert [failure["institution"] for failure in ran.result["failures"]] == ["b", "b"]
     if job == "under DP":
-        steps = [sum(charge["steps"] for charge in job_run.charges("b")) for job_run in (whole(job), ran)]
+        steps = [sum(charge["steps"] for charge in job_run.charges("b")) for job_run in (undivided_run(job), ran)]
         assert steps[0] == steps[1]  # what was trained is not charged again
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("job", ["vqvae2", "pixelcnn"])
 @pytest.mark.parametrize("node", ["the same node", "another node"])
-def test_an_institution_that_is_gone_is_waited_for(hospitals, whole, monkeypatch, job, node):
+def test_an_institution_that_is_gone_is_waited_for(hospitals, undivided_run, monkeypatch, job, node):
     """A SuperNode without a key comes back as another node."""
     monkeypatch.setattr(pieces, "PAUSE", 0.01)
     gone = {}
@@ -157,7 +159,7 @@ def test_an_institution_that_is_gone_is_waited_for(hospitals, whole, monkeypatch
 
     ran = run(hospitals[job], *JOBS[job], EACH_STEP, before=killed, there=there)
     assert gone["for"] == 0
-    check(whole(job), ran)
+    check(undivided_run(job), ran)
     asked = [(at.stage, at.name) for at in ran.grid.asked]
     again = asked.index(("train-generator", "b"), asked.index(("train-generator", "b")) + 2)
     assert ("roll-call", "b") in asked[:again][-2:]

@@ -3,7 +3,7 @@
 from functools import cache
 
 import pytest
-from grid import first
+from grid import first_times
 from harness import same
 from replay_runs import FEW, TASK, broken, run
 
@@ -72,9 +72,9 @@ def test_with_codes_encoded_otherwise(folder, codes, where):
 @pytest.mark.parametrize("kind", BREAKS)
 def test_with_a_visit_that_is_made_again(folder, kind):
     options, lost = ["strategy=fedavg", *FEW, "rounds=2", f"replay={kind}"], [("train-generator", "b")]
-    whole = run(folder, *options, failing=first(*lost))
+    whole = run(folder, *options, failing=first_times(*lost))
     for visits in (2, 4):  # b's first, b's second
-        resumed = broken(folder, *options, failing=first(*lost), stop_after=visits + (visits > 3))
+        resumed = broken(folder, *options, failing=first_times(*lost), stop_after=visits + (visits > 3))
         assert same(whole.weights, resumed.weights)
         kept = [sorted(path.name for path in (ran.folder / "replay").iterdir()) for ran in (whole, resumed)]
         assert kept[0] == kept[1]

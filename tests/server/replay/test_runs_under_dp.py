@@ -44,12 +44,12 @@ SEEDED = "noise=seeded"
 
 
 @pytest.fixture(scope="module")
-def once(folder):
+def run_once(folder):
     """Return a run with these options, the same for all tests that ask for it."""
     return cache(lambda *options, copy=1: run(folder, *options))
 
 
-def total(charges, n):
+def epsilon_of_charges(charges, n):
     costs = [SampledGaussian(charge["rate"], charge["sigma"], charge["steps"]) for charge in charges]
     [accountant] = {charge["accountant"] for charge in charges}
     return epsilon(costs, 1 / n, accountant)
@@ -67,24 +67,24 @@ def total(charges, n):
     ids=["generator", "prior", "maskgit", "classifier"],
 )
 def test_a_crash_repeats_the_charges_of_a_classifier_and_none_of_a_generators_visit(
-    folder, once, options, at, repeated
+    folder, run_once, options, at, repeated
 ):
     """What a visit's training has found is kept: it leaves once more as it is, and its charge has no steps."""
-    whole, resumed = once(*options), broken(folder, *options, breaking=[at])
+    whole, resumed = run_once(*options), broken(folder, *options, breaking=[at])
     for name, n in SIZES.items():
         usual, charged = ([charge["mechanism"] for charge in ran.charges(name)] for ran in (whole, resumed))
         assert sorted(charged) == sorted([*usual, *(repeated if name == "b" else [])])
         reported, before = (ran.result["privacy"][name]["epsilon"] for ran in (resumed, whole))
-        assert reported == pytest.approx(total(resumed.charges(name), n))
+        assert reported == pytest.approx(epsilon_of_charges(resumed.charges(name), n))
         assert (reported > before) if name == "b" and at[0] == "train" else (reported == before)
 
 
 @pytest.mark.sampled(1, "noise")
 @pytest.mark.parametrize("options", [GENERATOR, END_TO_END], ids=["generator", "end to end"])
 @pytest.mark.parametrize("noise", ["secret", "seeded"])
-def test_one_seed_gives_other_weights_with_secret_noise_only(once, options, noise):
+def test_one_seed_gives_other_weights_with_secret_noise_only(run_once, options, noise):
     options = options if noise == "secret" else [*options, SEEDED]
-    first, other = once(*options), once(*options, copy=2)
+    first, other = run_once(*options), run_once(*options, copy=2)
     assert same(first.visit("generator", 0), other.visit("generator", 0)) == (noise == "seeded")
     if "dp=end-to-end" in options or noise == "seeded":  # black replays of two generators teach a classifier the same
         assert same(first.weights, other.weights) == (noise == "seeded")
@@ -145,10 +145,10 @@ def test_a_budget_that_the_generator_would_exceed_leaves_an_institution_out_of_r
 def protections(entries, *, but=("instruction", "notice")):
     """Return stage and field to what protects them, numbers left out."""
     up = [entry for entry in entries if entry.get("direction", "up") == "up" and entry["kind"] not in but]
-    return {(entry["stage"], entry["field"], worded(entry["protection"])) for entry in up}
+    return {(entry["stage"], entry["field"], without_numbers(entry["protection"])) for entry in up}
 
 
-def worded(protection):
+def without_numbers(protection):
     return re.sub(r"\(.*\)-DP", "(ε, δ)-DP", protection)
 
 
@@ -159,8 +159,8 @@ def both_ledgers(ran):
     return reported
 
 
-def test_only_the_generators_weights_are_called_protected(once):
-    ran = once(*GENERATOR)
+def test_only_the_generators_weights_are_called_protected(run_once):
+    ran = run_once(*GENERATOR)
     reported = both_ledgers(ran)
     protected = {(stage, field) for stage, field, protection in reported if protection == "(ε, δ)-DP"}
     assert protected == {("train-generator", "arrays")}
@@ -173,12 +173,12 @@ def test_only_the_generators_weights_are_called_protected(once):
     assert public >= counted - {("evaluate", "num-examples")}
     stated = {entry["protection"] for entry in ran.ledger if (entry["stage"], entry["field"]) in protected}
     up = {protection for protection in stated if protection != "none"}
-    expected = {total(ran.charges(name), n): 1 / n for name, n in SIZES.items()}
+    expected = {epsilon_of_charges(ran.charges(name), n): 1 / n for name, n in SIZES.items()}
     assert up == {f"({rounded_up(spent)}, {rounded_up(delta, 2)})-DP" for spent, delta in expected.items()}
 
 
-def test_end_to_end_nothing_of_training_examples_leaves_unprotected(once):
-    reported = both_ledgers(once(*END_TO_END))
+def test_end_to_end_nothing_of_training_examples_leaves_unprotected(run_once):
+    reported = both_ledgers(run_once(*END_TO_END))
     assert {stage for stage, _, protection in reported if protection == "none"} == {"evaluate"}
     protected = {(stage, field) for stage, field, protection in reported if protection == "(ε, δ)-DP"}
     weights = {(stage, "arrays") for stage in ("train-generator", "train-prior", "train")}
@@ -208,8 +208,8 @@ def test_noisy_counts_of_a_small_institution_are_taken_for_what_they_are(folder)
 
 
 @pytest.mark.parametrize("options", [GENERATOR, END_TO_END], ids=["generator", "end to end"])
-def test_noise_from_the_seed_is_called_no_protection(once, options):
-    reported = both_ledgers(ran := once(*options, SEEDED))
+def test_noise_from_the_seed_is_called_no_protection(run_once, options):
+    reported = both_ledgers(ran := run_once(*options, SEEDED))
     assert ("train-generator", "arrays", "not protected: its noise comes from the run's seed") in reported
     assert not any("-DP" in protection for _, _, protection in reported)
     assert {ran.result["privacy"][name]["epsilon"] for name in SIZES} == {None}
@@ -230,7 +230,7 @@ def test_the_forecast_says_what_the_ledger_will_say(tmp_path, options):
 def key(line):
     return (
         *(line[name] for name in ("institution", "direction", "stage", "field", "kind")),
-        worded(line["protection"]),
+        without_numbers(line["protection"]),
     )
 
 
