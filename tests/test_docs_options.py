@@ -17,8 +17,8 @@ ROWS = re.findall(r"^- `([a-z.-]+)(?:=.*?)?`.*?: ?(.*)$", PAGE, re.M)
 
 def test_the_page_is_what_conf_says(monkeypatch):
     """Of this package: another one's strategy, installed beside it, is not on the page."""
-    other = catalogue.Brought("other", "other", "other")
-    monkeypatch.setattr(catalogue, "brought", lambda: {"other": (other,)})
+    other = catalogue.Brought("strategy", "other", "other", "other")
+    monkeypatch.setattr(catalogue, "brought", lambda: {"strategy": {"other": (other,)}})
     assert "other" in choices("strategy")
     spec = importlib.util.spec_from_file_location("options", DOCS / "options.py")
     script = importlib.util.module_from_spec(spec)

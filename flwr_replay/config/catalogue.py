@@ -187,7 +187,7 @@ def settable(values: Mapping[str, Any]) -> dict[str, Any]:
 def _conf_dirs() -> dict[Path, str]:
     """Return all folders of YAML files with their packages: ours, and others that are not broken."""
     owners = {conf_dir(): OURS}
-    for package in (package for packages in brought()["strategy"].values() for package in packages):
+    for package in (package for packages in brought().get("strategy", {}).values() for package in packages):
         try:
             owners[package.conf] = package.distribution
         except ConfigError:  # said when its strategy is chosen
