@@ -234,7 +234,7 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 {% block content %}
 <section class="sign">
 {{ draw.table(first) }}
-<table><caption>Signatures</caption><tbody>{% for who in ("data protection officer", "head of the institution") %}<tr><th scope="row">{{ who }}</th><td>name ____________________</td><td>date __________</td><td>signature ____________________</td></tr>{% endfor %}</tbody></table>
+<div class="scroll"><table><caption>Signatures</caption><tbody>{% for who in ("data protection officer", "head of the institution") %}<tr><th scope="row">{{ who }}</th><td>name ____________________</td><td>date __________</td><td>signature ____________________</td></tr>{% endfor %}</tbody></table></div>
 </section>
 <div class="beside"><div>{% for line in about %}<p>{{ line }}</p>
 {% endfor %}
