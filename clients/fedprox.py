@@ -5,17 +5,18 @@ Source: Li et al. 2020 (arXiv:1812.06127), Algorithm 2: minimise h_k(θ_k; θ) =
 
 from torch import Tensor, nn
 
-from flwr_replay.institution.client import InstitutionClient
-from flwr_replay.payloads.common import Train, Trained
+from flwr_replay.clients.fedavg import FedAvgClient
+from flwr_replay.institution.learner import Learner
+from flwr_replay.payloads.common import Train
 
 __all__ = ["FedProxClient", "distance"]
 
 
-class FedProxClient(InstitutionClient):
+class FedProxClient(FedAvgClient):
     """Trains the global model on the institution's data, near the global weights."""
 
-    def train(self, request: Train) -> Trained:
-        """Train for E passes and return the weights; the reported loss is L, without the proximal term."""
+    def passes(self, request: Train) -> Learner:
+        """Train for E passes; the reported loss is L, without the proximal term."""
         data, learner = self.training_data(), self.learner(request)
         model, mu = learner.model, request.proximal_mu or 0.0
         anchor = [parameter.detach().clone() for parameter in model.parameters()]  # θ
@@ -23,7 +24,7 @@ class FedProxClient(InstitutionClient):
         for _ in range(request.local_epochs):
             for x_B, y_B in learner.batches(data, shuffle):
                 learner.step(x_B, y_B, penalty=mu / 2 * distance(model, anchor))
-        return self.trained(request, learner, len(data))
+        return learner
 
 
 def distance(model: nn.Module, anchor: list[Tensor]) -> Tensor:

@@ -12,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from flwr_replay.files.tensors import digest
+from flwr_replay.clients.fedavg import SumsClient
 from flwr_replay.institution.budget import PrivacyBudget
-from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.augment import changed
 from flwr_replay.learning.training import at_once, mean_loss, refuse_single_batches
@@ -34,17 +33,16 @@ from flwr_replay.privacy.places import NOBODY, at_places, drawn_places, places_f
 from flwr_replay.privacy.plan import GRADIENT
 from flwr_replay.privacy.secret import Stream
 from flwr_replay.privacy.shares import beside
-from flwr_replay.wire.records import StateDict, array_record, opened
+from flwr_replay.wire.records import array_record, opened
 from flwr_replay.wire.weights import load_arrays
 
 __all__ = ["FedSGDClient"]
 
-KEPT, ASKED = "gradient", "asked"  # key of the state, and of the request's digest in it
 ROWS_AT_ONCE = 256  # most examples in memory at once; batch norm normalises over these rows
 ROWS = 4096  # the same under DP, where groups are smaller
 
 
-class FedSGDClient(InstitutionClient):
+class FedSGDClient(SumsClient):
     """Computes one gradient over all of the institution's examples."""
 
     def differentiate(self, request: Differentiate) -> Gradient:
@@ -72,36 +70,22 @@ class FedSGDClient(InstitutionClient):
         return Gradient(arrays=arrays, num_examples=len(data), examples_seen=total, num_steps=0, train_loss=loss)
 
     def under_dp(self, request: Differentiate, model: nn.Module, budget: PrivacyBudget) -> Gradient:
-        """Sum the clipped gradients of all patients, or of all examples where these are not known; add noise.
+        """Sum the clipped gradients of all patients, or of all examples where these are not known; add noise."""
+        n, model, clip = len(self.training_data()), in_doubles(model), budget.plan.config.clip_of(GRADIENT)
+        load_arrays(model, request.arrays)
+        refuse_mixing(model)
+        refuse_chance(model)
+        made, spent = self.once(GRADIENT, request, budget, partial(self.summed, model, clip)), self.spent(request.run)
+        arrays = beside(opened(request.arrays), made)
+        return Gradient(arrays=arrays, num_examples=n, examples_seen=n, num_steps=0, **spent)
 
-        They are charged first, and kept before they leave. Who asks again, as after a crash, gets the same bytes, which
-        cost nothing.
-        """
-        n, sent = len(self.training_data()), opened(request.arrays)
-        about = repr((request.label_mean, request.label_scale, list(request.cohort))).encode()
-        asked = np.frombuffer(digest({**sent, ASKED: np.frombuffer(about, np.uint8)}).encode(), np.uint8)
-        kept = self.state.at(KEPT, request.run, request.exchange)
-        if kept and np.array_equal(kept[ASKED], asked):
-            budget.rest(GRADIENT, request)
-        else:
-            kept = {**self.summed(request, model, budget), ASKED: asked}
-            self.state.save(KEPT, request.run, request.exchange, kept, self.institution.durable)
-        made = {name: array for name, array in kept.items() if name != ASKED}
-        spent = self.spent(request.run)
-        return Gradient(arrays=beside(sent, made), num_examples=n, examples_seen=n, num_steps=0, **spent)
-
-    def summed(self, request: Differentiate, model: nn.Module, budget: PrivacyBudget) -> StateDict:
-        """Charge for the clipped gradients' sums; return them with noise.
+    def summed(self, model: nn.Module, clip: float, stream: Stream) -> dict[str, Tensor]:
+        """Sum the clipped gradients, in units of C.
 
         Sums are in float64: rounding must not tell of an example. Nor must places in groups, which are drawn
         (`flwr_replay.privacy.places`). The examples of a patient who has several pass by themselves.
         """
-        data, model, clip = self.training_data(), in_doubles(model), budget.plan.config.clip_of(GRADIENT)
-        load_arrays(model, request.arrays)
-        refuse_mixing(model)
-        refuse_chance(model)
-        stream, step = budget.stream(GRADIENT, request), budget.step(GRADIENT, opened(request.arrays))
-        budget.charge(GRADIENT, budget.plan.cost(GRADIENT, len(data), 1), request)
+        data = self.training_data()
         alone_N, several = by_patient(self.institution.data.train.patients, len(data))
         sums = self.clipped(model, data, alone_N, clip, stream)
         for rows_B in several:
@@ -110,8 +94,7 @@ class FedSGDClient(InstitutionClient):
             if norm.isfinite():
                 sums = [before + of * (clip / norm).clamp(max=1) for before, of in zip(sums, own, strict=True)]
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        scaled = (of.cpu() / clip for of in sums)
-        return budget.noisy(GRADIENT, dict(zip(names, scaled, strict=True)), step, stream)
+        return dict(zip(names, (of.cpu() / clip for of in sums), strict=True))
 
     def clipped(
         self, model: nn.Module, data: Shard, rows_N: Tensor, clip: float, stream: Stream | None = None

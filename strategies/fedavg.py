@@ -8,6 +8,13 @@ Travels: the weights, to every institution that trains (`Train`) and back (`Trai
         for each institution k of this round's, in parallel: θ_k ← train θ at k, E passes of max(1, ⌊n_k/b⌋) iterations
         θ ← Σ_k (n_k / n) θ_k
 
+With dp=update, in every round, with C privacy.clip and all data of an institution exchanged for any others at once
+
+    Δ_k ← θ_k - θ;  u_k ← Δ_k / max(1, ‖Δ_k‖ / C), or 0 if Δ_k is not finite;  θ ← θ + (Σ_k u_k + N(0, σ²(2C)² I)) / K
+
+as in McMahan et al. 2018 (arXiv 1710.06963), Algorithm 1, where all take part with equal weights. An institution's
+u_k takes the place of any other, which moves the sum by 2C. Without noise=shared each u_k has this noise.
+
 Deviations: A pass has max(1, ⌊n_k/b⌋) full batches, as in Qu et al. The sum runs in float64. It averages the
 running statistics of batch norm too, in the same way as the weights. Local steps have momentum by default;
 training.momentum=0 is McMahan's SGD. Flower's own FedAvg is not the base class: it samples with the global random state
@@ -21,6 +28,7 @@ from flwr_replay.config.sections import PASSES, one_of, within
 from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.movements.parallel import Parallel, weighted_mean
 from flwr_replay.payloads.common import Train, Trained
+from flwr_replay.privacy.plan import UPDATE
 from flwr_replay.wire.records import StateDict, Weights, opened
 
 __all__ = ["FedAvg", "FedAvgConfig"]
@@ -38,7 +46,7 @@ class FedAvgConfig(StrategyConfig):
         supports_draws=True,
         takes_fraction=True,
         own_batches=True,
-        dp_mechanisms=("generator", "prior", "classifier", "statistics"),
+        dp_mechanisms=("generator", "prior", "classifier", "statistics", UPDATE),
     )
     local_epochs: int = 1  # E, passes over an institution's data per round
     optimizer_state: str = "reset"  # reset: fresh momentum in every round | keep: each institution keeps its own
@@ -48,8 +56,8 @@ class FedAvgConfig(StrategyConfig):
         one_of("strategy.optimizer-state", self.optimizer_state, ("keep", "reset"))
 
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
-        """E passes a round."""
-        return {"classifier": rounds * self.local_epochs}
+        """E passes a round, and one update."""
+        return {"classifier": rounds * self.local_epochs, UPDATE: rounds}
 
 
 class FedAvg(Parallel):
@@ -70,5 +78,10 @@ class FedAvg(Parallel):
         )
 
     def combine(self, answers: Sequence[Trained]) -> StateDict:
-        """Average: θ ← Σ_k (n_k / n) θ_k."""
-        return weighted_mean([opened(answer.arrays) for answer in answers], [answer.num_examples for answer in answers])
+        """Average: θ ← Σ_k (n_k / n) θ_k; of updates over n_k, which weights of n_k / n sum over n: θ ← θ + mean."""
+        sizes = [answer.num_examples for answer in answers]
+        mean = weighted_mean([opened(answer.arrays) for answer in answers], sizes)
+        if self.noised != UPDATE:
+            return mean
+        each = sum(sizes) / len(self.arrived)  # n / K
+        return {name: (of + each * mean[name]).astype(of.dtype) for name, of in self.sent.items()}

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from flwr_replay.config.sections import NOT_NEGATIVE_FINITE, within
 from flwr_replay.payloads.common import Train
+from flwr_replay.privacy.plan import UPDATE
 from flwr_replay.strategies.fedavg import FedAvg, FedAvgConfig
 from flwr_replay.wire.records import Weights
 
@@ -31,7 +32,7 @@ class FedProxConfig(FedAvgConfig):
 
     name = "fedprox"
     # not classifier: DP-SGD has no proximal term
-    traits = replace(FedAvgConfig.traits, supports_draws=False, dp_mechanisms=("generator", "prior"))
+    traits = replace(FedAvgConfig.traits, supports_draws=False, dp_mechanisms=("generator", "prior", UPDATE))
     mu: float = 0.001  # weight of the proximal term; paper: 0.001
 
     def __post_init__(self) -> None:

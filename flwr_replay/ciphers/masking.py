@@ -48,7 +48,7 @@ from flwr_replay.files.atomic import write_once
 from flwr_replay.files.tensors import digest
 from flwr_replay.payloads.common import ExpectsReplay, RollCall, Unmask, Unmasked
 from flwr_replay.payloads.fedstats import DRAWS
-from flwr_replay.privacy.plan import GRADIENT
+from flwr_replay.privacy.plan import STATISTICS
 from flwr_replay.state.store import proof_of
 from flwr_replay.wire.fields import RECORD_OF
 from flwr_replay.wire.masked import MASKED, check_room, exact, fixed_point
@@ -111,7 +111,8 @@ class Masking(Cover):
             raise RefusedError(f"in a masked run nothing but whole weights leaves; stage {request.stage_name}: refused")
         instructions = config_in(message.content)
         exchange = int(instructions.get("server-round", 0))
-        self.shares = self.config.privacy.noise == "shared" and fields[0].dp in self.config.privacy.mechanisms
+        mechanisms = {*fields[0].dp.split("+")} & {*self.config.privacy.mechanisms}
+        self.shares = self.config.privacy.noise == "shared" and bool(mechanisms)
         self._bind()
         if not self.shares:  # else an account is about one data set
             examples = f"{self.run}\nmasked\n{self.institution.data.train.digest}"
@@ -190,7 +191,7 @@ class Masking(Cover):
                 f"this one among them, if it has answered; the server says {', '.join(survivors)[:200]} of exchange "
                 f"{exchange}: refused"
             )
-        place = exchange if self.config.privacy.dp == GRADIENT else 0
+        place = 0 if self.config.privacy.dp == STATISTICS else exchange
         told = self.store.at(TOLD, self.run, place)
         if told and not np.array_equal(told[TOLD], names):
             raise RefusedError(

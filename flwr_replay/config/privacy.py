@@ -7,8 +7,8 @@ from flwr_replay.config.sections import FRACTION, NOT_NEGATIVE_FINITE, Range, on
 
 __all__ = ["MECHANISMS", "ON_SUMS", "PrivacyConfig"]
 
-MECHANISMS = ("generator", "prior", "encoder", "classifier", "proxy", "latents", "statistics", "gradient")
-ON_SUMS = ("statistics", "gradient")  # with noise on a sum over all examples, which institutions can share
+ON_SUMS = ("statistics", "gradient", "update")  # with noise on a sum over all examples, which institutions can share
+MECHANISMS = ("generator", "prior", "encoder", "classifier", "proxy", "latents", *ON_SUMS)
 NOISE = Range(0.01, 1e6, "lies in [0.01, 1e6]")  # noise multipliers
 CLIP = Range(1e-9, 1e9, "lies in [1e-9, 1e9]")
 LEAST = 1e-3  # the smallest epsilon
@@ -27,7 +27,7 @@ class PrivacyConfig:
     dp: str = "none"  # none | some of MECHANISMS, joined by + | end-to-end
     sigma: float = 0.7  # noise multiplier
     target_epsilon: float = 0.0  # choose the least sigma that keeps the whole run within it; 0: use sigma as given
-    clip: float = 1.0  # C, the largest L2 norm of an example's gradient: encoder, classifier, proxy
+    clip: float = 1.0  # C, the largest L2 norm of an example's gradient: encoder, classifier, proxy; of an update
     generator_clip: float = 1.0  # C for the generator
     prior_clip: float = 1.0  # C for the prior
     count_sigma: float = 10.0  # prior: standard deviation of the noise on the number of examples of each label
@@ -61,6 +61,11 @@ class PrivacyConfig:
                 f"got {value}",
             )
         self._check_local()
+        require(
+            self.dp == "update" or "update" not in self.mechanisms,
+            "dp=update stands alone: its epsilon is for all examples of an institution, that of others for one or one "
+            f"patient's; got dp={self.dp}: choose one of them",
+        )
         self._check_shared()
         require(
             not (self.epsilon and self.target_epsilon),
@@ -79,7 +84,7 @@ class PrivacyConfig:
         require(
             self.dp in ON_SUMS,
             f"noise=shared is for sums over all examples, dp={' or '.join(ON_SUMS)}; got dp={self.dp}: choose "
-            "one of them, with strategy=fedstats or fedsgd",
+            "one of them, with strategy=fedstats, fedsgd or fedavg",
         )
         require(
             self.delta > 0,
@@ -128,6 +133,10 @@ class PrivacyConfig:
         """Return C, the clipping norm of a mechanism."""
         clips = {"generator": self.generator_clip, "prior": self.prior_clip, "statistics": 1.0}
         return clips.get(mechanism, self.clip)
+
+    def sensitivity(self, mechanism: str) -> float:
+        """Return the most by which neighbours move a sum: C, and 2C where one update takes another's place."""
+        return self.clip_of(mechanism) * (1 + (mechanism == "update"))
 
     @property
     def limit(self) -> float:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from flwr_replay.config.privacy import ON_SUMS
 from flwr_replay.config.sources import idea_of
 from flwr_replay.data.dealt import loaded
 from flwr_replay.engines.simulate import Simulation
@@ -18,6 +17,7 @@ from flwr_replay.movements.base import Exchange, Movement
 from flwr_replay.payloads.common import Present
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.noise import noise_of, shown_noise
+from flwr_replay.privacy.plan import GRADIENT, STATISTICS
 from flwr_replay.report.progress import shown_bytes
 from flwr_replay.report.summary import RECONSTRUCT
 from flwr_replay.runs.execute import Job, claim, network_of
@@ -188,7 +188,7 @@ def forecast_page(simulation: Simulation) -> str:
             f"{shown_bytes(samples)} of what is sent up are functions of single patients (kind per-sample). "
             f"{RECONSTRUCT}"
         )
-    if (plan := strategy.settings.privacy) and {*plan.mechanisms} & {*ON_SUMS} and train.patients is None:
+    if (plan := strategy.settings.privacy) and {*plan.mechanisms} & {STATISTICS, GRADIENT} and train.patients is None:
         text.append("These data name no patients, so an epsilon is of one example.")
     if plan and plan.institutions:
         text.append(

@@ -156,7 +156,7 @@ class PrivacyBudget:
         if step:
             made = shared(flat, step, stream)
         else:
-            made = (noisy(flat, plan.share(mechanism, n), stream) * (plan.config.clip_of(mechanism) / n)).float()
+            made = (noisy(flat, plan.share(mechanism, n), stream) * (plan.config.sensitivity(mechanism) / n)).float()
         flats = torch.split(made, [of.numel() for of in sums.values()])
         return {name: flat.view(of.shape).numpy() for (name, of), flat in zip(sums.items(), flats, strict=True)}
 

@@ -35,6 +35,7 @@ from flwr_replay.lab.sentences import sentence
 from flwr_replay.lab.sums import sum_attacks, summed
 from flwr_replay.lab.trials import Question, Trial, failed
 from flwr_replay.models.layers import as_input
+from flwr_replay.privacy.plan import UPDATE
 from flwr_replay.report.run_files import read_result
 from flwr_replay.rng import derived_seed
 from flwr_replay.runs.execute import Job, claim
@@ -233,6 +234,8 @@ class Lab:
             if not own.takes or exhibit.means in own.takes:
                 yield own.name, partial(self.by_own, own, exhibit, seed)
             return
+        if exhibit.means == "weights" and UPDATE in self.evidence.config.privacy.mechanisms:
+            raise RunError("no attack is known here on updates that are clipped as a whole and have noise")
         trial: Trial | None = None
         try:
             trial = trial_of(exhibit, self.evidence)

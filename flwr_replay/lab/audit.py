@@ -156,7 +156,8 @@ def check(simulation: Simulation, kind: str) -> None:
     fields = [
         field for answer in answers for field in answer.declared().values() if field.kind in ("model", "synthetic")
     ]
-    leaves = {field.dp for field in fields} | {"encoder"} & config.strategy.dp_passes(config.rounds).keys()
+    leaves = {name for field in fields for name in field.dp.split("+")}
+    leaves |= {"encoder"} & config.strategy.dp_passes(config.rounds).keys()
     released, scored = leaves & set(SCORED[kind]), " or ".join(SCORED[kind])
     require(
         bool(released) and config.task.kind == "classification",

@@ -83,7 +83,7 @@ class SumCanaries(GradientCanaries):
                 whole = {key: of - self.made[name][3][key] for key, of in whole.items()}
             read, worth = whole, step
         else:
-            read, worth = {key: self.total[key] for key in own}, examples / self.plan.config.clip_of(mechanism)
+            read, worth = {key: self.total[key] for key in own}, examples / self.plan.config.sensitivity(mechanism)
         moved_d = flat([torch.from_numpy(of.astype(np.float64)) for of in read.values()]) * worth
         cost, tensors = self.plan.cost(mechanism, examples, 1), list(own.values())
         self.seen_steps(cost, tensors).saw(torch.arange(examples), examples, moved_d, sums_d, most=1.0)

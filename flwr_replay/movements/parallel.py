@@ -23,6 +23,7 @@ from flwr_replay.movements.base import Exchange, Outcome
 from flwr_replay.movements.evaluating import SPLIT_OF, Metrics, own_metrics, trained_metrics
 from flwr_replay.movements.participation import AtOnce
 from flwr_replay.payloads.common import Trained, Unmask, Unmasked
+from flwr_replay.privacy.plan import UPDATE
 from flwr_replay.privacy.shares import check_sums
 from flwr_replay.server.members import Member
 from flwr_replay.wire.masked import MASKED, add, blank_masked, mean_of, sums_of
@@ -65,33 +66,38 @@ class Parallel(AtOnce):
     @property
     def noised(self) -> str:
         """By which mechanism a sum of answers gets noise; empty: by none."""
-        plan, mechanism = self.settings.privacy, self.answer.declared()["arrays"].dp
-        return mechanism if plan and mechanism in ON_SUMS and plan.covers(mechanism) else ""
+        plan = self.settings.privacy
+        mechanism = plan.covering(self.answer.declared()["arrays"].dp) if plan else ""
+        return mechanism if mechanism in ON_SUMS else ""
 
     @property
     def noise(self) -> float:
-        """Standard deviation of a sum's noise, in units of what one patient can add; 0: none."""
-        plan = self.settings.privacy
-        if not plan or not self.noised:
+        """Standard deviation of a sum's noise, in units of what one patient, or one update, can add; 0: none."""
+        plan, mechanism = self.settings.privacy, self.noised
+        if not plan or not mechanism:
             return 0.0
-        return sqrt(sum(plan.share(self.noised, member.num_examples) ** 2 for member in self.members.known))
+        unit = plan.config.sensitivity(mechanism) / plan.config.clip_of(mechanism)
+        return unit * sqrt(sum(plan.share(mechanism, member.num_examples) ** 2 for member in self.members.known))
 
     def begin_run(self) -> None:
         """Say how large a sum's noise will be beside the sum, before anything leaves.
 
-        Refused where each number has more noise than a class has examples: then no class shows in any.
+        Refused where each number has more noise than a class has examples, or than all updates: then nothing shows.
         """
         plan, noise = self.settings.privacy, self.noise
         if not plan or not noise or self.settings.model is None:
             return
-        most, norm = sum(member.num_examples for member in self.members.known), noise * sqrt(self.numbers)
-        line = f"the noise of a sum has norm {norm:,.3g}, and {most:,} examples add at most {most:,}"
+        known, norm, whole = self.members.known, noise * sqrt(self.numbers), self.noised == UPDATE
+        most, classes = (
+            (len(known), 1) if whole else (sum(of.num_examples for of in known), getattr(self.task, "classes", 1))
+        )
+        what, shown = ("updates", "") if whole else ("examples", f", of {classes} classes")
+        line = f"the noise of a sum has norm {norm:,.3g}, and {most:,} {what} add at most {most:,}"
         summed = most * sqrt(sum(passes.epochs for passes in plan.passes if passes.mechanism == self.noised))
-        classes = getattr(self.task, "classes", 1)
         require(
             noise * classes <= summed,
-            f"a sum must show more than its noise; {line}, of {classes} classes, and each number has noise "
-            f"{noise:,.3g}: choose a larger epsilon",
+            f"a sum must show more than its noise; {line}{shown}, and each number has noise {noise:,.3g}: choose a "
+            "larger epsilon",
         )
         if norm > summed:
             line += ": little can be learnt; choose a larger epsilon"
@@ -298,8 +304,8 @@ class Parallel(AtOnce):
         if not (plan and plan.institutions and self.noised):
             return replace(answers[0], arrays=mean_of(self.total, like=form), num_examples=n)
         step = plan.step(self.noised, n, sum(array.size for array in form.values()))
-        sums, scale = sums_of(self.total, form), step * plan.config.clip_of(self.noised) / n
-        check_sums(sums, n / step, len(answers))
+        sums, scale = sums_of(self.total, form), step * plan.config.sensitivity(self.noised) / n
+        check_sums(sums, (len(answers) / 2 if self.noised == UPDATE else n) / step, len(answers))
         mean = {name: whole * scale for name, whole in sums.items()}
         return replace(answers[0], arrays=mean, num_examples=n)
 

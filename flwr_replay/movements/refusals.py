@@ -13,6 +13,7 @@ from flwr_replay.learning.training import refuse_single_batches
 from flwr_replay.movements.evaluating import RunState
 from flwr_replay.payloads.fedstats import pairs_of
 from flwr_replay.privacy.dpsgd import refuse_mixing
+from flwr_replay.privacy.plan import GRADIENT, UPDATE
 from flwr_replay.server.settings import Settings
 
 __all__ = ["refuse_fraction", "refuse_options", "say_what_differs"]
@@ -25,8 +26,9 @@ def refuse_options(method: Any, settings: Settings) -> None:
     checks: list[Callable[[], object]] = [
         partial(_refuse_replay, method, settings),
         lambda: require(
-            traits.mixes or not settings.evaluate_before_mixing,
-            f"evaluate-before-mixing is for methods that average or mix models; got strategy={name}: leave it out",
+            (traits.mixes and UPDATE not in wanted) or not settings.evaluate_before_mixing,
+            "evaluate-before-mixing is for methods that average or mix models, not noisy updates; got strategy="
+            f"{name}: leave it out",
         ),
         partial(refuse_fraction, method, settings),
     ]
@@ -34,7 +36,7 @@ def refuse_options(method: Any, settings: Settings) -> None:
         checks.append(partial(privacy.check_method, name, traits.dp_mechanisms))
     if settings.model is not None:
         model, batch_size = settings.model(0), settings.training.batch_size
-        if {"classifier", "encoder", "proxy", "gradient"} & set(wanted):
+        if {"classifier", "encoder", "proxy", GRADIENT, UPDATE} & set(wanted):
             checks.append(partial(refuse_mixing, model))
         if privacy and privacy.institutions:
             checks.append(partial(privacy.check_room, sum(tensor.numel() for tensor in model.state_dict().values())))

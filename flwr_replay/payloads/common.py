@@ -167,7 +167,7 @@ class Spent(Payload):
 class Trained(Spent):
     """The answer to a training request: the weights, with counts and a loss."""
 
-    arrays: Weights = model(dp="classifier")
+    arrays: Weights = model(dp="classifier+update")  # of the latter: the update, over the number of examples
     num_examples: int = statistic("examples", public=True)
     examples_seen: int = statistic("examples; with repetition", public=True)
     num_steps: int = statistic(STEPS, public=True)

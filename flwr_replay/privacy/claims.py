@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from flwr_replay.privacy.plan import GRADIENT, STATISTICS, PrivacyPlan
+from flwr_replay.privacy.plan import GRADIENT, STATISTICS, UPDATE, PrivacyPlan
 from flwr_replay.wire.payload import Payload
 
 __all__ = ["NOTHING", "sentence"]
@@ -13,9 +13,17 @@ ONE_PATIENT = (
     "An epsilon is of one patient, with all examples at an institution, where its data name patients; else of one "
     "example. Numbers of examples are public."
 )
+ONE_INSTITUTION = (
+    "An epsilon is of one institution: of all its training examples, exchanged for any others, so of each patient's "
+    "there, too. Numbers of examples are public."
+)
 ALL = "All that leaves and depends on training examples is differentially private"
 PUBLIC = "Declared public: numbers and bytes of examples, names, who takes part and when"
-OF_SUMS: Mapping[str, str] = {STATISTICS: "the noisy sums", GRADIENT: "the noisy gradients"}
+OF_SUMS: Mapping[str, str] = {
+    STATISTICS: "the noisy sums",
+    GRADIENT: "the noisy gradients",
+    UPDATE: "the noisy updates",
+}
 
 
 def sentence(plan: PrivacyPlan, stages: Mapping[str, type[Payload]]) -> str:
@@ -26,7 +34,7 @@ def sentence(plan: PrivacyPlan, stages: Mapping[str, type[Payload]]) -> str:
         return plan.local.sentence()
     summed = [OF_SUMS[name] for name in plan.mechanisms if name in OF_SUMS]
     sums = summed[0] if len(plan.mechanisms) == 1 and summed else ""
-    neighbours = ONE_PATIENT if sums else ONE_EXAMPLE
+    neighbours = ONE_INSTITUTION if plan.covers(UPDATE) else ONE_PATIENT if sums else ONE_EXAMPLE
     if plan.institutions:
         neighbours += f" It is that of the sum of {plan.institutions} institutions, {plan.trust}. "
         if not plan.colluders:
@@ -45,7 +53,7 @@ def sentence(plan: PrivacyPlan, stages: Mapping[str, type[Payload]]) -> str:
     samples, weights, numbers = [], [], False
     for stage, answer in stages.items():
         for name, field in answer.declared().items():
-            free = field.public or plan.left_out(answer, field) or (field.dp and plan.covers(field.dp))
+            free = field.public or plan.left_out(answer, field) or plan.covering(field.dp)
             samples += [name] if field.kind.startswith("per-sample") else []
             weights += [stage] if field.kind == "model" and not free else []
             numbers |= field.kind == "statistic" and not free

@@ -52,7 +52,8 @@ def check_fit(config: RunConfig, wanted: Container[str]) -> None:
         "change which others are used: choose dp=none or balanced=false",
     )
     require(
-        config.replay.name in ("none", "statistics") or not any(name in wanted for name in ON_SUMS),
+        not any(name in wanted for name in ON_SUMS)
+        or config.replay.name in ("none", "statistics" * ("update" not in wanted)),
         f"noise on sums covers an institution's own examples, and no replayed ones; got replay={config.replay.name}: "
         "choose replay=none",
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 from flwr_replay.privacy.accounting import rounded_up
 from flwr_replay.privacy.local import LATENTS
-from flwr_replay.privacy.plan import COUNTS, STATISTICS, PrivacyPlan
+from flwr_replay.privacy.plan import COUNTS, STATISTICS, UPDATE, PrivacyPlan
 
 __all__ = ["noise_of", "shown_noise"]
 
@@ -18,7 +18,7 @@ def noise_of(plan: PrivacyPlan, examples: int, share: float = 1.0) -> list[dict[
     list of dict
         `mechanism`; `sigma`, the noise multiplier: the noise's standard deviation over the sensitivity; `clip`, C. For
         DP-SGD the sensitivity is C, and there are `sampling-rate` q = `batch` / `examples`, and `steps`, as many as an
-        institution takes that stays to the end. For latents the sensitivity is 2C, and labels have `label-epsilon`.
+        institution takes that stays to the end. For latents and updates it is 2C; labels have `label-epsilon`.
         For label counts it is 1, and there is no C; that of statistics is the method's own option. Of noise that is
         shared, sigma is that of the sum of `institutions`, `trust` how many of them may be what, `alone` the epsilon of
         one's own messages, and with colluders=0 `among` that of the sum against another of them.
@@ -60,6 +60,7 @@ def shown_noise(noise: Sequence[Mapping[str, Any]]) -> str:
     for entry in noise:
         line = f"{entry['mechanism']}: sigma {entry['sigma']:.3g}"
         line += f", clip C {entry['clip']:g}" if "clip" in entry else ""
+        line += ", noise 2 C sigma" * (entry["mechanism"] == UPDATE)
         if "sampling-rate" in entry:
             line += f", sampling rate {entry['sampling-rate']:.3g} ({entry['batch']:,} of {entry['examples']:,})"
             line += f", up to {entry['steps']:,} steps"

@@ -21,11 +21,11 @@ from flwr_replay.wire.masked import MASKED
 from flwr_replay.wire.payload import LedgerRow, Payload
 from flwr_replay.wire.sealed import SEALED
 
-__all__ = ["COUNTS", "GRADIENT", "STATISTICS", "Passes", "PrivacyPlan"]
+__all__ = ["COUNTS", "GRADIENT", "STATISTICS", "UPDATE", "Passes", "PrivacyPlan"]
 
 NO_PROOF = " as the paper counts it; not a proof"
 COUNTS = "label counts"  # released together with a prior, with noise of their own
-STATISTICS, GRADIENT = ON_SUMS  # mechanisms: noise on sums over all examples, once, or in every round
+STATISTICS, GRADIENT, UPDATE = ON_SUMS  # mechanisms: noise on sums over all examples, once, or in every round
 
 
 class Passes(NamedTuple):
@@ -44,7 +44,7 @@ class Passes(NamedTuple):
 
     def in_share(self, share: float) -> Self:
         """Return those of an institution that trains in a share of the rounds; what is trained before is not less."""
-        by_round = self.mechanism in ("classifier", "proxy", GRADIENT)
+        by_round = self.mechanism in ("classifier", "proxy", GRADIENT, UPDATE)
         return self._replace(epochs=round(share * self.epochs)) if by_round else self
 
 
@@ -111,8 +111,7 @@ class PrivacyPlan:
         if not wanted:
             return None
         check_fit(config, wanted)
-        batches = dict.fromkeys(ON_SUMS, 0)
-        passes = {name: Passes(name, n, batches.get(name, config.training.batch_size)) for name, n in declared.items()}
+        passes = {k: Passes(k, n, 0 if k in ON_SUMS else config.training.batch_size) for k, n in declared.items()}
         generator, prior = config.generator, config.prior
         passes["generator"] = Passes("generator", generator.dp_passes, generator.batch_size, generator.dp_steps)
         passes["prior"] = Passes("prior", prior.epochs, prior.batch_size)
@@ -150,6 +149,10 @@ class PrivacyPlan:
     def covers(self, mechanism: str) -> bool:
         """Return whether a mechanism's releases are under DP; label counts belong to the prior."""
         return self.counted if mechanism == COUNTS else mechanism in self.mechanisms
+
+    def covering(self, named: str) -> str:
+        """Return which of the mechanisms that a field names, joined by +, is on; empty: none."""
+        return next((mechanism for mechanism in named.split("+") if self.covers(mechanism)), "")
 
     def check_method(self, strategy: str, mechanisms: Sequence[str]) -> None:
         """Refuse what is not among the mechanisms that a method trains by DP-SGD: it would wrongly be labelled so."""
@@ -272,7 +275,7 @@ class PrivacyPlan:
 
     def dp_fields(self, answer: type[Payload]) -> dict[str, str]:
         """Return the fields of an answer that leave under DP: from the key in records to the mechanism."""
-        return {key: field.dp for key, field in answer.by_key().items() if field.dp and self.covers(field.dp)}
+        return {key: by for key, field in answer.by_key().items() if (by := self.covering(field.dp))}
 
     def check_covered(self, answer: type[Payload]) -> None:
         """Refuse, under dp=end-to-end, an answer with a field that depends on training examples without noise.
@@ -282,7 +285,7 @@ class PrivacyPlan:
         if not self.end_to_end or issubclass(answer, Evaluation):
             return
         for name, field in answer.declared().items():
-            if field.kind == "notice" or field.public or self.covers(field.dp) or self.left_out(answer, field):
+            if field.kind == "notice" or field.public or self.covering(field.dp) or self.left_out(answer, field):
                 continue
             raise PrivacyError(
                 f"with dp={self.config.dp} nothing leaves that depends on training examples without noise; "
@@ -312,12 +315,13 @@ class PrivacyPlan:
 
     def protection(self, field: Field, epsilon: float, delta: float) -> str:
         """Return in a few words what protects a field of an answer."""
-        if field.dp and self.covers(field.dp):
+        if self.covering(field.dp):
             if not delta:
                 return "none: no epsilon and delta are stated"
             if not isfinite(epsilon):
                 return "not protected: its noise comes from the run's seed"
-            proof = NO_PROOF if self.unproven else "-DP of each replaced example" if self.local else "-DP"
+            unit = " of each replaced example" if self.local else " of a whole institution" * self.covers(UPDATE)
+            proof = NO_PROOF if self.unproven else f"-DP{unit}"
             shown = f"({rounded_up(epsilon)}, {rounded_up(delta, 2)}){proof}"
             if not self.institutions:
                 return shown
@@ -332,7 +336,7 @@ class PrivacyPlan:
         Under dp=end-to-end it is 0 for fields that are declared public, for fields that are withheld, and for metrics
         of tests, unless they are those of models that an institution keeps.
         """
-        if field.dp and self.covers(field.dp):
+        if self.covering(field.dp):
             return self.config.limit if self.config.secret and not self.unproven else inf
         tested = issubclass(answer, Evaluation) and not self.tests_own
         free = field.public or tested or self.left_out(answer, field)
@@ -351,7 +355,7 @@ class PrivacyPlan:
 
     def left_out(self, answer: type[Payload], field: Field) -> bool:
         """Return whether a field without noise is withheld, since its payload or the whole run is under DP."""
-        beside_dp = any(self.covers(other.dp) for other in answer.declared().values())
+        beside_dp = any(self.covering(other.dp) for other in answer.declared().values())
         return field.withheld and (self.end_to_end or beside_dp)
 
     def protected(

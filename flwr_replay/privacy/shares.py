@@ -4,8 +4,9 @@
     the sum:           Σ_k y_k = Σ_k ⌊s_k / g⌉ + noise of variance at least h · 2^48
 
 s_k are an institution's sums in units of their sensitivity, h the number of institutions whose shares count: all but
-those that may help the server, or add none. A patient more or less changes Σ_k ⌊s_k / g⌉ by at most 1/g + √d in the L2
-norm, with d numbers, rounding included. So g is chosen such that
+those that may help the server, or add none. A patient more or less, or another update of norm C in place of one, which
+moves it by 2C, changes Σ_k ⌊s_k / g⌉ by at most 1/g + √d in the L2 norm, with d numbers, rounding included. So g is
+chosen such that
 
     √h · 2^24 = σ · MARGIN · (1/g + √d),   σ the noise multiplier that the account charges for
 

@@ -53,7 +53,7 @@ class Field:
     unit: str = ""
     part: bool | Part = False  # weights: some part of the received model, or this part of it, not all
     optional: bool = False  # weights: there are none in messages between the first and the last of a training
-    dp: str = ""  # the mechanism under DP that makes it differentially private, if it is on; never inherited
+    dp: str = ""  # mechanisms, joined by +, each of which makes it differentially private if on; never inherited
     withheld: bool = False  # not sent if another field of its payload is under DP
     key: str = ""  # in records; empty: the field's name with hyphens
     public: bool = False  # a number of examples, which every privacy claim declares public

@@ -6,19 +6,22 @@ from dataclasses import replace
 import numpy as np
 import peers
 import pytest
+from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
+from dp_accounting.pld import PLDAccountant
 from harness import write_shards
 from hostile_server import HostileServer, metrics, refusal, weights
 from scipy.stats import norm
 from sealed_runs import SMALL, pinned_keys
 
 from flwr_replay.ciphers.masking import Masking
+from flwr_replay.clients.fedavg import FedAvgClient
 from flwr_replay.clients.fedsgd import FedSGDClient
 from flwr_replay.clients.fedstats import FedStatsClient
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, FlwrReplayError, RunError
 from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.memory import forget
-from flwr_replay.payloads.common import RollCall
+from flwr_replay.payloads.common import RollCall, Train
 from flwr_replay.payloads.fedsgd import Differentiate
 from flwr_replay.payloads.fedstats import Summarise, pairs_of
 from flwr_replay.privacy.accounting import noise_for
@@ -28,13 +31,14 @@ from flwr_replay.privacy.gaussian import gaussian_epsilon, gaussian_noise
 from flwr_replay.privacy.noise import noise_of, shown_noise
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.wire.masked import MASKED
-from flwr_replay.wire.records import opened
+from flwr_replay.wire.records import config_in, opened
 
 NAMES, N, DELTA = "abcd", 40, 0.001
 SHARED = [*SMALL, "masked=true", "privacy.noise=shared", "nodes=4", "privacy.colluders=1", f"delta={DELTA}"]
 GRADIENT = [*SHARED, "strategy=fedsgd", "dp=gradient", "privacy.target-epsilon=2", "rounds=5"]
 STATISTICS = [*SHARED, "strategy=fedstats", "dp=statistics", "privacy.target-epsilon=2"]
-ALL = [GRADIENT, STATISTICS]
+UPDATE = [*SHARED, "strategy=fedavg", "dp=update", "privacy.target-epsilon=2", "rounds=5", "lr=0.5"]
+ALL = [GRADIENT, STATISTICS, UPDATE]
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +53,14 @@ def server_of(folder, *options, name="a", policy=""):
     return HostileServer(folder, *options, name=name, policy=policy, **pinned_keys(folder, NAMES)[name])
 
 
-def ask_gradients(server, run, exchange=1, scale=1.0, **other):
+def ask_gradients(server, run, exchange=1, scale=1.0, lr=0.5, **other):
     theta = {name: (scale * of).astype(of.dtype) for name, of in server.weights.items()}
     asked = {"arrays": theta, "run": run, "exchange": exchange, "total": len(NAMES) * N} | other
-    gradient = server.config.strategy.name == "fedsgd"
-    if gradient:
+    if server.config.strategy.name == "fedsgd":
         return server.send(Differentiate(**asked))
+    if server.config.strategy.name != "fedstats":
+        mu = getattr(server.config.strategy, "mu", None)
+        return server.send(Train(**asked | {"lr": lr, "proximal_mu": mu}))
     products = pairs_of(server.weights["head.fc.weight"].shape[1])
     return server.send(Summarise(clip=10.0, products=products, **asked))
 
@@ -75,6 +81,10 @@ def readable_sums(answers):
 
 def same(left, right):
     return all(left[name].tobytes() == right[name].tobytes() for name in left | right)
+
+
+def stage_of(message):
+    return config_in(message.content).get("stage") if message.has_content() else ""
 
 
 def charged_steps(server, run):
@@ -98,13 +108,14 @@ def test_the_sum_has_its_noise_once_also_without_the_shares_of_those_who_help(fo
     assert len(moved) > 190
     assert moved.std() == pytest.approx(2**BITS * math.sqrt(len(NAMES)), rel=0.2)
     plan = PrivacyPlan.of(compose(options))
-    sigma = noise_for(2, DELTA, [(1.0, 5 if "dp=gradient" in options else 1)])
+    sigma = noise_for(2, DELTA, [(1.0, 1 if "dp=statistics" in options else 5)])
     honest = 2**BITS * math.sqrt(len(NAMES) - colluders) * plan.step(*plan.mechanisms, N, len(first[1]))
     assert sigma < honest < 1.001 * sigma
     left = len(NAMES) - max(1, colluders)  # shares that another institution, which knows its own, does not know
     known = gaussian_epsilon(math.sqrt((len(NAMES) - colluders) / left) / gaussian_noise(2, DELTA), DELTA)
     assert plan.among(2, DELTA) == pytest.approx(known, rel=1e-6)
-    assert ("epsilon against another of them" in shown_noise(noise_of(plan, N))) == (not colluders)
+    assert ("epsilon against another of them" in (shown := shown_noise(noise_of(plan, N)))) == (not colluders)
+    assert ("noise 2 C sigma" in shown) == ("dp=update" in options)
     assert ("against it a larger epsilon counts" in sentence(plan, {})) == (not colluders)
 
 
@@ -112,14 +123,15 @@ def test_the_sum_has_its_noise_once_also_without_the_shares_of_those_who_help(fo
 def test_what_is_stated_of_the_sum_and_of_one_alone_is_so(folder, options):
     server, run = server_of(folder, *options), f"stated {len(options)}"
     told = metrics(ask_gradients(server, run))
-    sigma = noise_for(2, DELTA, [(1.0, 5 if options is GRADIENT else 1)])
+    sigma = noise_for(2, DELTA, [(1.0, 1 if options is STATISTICS else 5)])
 
     def delta_of(epsilon, mu):  # Balle and Wang 2018
         return norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)
 
     assert delta_of(told["epsilon"], 1 / sigma) == pytest.approx(DELTA, rel=1e-6)
     [line] = {row["protection"] for row in server.ledger if row["run"] == run and row["field"] == "arrays"}
-    of_sum, alone = line.split("-DP in the sum of 4, 1 of whom may help the server; alone ")
+    unit = " of a whole institution" * (options is UPDATE)
+    of_sum, alone = line.split(f"-DP{unit} in the sum of 4, 1 of whom may help the server; alone ")
     assert float(of_sum[1:].split(",")[0]) >= told["epsilon"]
     alone = float(alone.removesuffix(", masked"))
     assert 0 < delta_of(alone, math.sqrt(3) / sigma) <= DELTA < delta_of(0.97 * alone, math.sqrt(3) / sigma)
@@ -203,6 +215,8 @@ def test_noise_from_the_seed_beside_masks_protects_nothing_and_says_so(folder):
         (["privacy.noise=secret"], "are for noise=shared"),
         (["delta=0"], "one delta for all institutions"),
         (["strategy=fedavg", "dp=classifier"], "sums over all examples"),
+        (["strategy=fedavg", "dp=update", "privacy.clip=1e30"], r"privacy.clip lies in \[1e-9, 1e9\]; got 1e\+30"),
+        (["strategy=fedavg", "dp=update+classifier", "noise=secret", "colluders=-1"], "dp=update stands alone"),
     ],
 )
 def test_options_that_cannot_be_are_refused_by_everyone(folder, options, line):
@@ -228,7 +242,8 @@ def test_options_that_cannot_be_are_refused_by_everyone(folder, options, line):
 )
 def test_policies_hold_before_anything_is_charged(folder, options, policy, own, line):
     server, run = server_of(folder, *options, *own, policy=policy), f"policy {len(policy)}{len(own)}{len(options)}"
-    stage = {"fedsgd": "differentiate", "fedstats": "summarise"}[name := server.config.strategy.name]
+    stages = {"fedsgd": "differentiate", "fedstats": "summarise", "fedavg": "train"}
+    stage = stages[name := server.config.strategy.name]
     call = RollCall(strategy=name, run=run, stages=[stage])
     for reply in (server.send(call), ask_gradients(server, run)):
         assert line in refusal(reply)
@@ -275,7 +290,8 @@ def test_the_account_ends_a_run_of_too_many_exchanges_or_if_it_is_lost(folder):
 
 def spoiled(monkeypatch, strategy, change):
     """Let hospital b change what it has made before it is masked."""
-    owner, method = {"fedsgd": (FedSGDClient, "under_dp"), "fedstats": (FedStatsClient, "summarise")}[strategy]
+    owner = {"fedsgd": FedSGDClient, "fedstats": FedStatsClient, "fedavg": FedAvgClient}[strategy]
+    method = "summarise" if strategy == "fedstats" else "under_dp"
     makes = getattr(owner, method)
 
     def spoils(self, *about):
@@ -315,3 +331,47 @@ def test_numbers_that_64_bits_do_not_hold_are_refused_before_they_are_charged(tm
     server = server_of(tmp_path, *STATISTICS, "privacy.target-epsilon=1e13", "delta=1e-5")
     assert "leave no room in 64 bits" in refusal(ask_gradients(server, "large", total=5000))
     assert charged_steps(server, "large") == []
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "fedprox", "fedavgm"])
+@pytest.mark.parametrize(("lr", "clip", "norm"), [(0.5, 1e-3, 0.5), (1e30, 1.0, 0.0), (0.0, 1.0, 0.0)])
+def test_whatever_the_server_asks_an_update_has_at_most_half_the_sensitivity(
+    folder, monkeypatch, strategy, lr, clip, norm
+):
+    """Two updates of norm C differ by 2C at most, which is the unit; what diverged is zero, and no message says so."""
+    made, noisy = [], PrivacyBudget.noisy
+
+    def noted(self, mechanism, sums, step, stream):
+        made.append(math.sqrt(sum(float(of.square().sum()) for of in sums.values())))
+        return noisy(self, mechanism, sums, step, stream)
+
+    monkeypatch.setattr(PrivacyBudget, "noisy", noted)
+    options = [*UPDATE, f"strategy={strategy}", f"privacy.clip={clip}"]
+    reply = ask_gradients(server_of(folder, *options), run := f"norm {strategy} {norm} {lr > 1}", lr=lr)
+    assert not refusal(reply)
+    assert {"train-loss", "loss"}.isdisjoint(metrics(reply))
+    assert made == [pytest.approx(norm, rel=3e-5)]
+    assert made[0] <= 0.5
+    for wrong in (math.nan, 1e30):
+        reply = ask_gradients(server_of(folder, *options), run, 2, scale=wrong)
+        assert not weights(reply)
+        assert refusal(reply)
+    assert len(charged_steps(server_of(folder, *options), run)) == 1
+
+
+@pytest.mark.parametrize("colluders", [0, 1])
+@pytest.mark.parametrize("strategy", ["fedavg", "fedavgm"])
+def test_the_noise_in_a_model_is_that_of_two_clips_in_the_mean_of_the_institutions(folder, strategy, colluders):
+    job = [*UPDATE, f"strategy={strategy}", "model.width=256", f"privacy.colluders={colluders}", "lr=1e-30"]
+    done = peers.run(folder, *job, "privacy.clip=0.5", "rounds=3", names=NAMES, own=pinned_keys(folder, NAMES))
+    asked = {
+        config_in(of.content)["server-round"]: weights(of) for _, of, _ in done.grid.log if stage_of(of) == "train"
+    }
+    first, second, third = (np.concatenate([of.ravel() for of in asked[n].values()]) for n in (1, 2, 3))
+    times = math.hypot(1, 0.9 * (strategy == "fedavgm"))  # of the first step the server's momentum keeps so much
+    seen = (second - first).std() * len(NAMES) / (2 * 0.5)  # noise of one sum, in units of its sensitivity
+    assert (third - second).std() * len(NAMES) / (2 * 0.5) == pytest.approx(times * seen, rel=0.05)
+    pld = PLDAccountant()
+    pld.compose(SelfComposedDpEvent(GaussianDpEvent(seen * math.sqrt(1 - colluders / len(NAMES))), 3))
+    [stated] = {of["epsilon"] for of in done.result["privacy"].values()}
+    assert stated == pytest.approx(pld.get_epsilon(DELTA), rel=0.05)

@@ -32,6 +32,7 @@ RUNS = {
     "proxy": ["strategy=proxyfl", "beta=0.5", *GOSSIP],
     "unsure": ["strategy=proxyfl", "beta=0.5", "dp=none", "rounds=1", "model=mlp", "partition.size=20", *FEW[2:]],
     "private": ["strategy=fedavg", "dp=classifier", "model=mlp", "partition.size=20", "training.batch-size=8"],
+    "updates": ["strategy=fedavg", "dp=update", "privacy.sigma=0.1", *FEW],
 }
 
 
@@ -99,6 +100,11 @@ def test_the_server_computes_the_weights_with_which_a_later_training_begins(runs
         kept = read_tensors(state / f"mixed-{trial.request.scalars['committed']:06d}.safetensors")
         assert same(trial.begun, parted(unpack_state(kept)[0])[0])
         assert not same(trial.begun, begun_with(trial.exhibit.answers[0], trial.evidence))
+
+
+def test_noisy_updates_are_not_taken_for_weights(runs, monkeypatch, capsys):
+    _, results, _ = attacked(monkeypatch, capsys, runs / "updates")
+    assert "clipped as a whole" in results["arrays", "none"]["not-judged"]
 
 
 def test_a_digest_of_the_data_is_the_judges_under_noise(runs, tmp_path, monkeypatch, capsys):
