@@ -154,7 +154,7 @@ def torchs(data_dir):
 def hugging(data_dir):
     from datasets import Dataset
     from PIL import Image
-    rows = Dataset.from_dict({"image": [Image.fromarray(one) for one in x], "label": y.tolist()})
+    rows = Dataset.from_dict({"image": [Image.fromarray(image) for image in x], "label": y.tolist()})
     return {"train": rows, "test": rows}
 
 def names(data_dir):

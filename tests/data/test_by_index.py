@@ -42,10 +42,10 @@ def test_each_has_what_the_file_says_under_its_name(tmp_path: Path, form: str) -
         "json": {"St. B": [7, 0], "A": [3, 4, 2]},
         "lists": [[7, 0], [3, 4, 2]],
     }[form]
-    found = dealt_by_file(written(tmp_path / f"p.{'json' if form in ('json', 'lists') else 'csv'}", content), data(9))
-    assert found.names == (("institution-1", "institution-2") if form == "lists" else ("St. B", "A"))
-    assert [shard.tolist() for shard in found.train] == [[0, 7], [2, 3, 4]]
-    assert (found.dropped, sum(map(len, found.test))) == (4, 6)
+    dealing = dealt_by_file(written(tmp_path / f"p.{'json' if form in ('json', 'lists') else 'csv'}", content), data(9))
+    assert dealing.names == (("institution-1", "institution-2") if form == "lists" else ("St. B", "A"))
+    assert [shard.tolist() for shard in dealing.train] == [[0, 7], [2, 3, 4]]
+    assert (dealing.dropped, sum(map(len, dealing.test))) == (4, 6)
 
 
 def test_held_out_examples_shift_no_index(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def test_an_honest_run_and_what_all_runs_come_to(folder, monkeypatch, capsys):
     assert shown in (state / "evidence.html").read_text()
     for options, verdict in ((SUMS, "broken"), ([*SUMS[:2], "delta=0.0005", "privacy.target-epsilon=1"], "kept")):
         whole = [*TASK, *options, f"data_dir={folder / 'a.npz'}", "partition=natural"]
-        found = findings(*planned(whole, ["a"]), folder / "policy.yaml")
-        assert [rule["verdict"] for rule in found["rules"] if rule["rule"] == "max-total-epsilon"] == [verdict]
-        assert found["takes-part"] == (verdict == "kept")
-        assert shown in write_officer_page(folder, found)[0].read_text()
+        forecast = findings(*planned(whole, ["a"]), folder / "policy.yaml")
+        assert [rule["verdict"] for rule in forecast["rules"] if rule["rule"] == "max-total-epsilon"] == [verdict]
+        assert forecast["takes-part"] == (verdict == "kept")
+        assert shown in write_officer_page(folder, forecast)[0].read_text()

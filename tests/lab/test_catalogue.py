@@ -32,9 +32,9 @@ def arrays_without_an_attack():
 def test_every_meaning_has_attacks_or_a_sentence():
     assert {meaning for attack in ATTACKS.values() for meaning in attack.takes} | {*UNTRIED} == {*ALL}
     assert all(attack.name == name and attack.source and attack.takes for name, attack in ATTACKS.items())
-    declared = [one for one in vars(catalogue).values() if isinstance(one, catalogue.Attack)]
-    assert sorted(one.name for one in declared) == sorted(ATTACKS)
-    assert {*TRIALS} == {means for one in ATTACKS.values() if one.gives == "images" for means in one.takes}
+    declared = [attack for attack in vars(catalogue).values() if isinstance(attack, catalogue.Attack)]
+    assert sorted(attack.name for attack in declared) == sorted(ATTACKS)
+    assert {*TRIALS} == {means for attack in ATTACKS.values() if attack.gives == "images" for means in attack.takes}
 
 
 def test_all_payloads_of_all_strategies():

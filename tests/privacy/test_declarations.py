@@ -51,7 +51,7 @@ class {Name}(Parallel):
         return Train(exchange=exchange, arrays=arrays, run=run, lr=0.1, local_epochs=self.config.sweeps)
 
     def combine(self, answers):
-        return weighted_mean([opened(one.arrays) for one in answers], [one.num_examples for one in answers])
+        return weighted_mean([opened(answer.arrays) for answer in answers], [answer.num_examples for answer in answers])
 '''
 CLIENT = '''"""The institution's half."""
 
