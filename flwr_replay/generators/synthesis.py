@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import GeneratorConfig, PriorConfig, ReplayConfig, require
-from flwr_replay.errors import ConfigError, RunError, WireError
-from flwr_replay.files.tensors import read_with_texts, write_tensors
+from flwr_replay.errors import ConfigError, PrivacyError, RunError, WireError
+from flwr_replay.files.tensors import OF_RUN, read_with_texts, write_tensors
 from flwr_replay.generators.base import ImageForm, ImageGenerator
 from flwr_replay.generators.priors import check_cpu
 
@@ -126,22 +126,34 @@ class SynthesisPlan:
 
     # --- files --------------------------------------------------------------------------------------------------------
 
-    def write(self, path: Path, generator: ImageGenerator, progress: TrainingProgress, *, to_disk: bool) -> None:
-        """Write a generator, the form of its images, and how far its training is."""
+    def write(
+        self, path: Path, generator: ImageGenerator, progress: TrainingProgress, *, to_disk: bool, run: str = ""
+    ) -> None:
+        """Write a generator, the form of its images, how far its training is, and, if it is a run's alone, which."""
         texts = {"form": json.dumps(asdict(self.form)), "progress": json.dumps(asdict(progress))}
+        texts |= {OF_RUN: run} if run else {}
         write_tensors(path, generator.state(), texts, to_disk=to_disk)
 
-    def read(self, path: Path, seed: int, device: torch.device) -> tuple[ImageGenerator, TrainingProgress]:
-        """Read what `write` wrote.
+    def read(
+        self, path: Path, seed: int, device: torch.device, run: str = ""
+    ) -> tuple[ImageGenerator, TrainingProgress]:
+        """Read what `write` wrote, for a run that must have written it, if one is given.
 
         Raises
         ------
         ConfigError
             If the file has images of another form, or another generator's weights.
+        PrivacyError
+            If it is not the run's.
         RunError
             If it cannot be read.
         """
         state, texts = read_with_texts(path)
+        if run and texts.get(OF_RUN) != run:
+            raise PrivacyError(
+                f"a generator under DP is its run's alone; {path} is of {texts.get(OF_RUN) or 'none'}, not {run}: put "
+                "the run's own file back, or begin a new run"
+            )
         written = json.loads(texts.get("form", "{}"))
         if written != asdict(self.form):
             own, got = (

@@ -94,6 +94,16 @@ class PrivacyBudget:
         cost = replace(self.plan.cost(mechanism, self.examples, 1), steps=steps)
         self.account(request.run).check(mechanism, cost)
 
+    def check_charged(self, mechanism: str, steps: int, run: str) -> None:
+        """Refuse so many steps of a mechanism if a run was charged for fewer: its account, or they, are another's."""
+        account = Account(self.state.of_run(run), delta=1.0)
+        charges = zip(account.mechanisms, account.spent, strict=True)
+        if steps > (charged := sum(cost.steps for of, cost in charges if of == mechanism)):
+            raise PrivacyError(
+                f"a privacy account never states less than before; {steps} steps of {mechanism} were made in run "
+                f"{run!r}, and its account has {charged}: restore the newest copy of both, or begin a new run"
+            )
+
     def begin_steps(self, mechanism: str, steps: range, request: ChargedRequest) -> DPTraining:
         """Charge for the steps of these numbers, and return their DP-SGD, as `begin` does."""
         cost = replace(self.plan.cost(mechanism, self.examples, 1), steps=len(steps))

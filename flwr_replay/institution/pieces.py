@@ -36,7 +36,6 @@ class Training(ABC):
     """A training in steps numbered from 0, which can stop after any and go on later."""
 
     mechanisms: Mapping[str, int]  # in the order of the training: the steps of each
-    budget: PrivacyBudget | None  # of a training under DP
     releases: tuple[str, ...] = ()  # mechanisms under DP on which the last answer depends
     done: TrainingProgress
     losses: NDArray[np.floating]  # that `take` gave
@@ -91,29 +90,38 @@ class Pieces:
         ------
         PrivacyError
             If the budget does not allow a first block of a mechanism, nor the whole of one before the last; or if the
-            account states less than before.
+            account states less than before, or has fewer steps than the training.
         DivergedError
             If a loss is not finite.
         """
         training.resume(request)
-        done = training.done
-        first, left = done.steps, done.steps_left
-        if left:
-            self.advance(training, request, min(first + left, first + most))
+        done, first = training.done, training.done.steps
+        self.check_charged(training.mechanisms, first, request.run)
+        if done.steps_left:
+            self.advance(training, request, first + min(done.steps_left, most))
             if not done.steps_left:
                 training.end(request)
-        if training.budget and done.steps == first and not done.steps_left:
+        if done.steps == first and not done.steps_left:
             for released in training.releases:
-                training.budget.rest(released, request)
+                if budget := self.budget_of(released):
+                    budget.rest(released, request)
         training.keep(request)
+
+    def check_charged(self, mechanisms: Mapping[str, int], steps: int, run: str) -> None:
+        """Refuse a training that has made so many of its mechanisms' steps, if the run was charged for fewer."""
+        for mechanism, number in mechanisms.items():
+            made, steps = min(number, steps), max(0, steps - number)
+            if budget := self.budget_of(mechanism):
+                budget.check_charged(mechanism, made, run)
 
     def advance(self, training: Training, request: ChargedRequest, last: int) -> None:
         """Make steps until the time is over, or this one is reached, or the budget ends; note losses and progress."""
-        done, budget, losses = training.done, training.budget, list[Tensor]()
+        done, losses = training.done, list[Tensor]()
         first, total = done.steps, done.steps + done.steps_left
         ends = [*zip(training.mechanisms, accumulate(training.mechanisms.values()), strict=True)]
         while done.steps < last and (done.steps == first or self.in_time):
             mechanism, end = next((mechanism, end) for mechanism, end in ends if done.steps < end)
+            budget = self.budget_of(mechanism)
             steps = range(done.steps, min(end, last, done.steps + training.block(done.steps, bool(budget))))
             try:
                 dp = budget.begin_steps(mechanism, steps, request) if budget else None

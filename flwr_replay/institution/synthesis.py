@@ -9,6 +9,7 @@ before they are taken. Seeds, the classes that are drawn and all figures in answ
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -116,7 +117,7 @@ class SynthesisStages:
         if self.given:
             return self.plan.checkpointed(self.given, device)
         if there(file):
-            return self.plan.read(file, seed, device)
+            return self.plan.read(file, seed, device, run if self.budget else "")
         # Another process saves before it lets go of its folder: so who trains is looked for before what is saved.
         begun = {path.name for path in entries(file.parent) if path.is_dir() and in_use(path)}
         names = {path.stem for path in entries(file.parent, f"*{file.suffix}")}
@@ -127,6 +128,7 @@ class SynthesisStages:
     def complete(self, run: str) -> ImageGenerator:
         """Return the generator, whose training must be complete."""
         generator, done = self.trained_so_far(run)
+        self.pieces.check_charged(generator.mechanisms(len(self.institution.train)), done.steps, run)
         if done.steps_left:
             raise TrainingError(
                 f"images are drawn from a trained generator; {done.steps_left} steps are left: train it first"
@@ -139,7 +141,7 @@ class SynthesisStages:
             return self.state.of_run(run) / "generators" / "own.safetensors"
         return self.institution.state / "generators" / f"{self.identity}.safetensors"
 
-    @property
+    @cached_property
     def identity(self) -> str:
         """A digest of the generator's options, and of the images and labels, or of the checkpoint.
 
@@ -218,7 +220,7 @@ class OwnTraining(Training):
     """The training of an institution's generator on its own images."""
 
     def __init__(self, stages: SynthesisStages, data: Shard) -> None:
-        self.stages, self.budget, self.data, self.losses = stages, stages.budget, data, np.zeros(0)
+        self.stages, self.data, self.losses = stages, data, np.zeros(0)
         self.classes, self.figures = stages.classes(data), dict[str, float]()  # the latter of the last block
 
     def resume(self, request: ChargedRequest) -> None:
@@ -246,7 +248,7 @@ class OwnTraining(Training):
         """
         done, data, stages = self.done, self.data, self.stages
         done.margin = self.figures.get("margin")
-        if self.budget:  # real images have no noise
+        if stages.budget:  # real images have no noise
             return
         device, labels = stages.institution.device, self.classes.repeat_interleave(PER_CLASS)
         drawn = self.generator.sample(labels, torch_rng(stages.identity, "diversity"))
@@ -259,9 +261,10 @@ class OwnTraining(Training):
         """Write what has changed, with the mean loss of this message."""
         if self.done != self.written:
             self.done.loss = float(self.losses.mean()) if len(self.losses) else self.done.loss
-            file = self.stages.file(request.run)
+            stages, file = self.stages, self.stages.file(request.run)
             private_folder(file.parent)
-            self.stages.plan.write(file, self.generator, self.done, to_disk=self.stages.institution.durable)
+            own, to_disk = request.run if stages.budget else "", stages.institution.durable
+            stages.plan.write(file, self.generator, self.done, to_disk=to_disk, run=own)
 
 
 def _key(number: int) -> str:

@@ -62,7 +62,7 @@ class ReplayTraining(Training):
         self, config: VQVAE2Config | PriorConfig, model: nn.Module, in_epoch: int, around: Surroundings
     ) -> None:
         self.model, self.batch_size, self.in_epoch, self.rngs = model, config.batch_size, in_epoch, around.rngs
-        self.around, self.budget, self.key = around, around.budget, f"training-{self.mechanism}"
+        self.around, self.key = around, f"training-{self.mechanism}"
         self.given = digest(around.weights) if around.weights else ""  # of the weights with which it began
         self.optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
         self.mechanisms = {self.mechanism: config.epochs * in_epoch}
@@ -108,8 +108,8 @@ class ReplayTraining(Training):
             self.load(kept)
         elif weights:
             self.begin(weights)
-            if self.budget:
-                self.budget.check_room(self.mechanism, self.done.steps_left, request)
+            if budget := self.around.budget:
+                budget.check_room(self.mechanism, self.done.steps_left, request)
             state.forget(self.key, run)
         else:
             raise TrainingError(
@@ -274,5 +274,5 @@ class PriorTraining(ReplayTraining):
 
     def end(self, request: ChargedRequest) -> None:
         """Count the examples of each class, under DP with noise."""
-        counts = torch.bincount(self.y, minlength=self.model.classes)
-        self.found = {"label_counts": (self.budget.noisy_counts(counts, request) if self.budget else counts).numpy()}
+        budget, counts = self.around.budget, torch.bincount(self.y, minlength=self.model.classes)
+        self.found = {"label_counts": (budget.noisy_counts(counts, request) if budget else counts).numpy()}

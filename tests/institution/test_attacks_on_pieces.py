@@ -183,7 +183,7 @@ def test_label_counts_have_noise_once(folder):
     for again in (server.send(prior(server)), server.send(TrainPrior(run="r", exchange=1))):
         assert metrics(again) == metrics(reply)
         assert same(weights(again), weights(reply))
-    assert charged(server, mechanism="label counts") == 1
+    assert [charge["steps"] for charge in server.charges("r")][-5:] == [1, 0, 0, 0, 0]  # each time prior and counts
 
 
 def test_a_training_under_dp_that_the_budget_does_not_allow_as_a_whole_takes_no_step(folder):
@@ -219,7 +219,7 @@ def test_an_older_copy_of_the_account_is_noticed_between_pieces(folder):
             shutil.rmtree(older)
         (shutil.copytree if older == run else shutil.copy)(folder / "copy" / older.relative_to(run), older)
         forget()
-        for again in (begin(server, stated=stated), train_generator(server, stated=stated)):
+        for again in (begin(server, stated=stated), train_generator(server, stated=stated * (older == run))):
             assert "a privacy account never states less than before" in refusal(again)
             assert not weights(again)
 

@@ -1,6 +1,7 @@
 """Image generators under DP: what is charged, what leaves, and what does not depend on an image."""
 
 import shlex
+import shutil
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from flwr_replay.config.compose import compose, overrides_of
 from flwr_replay.engines.simulate import Simulation
-from flwr_replay.errors import BudgetError, ConfigError, FlwrReplayError, TrainingError
+from flwr_replay.errors import BudgetError, ConfigError, FlwrReplayError, PrivacyError, TrainingError
 from flwr_replay.forecast.forecast import forecast
 from flwr_replay.generators.base import ImageForm
 from flwr_replay.generators.style_layers import Discriminator
@@ -209,6 +210,10 @@ def test_a_generator_belongs_to_the_run_that_was_charged_for_it(tmp_path):
     assert not np.array_equal(first.images, second.images)  # other noise
     assert stages.budget.account("s").epsilon() == stages.budget.account("r").epsilon()
     assert np.array_equal(first.images, trained(stages).images)  # drawn again: nothing new
+    shutil.copy(stages.file("s"), stages.file("r"))
+    for ask in (trained, lambda stages: stages.draw_buffer(DrawBuffer(run="r", buffer=12, buffer_refresh="never"))):
+        with pytest.raises(PrivacyError, match=r"is its run's alone; .* is of s, not r"):
+            ask(stages)
 
 
 def test_an_older_copy_of_the_state_is_noticed_before_an_image_leaves(tmp_path):
@@ -216,9 +221,9 @@ def test_an_older_copy_of_the_state_is_noticed_before_an_image_leaves(tmp_path):
     stated = trained(stages).epsilon
     account = stages.state.of_run("r") / "privacy.jsonl"
     account.write_text("".join(account.read_text().splitlines(keepends=True)[:1]))
-    ask = DrawBuffer(run="r", buffer=12, buffer_refresh="never", stated=stated)
-    with pytest.raises(FlwrReplayError, match="account"):
-        stages.draw_buffer(ask)
+    for told in (stated, 0.0):  # also by a server that tells nothing
+        with pytest.raises(PrivacyError, match="6 steps of generator were made in run 'r', and its account has 4"):
+            stages.draw_buffer(DrawBuffer(run="r", buffer=12, buffer_refresh="never", stated=told))
 
 
 @pytest.mark.sampled(1)
