@@ -27,6 +27,7 @@ __all__ = [
     "family",
     "left_clientapps",
     "members",
+    "superlinks",
     "using",
     "wake_with_parent",
 ]
@@ -81,6 +82,16 @@ def using(folder: Path) -> list[int]:
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if file in {opened.path for opened in process.open_files()}:
+                pids.append(process.pid)
+    return pids
+
+
+def superlinks(folder: Path) -> list[int]:
+    """Return the processes of this user that a SuperLink has in a folder, reachable or not."""
+    pids = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if _runs(process, "flower-superlink") and folder.samefile(process.cwd()):
                 pids.append(process.pid)
     return pids
 

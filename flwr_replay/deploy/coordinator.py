@@ -27,7 +27,7 @@ from flwr_replay.errors import ConfigError, RunError
 from flwr_replay.files.atomic import in_use, read_bytes, read_text
 from flwr_replay.files.disk import entries, looked, looked_below
 from flwr_replay.files.lines import segments
-from flwr_replay.processes import using
+from flwr_replay.processes import superlinks, using
 from flwr_replay.report.progress import shown_bytes, shown_time
 from flwr_replay.report.run_files import FORMS, RUN_ID, SUMS, read_result
 from flwr_replay.runs.opening import RESUME, check_unchanged, saved_options
@@ -85,8 +85,11 @@ def leaving(folder: Path) -> tuple[list[Path], list[Path]]:
         If it is no coordinator's folder; if a SuperLink or ServerApp works there; if there are others' files, or links.
     """
     address, _ = _read(folder)
-    runs = [file.parent for file in (folder / "runs").glob("*/config.yaml")]
+    # others, too, call a file config.yaml
+    begun = [file.parent for file in (folder / "runs").glob("*/config.yaml")]
+    runs = [run for run in begun if (run / RUN_ID).exists() or (run / LEDGER).exists()]
     working = [f"the SuperLink at {address}"] * answers(address)
+    working += [f"the SuperLink, process {process}," for process in superlinks(folder)]
     working += [f"a process in {run}" for run in runs if in_use(run)]
     if working:
         raise RunError(f"nothing may work while a coordinator's folder is removed; {working[0]} does: stop it")

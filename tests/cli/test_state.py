@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 from contextlib import chdir
 
 from flwr_replay import run
@@ -180,10 +181,18 @@ def test_the_coordinators_folder_goes_as_a_clinics(tmp_path, flwr_replay):
 
     with socket.create_server(("127.0.0.1", port)):
         refused(f"the SuperLink at 127.0.0.1:{port} does: stop it")
+    unreachable = ("sh", "-c", "read line # flower-superlink")
+    with subprocess.Popen(unreachable, stdin=subprocess.PIPE, cwd=folder) as superlink:
+        refused(f"the SuperLink, process {superlink.pid}, does: stop it")
+        superlink.communicate()
     for strange in (folder / "keys" / "mine.txt", folder / "runs" / "mine.csv"):
         strange.write_text("mine")
         refused(f"{strange} is not flwr-replay's: move it away")
         strange.unlink()
+    (folder / "runs" / "anothers").mkdir()
+    (folder / "runs" / "anothers" / "config.yaml").write_text("model: mine")
+    refused("anothers is not flwr-replay's: move it away")
+    shutil.rmtree(folder / "runs" / "anothers")
     (folder / "runs" / "linked").symlink_to(tmp_path / "elsewhere")
     refused("linked is one")
     (folder / "runs" / "linked").unlink()
