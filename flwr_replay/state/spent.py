@@ -13,6 +13,7 @@ counts, and what left without differential privacy have no epsilon: they are not
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from math import fsum, inf
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flwr_replay.errors import PrivacyError, RefusedError
-from flwr_replay.files.atomic import alone, private_folder, read_json, write_json
+from flwr_replay.files.atomic import NAME, alone, private_folder, read_json, write_json
 from flwr_replay.files.disk import entries, there
 from flwr_replay.privacy.account import CHARGES, Account
 from flwr_replay.privacy.accounting import LocalRelease, SampledGaussian, epsilon, rounded_up
@@ -53,15 +54,17 @@ class AllRuns:
 
     def read(self) -> dict[str, SpentByRun]:
         """Return by run what it has spent; of older accounts at a small delta, as any may be chosen afterwards."""
-        known = self._written()
-        accounts = self._accounts(DELTA)
-        older = sum(account.charged_delta is None for account in accounts)
-        for account in accounts:
-            run, charges = account.folder.name, len(account.mechanisms)
+        known, by_run = self._written(), defaultdict[str, list[Account]](list)
+        for account in self._accounts(DELTA):  # an older run may have had the name of a newer one
+            by_run[account.folder.name].append(account)
+        older = sum(account.charged_delta is None for accounts in by_run.values() for account in accounts)
+        for run, accounts in by_run.items():
             own = known.get(run, SpentByRun(0.0, 0.0, 0, 0.0))
-            if charges > own.charges:
-                account.delta = account.charged_delta or min(DELTA, self.most_delta / 10) / older
-                known[run] = SpentByRun(account.epsilon(), account.delta, charges, own.budget)
+            if (charges := sum(len(account.mechanisms) for account in accounts)) > own.charges:
+                for account in accounts:
+                    account.delta = account.charged_delta or min(DELTA, self.most_delta / 10) / older
+                spent = fsum(account.epsilon() for account in accounts)
+                known[run] = SpentByRun(spent, fsum(account.delta for account in accounts), charges, own.budget)
         return known
 
     def local(self, more: LocalRelease, delta: float) -> float:
@@ -159,8 +162,8 @@ class AllRuns:
             yield known
 
     def _accounts(self, delta: float) -> list[Account]:
-        runs = [*entries(self.state / RUNS), *entries(self.state)]  # of an older version, beside the ledger
-        return [Account(run, delta=delta) for run in runs if there(run / CHARGES)]
+        older = [run for run in entries(self.state) if NAME.fullmatch(run.name)]  # beside the ledger, and lost+found
+        return [Account(run, delta=delta) for run in [*entries(self.state / RUNS), *older] if there(run / CHARGES)]
 
     def _written(self) -> dict[str, SpentByRun]:
         return {file.stem: SpentByRun(**read_json(file, FORM)) for file in entries(self.state / FOLDER, "*.json")}

@@ -15,6 +15,7 @@ from flwr_replay import load_model
 from flwr_replay.errors import DamagedError, RefusedError, RunError
 from flwr_replay.institution.policy import Policy, read_policy
 from flwr_replay.privacy.account import Account
+from flwr_replay.privacy.accounting import SampledGaussian
 from flwr_replay.report.run_files import read_result
 from flwr_replay.state.kept import kept, retire
 from flwr_replay.state.spent import AllRuns
@@ -73,6 +74,17 @@ def test_its_account_has_the_same_charges_and_counts_for_later_runs(run, tmp_pat
     assert AllRuns(state).read()["run"].epsilon > stated  # at a smaller delta
     with pytest.raises(RefusedError, match=r"others \(runs: 1\) have"):
         AllRuns(state, most=stated).check(0.1, 1e-6)
+    newer = Account(state / "runs" / "run", delta=1e-6)  # of the same name, charged before there was a sum
+    for _ in range(2):
+        newer.charge("classifier", SampledGaussian(0.1, 1.0, 1))
+    both = AllRuns(state).read()["run"]
+    assert both.charges == 3
+    assert both.epsilon > newer.epsilon() + stated
+    shutil.rmtree(newer.folder)
+    shutil.move(state / "run", newer.folder)  # an older run's account that is moved counts once
+    assert AllRuns(state).read()["run"].charges == 1
+    shutil.move(newer.folder, state / "lost+found")
+    assert not AllRuns(state).read()  # no run has this name; a disk has it, and only root may look
 
 
 def test_its_state_directory_is_named_for_what_it_is(tmp_path):
