@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from flwr_replay.clients.fedavg import SumsClient
 from flwr_replay.institution.budget import PrivacyBudget
+from flwr_replay.institution.learner import mixed_batches
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.augment import changed
 from flwr_replay.learning.training import at_once, mean_loss, refuse_single_batches
@@ -57,7 +58,7 @@ class FedSGDClient(SumsClient):
         batches, total = ((as_input(x_B), y_B) for x_B, y_B in stored), len(data)
         if sampler := self.replay_sampler(request):  # every batch gets its share of the replayed examples
             size, draws = math.ceil(len(data) / number), self.shuffle(request.exchange, "replay")
-            batches = sampler.mixed_batches(batches, size, draws)
+            batches = mixed_batches(batches, sampler, size, draws)
             total += len(stored) * sampler.beside(size)
         for x_B, y_B in changed(iter(batches), self.augmentation(None, request.exchange)):
             loss = self.task.loss(model(x_B), y_B) * (len(y_B) / total)

@@ -4,7 +4,7 @@ Source: Shen et al. 2020 (arXiv 2006.16765); Kalra et al. 2023, section 4.1. A t
 `flwr_replay/institution/mutual.py`.
 """
 
-from flwr_replay.institution.pair import PairClient
+from flwr_replay.institution.mutual import PairClient
 from flwr_replay.payloads.mutual import EvaluateWithProxy, PairEvaluation, TrainedMutually, TrainMutually
 
 __all__ = ["FMLClient"]

@@ -4,7 +4,7 @@ Source: Kalra et al. 2023, Algorithm 1, lines 2-6. A training step is in `flwr_r
 in `flwr_replay/institution/peer.py`.
 """
 
-from flwr_replay.institution.pair import PairClient
+from flwr_replay.institution.mutual import PairClient
 from flwr_replay.institution.peer import PeerClient
 from flwr_replay.payloads.mutual import EvaluatePair, PairEvaluation, ReleasedProxy, TrainProxy
 

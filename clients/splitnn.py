@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from flwr_replay.errors import DivergedError, TrainingError
 from flwr_replay.files.tensors import nested, unnested
 from flwr_replay.institution.client import InstitutionClient
+from flwr_replay.institution.learner import mixed_batches
 from flwr_replay.learning.training import batches, late_steps, make_optimizer, mean_loss, refuse_single_batches
 from flwr_replay.models import StagedModel, split, split_before_head
 from flwr_replay.models.layers import step
@@ -118,7 +119,7 @@ class SplitNNClient(InstitutionClient):
         real = batches(data.x, data.y, self.batch_size, shuffle, only=slice(group * m, (group + 1) * m))
         if sampler := self.replay_sampler(request):
             draws = self.shuffle(request.exchange, "replay")
-            real = sampler.mixed_batches(real, self.batch_size, draws, first=group * m)
+            real = mixed_batches(real, sampler, self.batch_size, draws, first=group * m)
         of_group = []
         for number, batch in enumerate(real, start=group * m):  # draws of its own: a batch is made twice
             augment = self.augmentation(None, request.exchange, number)

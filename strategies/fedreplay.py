@@ -141,7 +141,10 @@ class FedReplayConfig(StrategyConfig):
 
 
 class FedReplay(OneShot):
-    """Latent variables are uploaded once; the server trains on their union."""
+    """Latent variables are uploaded once; the server trains on their union.
+
+    Its base says only that a round asks nobody to train.
+    """
 
     config_type = FedReplayConfig
     config: FedReplayConfig

@@ -89,18 +89,6 @@ class ReplaySampler(ABC):
             if i >= first:
                 yield self.take(drawn)
 
-    def mixed_batches(
-        self, real: Iterator[tuple[Tensor, Tensor]], batch_size: int, rng: torch.Generator, first: int = 0
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield every batch of real examples with replayed ones: x_U ← {x^r, x_k} (Alg. 1, lines 2-4).
-
-        The ratio applies to `batch_size`, b; `first` is the number of the first of these batches within the training.
-        """
-        replayed = self.batches(self.beside(batch_size), rng, first)
-        for x_B, y_B in real:
-            x_R, y_R = self.example(*next(replayed))
-            yield torch.cat([x_R.to(x_B.device), x_B]), torch.cat([y_R.to(y_B), y_B])
-
 
 class ImageSampler(ReplaySampler):
     """Draws from buffers of images (n, C, H, W), uint8, and their labels (n,), all on one device."""

@@ -1,4 +1,4 @@
-"""A classifier's batches and steps, with what all methods share: replay (`generators/sampler.py`) and DP.
+"""A classifier's batches and steps, with what all methods share: replayed examples, and DP.
 
 A pass has max(1, ⌊n/b⌋) full batches of one shuffle. A step takes the task's mean loss: of classes the cross-entropy.
 """
@@ -21,7 +21,7 @@ from flwr_replay.learning.tasks import Task
 from flwr_replay.learning.training import balanced_rows, batches, mean_loss
 from flwr_replay.models.layers import step
 
-__all__ = ["Learner"]
+__all__ = ["Learner", "mixed_batches"]
 
 SILENT = 30  # seconds between two lines in the log
 
@@ -74,7 +74,7 @@ class Learner:
         among = balanced_rows(data.y, shuffle) if self.balanced else None
         plain = batches(data.x, data.y, self.batch_size, shuffle, among=among)
         real = self.dp.batches(data) if self.dp else plain
-        mixed = self.sampler.mixed_batches(real, self.batch_size, self.rng) if self.sampler else real
+        mixed = mixed_batches(real, self.sampler, self.batch_size, self.rng) if self.sampler else real
         return changed(mixed, self.augment)
 
     def step(self, x_B: Tensor, y_B: Tensor, penalty: Tensor | Callable[[], Tensor] | None = None) -> None:
@@ -112,3 +112,16 @@ class Learner:
 
     def _losses(self, x_B: Tensor, y_B: Tensor) -> Tensor:
         return self.task.losses(self.model(x_B), y_B)
+
+
+def mixed_batches(
+    real: Iterator[tuple[Tensor, Tensor]], sampler: ReplaySampler, batch_size: int, rng: torch.Generator, first: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield every batch of real examples with replayed ones before them: x_U ← {x^r, x_k} (Alg. 1, lines 2-4).
+
+    The ratio applies to `batch_size`, b; `first` is the number of the first of these batches within the training.
+    """
+    replayed = sampler.batches(sampler.beside(batch_size), rng, first)  # decoded as they are drawn
+    for x_B, y_B in real:
+        x_R, y_R = sampler.example(*next(replayed))
+        yield torch.cat([x_R.to(x_B.device), x_B]), torch.cat([y_R.to(y_B), y_B])

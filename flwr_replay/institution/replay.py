@@ -1,7 +1,7 @@
 """Generative replay: the institution's half; the server's half is `flwr_replay/server/replay_codes.py`.
 
 Source: Qu et al. 2022, Algorithm 1, lines 7-20, and footnote 1. Lines 1-6 train the classifier: the methods' own files
-have the loop (`clients/cwt.py`), and `flwr_replay/generators/sampler.py` puts replayed examples into its batches.
+have the loop (`clients/cwt.py`), and `flwr_replay/institution/learner.py` puts replayed examples into its batches.
 """
 
 from dataclasses import dataclass, field

@@ -70,7 +70,10 @@ class GossipConfig(StrategyConfig):
 
 
 class Gossip(Relay):
-    """Base of the methods in which institutions exchange models over a graph."""
+    """Base of the methods in which institutions exchange models over a graph.
+
+    Of a relay it has that the server holds no model, and who is drawn for a round.
+    """
 
     config: GossipConfig
     answer: ClassVar[type[Released]]
@@ -136,11 +139,9 @@ class Gossip(Relay):
         self.bring(grid, exchange, config)
         if not self.mailbox.posted:
             self.shares(exchange, len(self.members))  # refuse an invalid matrix before anybody trains
-        waiting = self.mailbox.waiting
-        free = sum(member.name not in waiting for member in self.trainers(exchange))
-        self.exchanged = self.has_edges(exchange, free)
-        messages, called = self.configure_train(exchange, arrays, config, grid), self.members.called
-        to_send = [message for message in messages if called(message.metadata.dst_node_id) not in waiting]
+        free = [member for member in self.trainers(exchange) if member.name not in self.mailbox.waiting]
+        self.exchanged = self.has_edges(exchange, len(free))
+        to_send = [self.message(member, self.train_request(exchange, member), config) for member in free]
         released: dict[str, Released] = {}
 
         def take(member: Member, reply: Message) -> None:

@@ -14,7 +14,7 @@ rounds follow; their batches hold real and replayed examples.
         P_k ← prior over the codes of x_k;  D_k ← D                                # replay=pixelcnn, in place of e
     e ← {codes of x_1, …, codes of x_K}, by the generator after its last visit     # codes=last-pass
     D, e (or all D_k, P_k) to every institution
-    in every round: a batch ← ratio · b replayed examples, and b real ones              `generators/sampler.py`
+    in every round: a batch ← ratio · b replayed examples, and b real ones              `institution/learner.py`
 
 Deviations: With replay=pixelcnn each prior P_k keeps its own decoder D_k, the one for which it was trained. An
 institution draws codes from P_k once, as many of each label as P_k's label counts say, and replays these.

@@ -12,6 +12,7 @@ from flwr_replay.config.compose import compose
 from flwr_replay.generators.codes import pack_codes
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.sampler import CodeSampler, CodeSource
+from flwr_replay.institution.learner import mixed_batches
 from flwr_replay.wire.weights import to_arrays
 
 
@@ -80,7 +81,7 @@ def test_every_sources_codes_meet_their_own_decoder():
 def test_the_ratio_says_how_many_stand_beside_a_batch(ratio, beside):
     real = [(torch.full((n, 1, 8, 8), 2.0), torch.full((n,), 99)) for n in (B, 3)]
     for (x, y), (own, _) in zip(
-        sampler(f"replay.ratio={ratio}").mixed_batches(iter(real), B, rng()), real, strict=True
+        mixed_batches(iter(real), sampler(f"replay.ratio={ratio}"), B, rng()), real, strict=True
     ):
         beside = min(beside, 11)  # there are so many
         assert len(x) == len(y) == beside + len(own)
@@ -100,8 +101,8 @@ def test_a_run_sees_as_many_examples_as_the_ratio_says(tmp_path):
 def test_where_fewer_are_replayed_than_a_batch_has_each_stands_beside_real_ones_once():
     few = sampler()  # 11 codes
     assert [few.beside(size) for size in (3, 11, 32)] == [3, 11, 11]
-    (x_U, labels), *_ = few.mixed_batches(
-        iter([(torch.zeros(32, *few.take(torch.tensor([0]))[0].shape[1:]), torch.full((32,), 99))]), 32, rng()
+    (x_U, labels), *_ = mixed_batches(
+        iter([(torch.zeros(32, *few.take(torch.tensor([0]))[0].shape[1:]), torch.full((32,), 99))]), few, 32, rng()
     )
     assert len(x_U) == 11 + 32
     assert sorted(labels.tolist()) == [*range(11), *[99] * 32]

@@ -12,6 +12,7 @@ from flwr_replay.config.compose import compose, overrides_of
 from flwr_replay.convert import convert
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.sampler import CodeSource, sampler_of
+from flwr_replay.institution.learner import mixed_batches
 
 AGES = [60 + 3 * n for n in range(40)]  # months
 
@@ -56,8 +57,8 @@ def test_ages_travel_beside_codes_in_months(tmp_path, hands):
     assert not ran.result["failures"]
     for name in ("institution-1", "institution-2"):
         assert sorted(kept_codes_and_decoder(ran, name)[0]["labels"]) == AGES
-        [(x, y)] = sampler(ran, name).mixed_batches(
-            iter([(torch.rand(3, 1, 8, 8), torch.tensor([1.0, 2, 3]))]), 8, rng()
+        [(x, y)] = mixed_batches(
+            iter([(torch.rand(3, 1, 8, 8), torch.tensor([1.0, 2, 3]))]), sampler(ran, name), 8, rng()
         )
         assert (x.shape, x.dtype, y.dtype) == ((11, 1, 8, 8), torch.float32, torch.float32)
         assert set(y[:8].tolist()) <= set(AGES)
@@ -94,8 +95,8 @@ def test_masks_come_out_of_the_codes(tmp_path):
     assert codes["labels"].dtype == np.int64
     assert not codes["labels"].any()
     generated = sampler(ran, "institution-1")
-    [(x, y)] = generated.mixed_batches(
-        iter([(torch.rand(2, 1, 16, 16), torch.ones(2, 16, 16, dtype=torch.uint8))]), 4, rng()
+    [(x, y)] = mixed_batches(
+        iter([(torch.rand(2, 1, 16, 16), torch.ones(2, 16, 16, dtype=torch.uint8))]), generated, 4, rng()
     )
     assert (x.shape, y.shape, y.dtype) == ((6, 1, 16, 16), (6, 16, 16), torch.uint8)
     assert set(y[:4].unique().tolist()) == {0, 1}
