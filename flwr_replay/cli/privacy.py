@@ -221,10 +221,10 @@ def show_digest(file: Annotated[Path, typer.Argument(metavar="FILE")], as_json: 
     from flwr_replay.files.tensors import digest
 
     try:
-        found = digest(load_file(file))
+        sha256 = digest(load_file(file))
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"privacy digest reads a .safetensors file; got {file}: {error}") from None
-    answer({"digest": found}, found, as_json)
+    answer({"digest": sha256}, sha256, as_json)
 
 
 def _sizes(examples: str) -> list[int]:

@@ -90,8 +90,8 @@ def brought() -> Mapping[str, Mapping[str, tuple[Brought, ...]]]:
     for group, place in POINTS.items():
         by_name = by_group.setdefault(group, {})
         for point in points.select(group=place):
-            found = Brought(group, point.name, point.value, point.dist.name if point.dist else point.value)
-            by_name[point.name] = (*by_name.get(point.name, ()), found)
+            bringing = Brought(group, point.name, point.value, point.dist.name if point.dist else point.value)
+            by_name[point.name] = (*by_name.get(point.name, ()), bringing)
     return by_group
 
 

@@ -17,9 +17,9 @@ The policy is a YAML file in the institution's hands:
     max-upload-mb: 64                         # the largest message that may leave, in 10^6 bytes
     max-epsilon: 8                            # all that depends on training examples must be differentially private,
                                               # with at most this epsilon in a run. The run then needs dp=end-to-end, or
-                                              # dp=statistics or gradient of a classification, and a budget within
-                                              # it; with noise=shared it is that of the sum. Metrics of tests are
-                                              # not covered: see `metrics`. Several runs add up
+                                              # dp=statistics, gradient or update of classes or a known label range,
+                                              # and a budget within it; with noise=shared it is that of the sum.
+                                              # Metrics of tests are not covered: see `metrics`. Several runs add up
     max-total-epsilon: 16                     # of all runs in this state directory; without max-epsilon also of one.
                                               # Their deltas: as often max-delta as max-epsilon goes into this
     max-delta: 1.0e-5                         # the largest delta; choose it far below one over the number of examples.

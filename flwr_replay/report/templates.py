@@ -70,18 +70,18 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 """,
     # Pictures, which `flwr_replay.report.charts` draws, and tables.
     "draw": """\
-{% macro chart(found, title) %}
+{% macro chart(picture, title) %}
 <figure>
-<div role="img" aria-label="{{ title }}. {{ found.told }}.">{{ found.svg | safe }}</div>
+<div role="img" aria-label="{{ title }}. {{ picture.told }}.">{{ picture.svg | safe }}</div>
 <figcaption>{{ title }}</figcaption>
 </figure>
 {% endmacro %}
-{% macro table(found) %}
-<div class="scroll" tabindex="0" role="region" aria-label="{{ found.caption }}"><table{% if found.shaded is defined %} class="confusion"{% endif %}>
-<caption><span>{{ found.caption }}</span></caption>
-{% set right = found.rows | numbers %}<thead><tr>{% for head in found.heads %}<th scope="col"{% if loop.index0 in right %} class="number"{% endif %}>{{ head }}</th>{% endfor %}</tr></thead>
-<tbody>{% for row in found.rows %}
-<tr><th scope="row">{{ row[0] }}</th>{% for cell in row[1:] %}{% if found.shaded is defined %}<td class="shade{{ cell[1] }}">{{ "{:,}".format(cell[0]) }}</td>{% else %}<td{% if loop.index in right %} class="number"{% endif %}>{{ cell }}</td>{% endif %}{% endfor %}</tr>{% endfor %}
+{% macro table(content) %}
+<div class="scroll" tabindex="0" role="region" aria-label="{{ content.caption }}"><table{% if content.shaded is defined %} class="confusion"{% endif %}>
+<caption><span>{{ content.caption }}</span></caption>
+{% set right = content.rows | numbers %}<thead><tr>{% for head in content.heads %}<th scope="col"{% if loop.index0 in right %} class="number"{% endif %}>{{ head }}</th>{% endfor %}</tr></thead>
+<tbody>{% for row in content.rows %}
+<tr><th scope="row">{{ row[0] }}</th>{% for cell in row[1:] %}{% if content.shaded is defined %}<td class="shade{{ cell[1] }}">{{ "{:,}".format(cell[0]) }}</td>{% else %}<td{% if loop.index in right %} class="number"{% endif %}>{{ cell }}</td>{% endif %}{% endfor %}</tr>{% endfor %}
 </tbody></table></div>
 {% endmacro %}
 """,
@@ -166,21 +166,21 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
     "attacks": """\
 {% extends "frame" %}
 {% import "draw" as draw %}
-{% macro pairs(one, looks) %}
-<figure><div class="{{ looks }}">{% for image in one.pairs %}<img src="data:image/png;base64,{{ image }}" alt="{{ one.alt }}">{% endfor %}</div>
-<figcaption>{{ one.caption }}</figcaption></figure>
+{% macro pairs(attack, looks) %}
+<figure><div class="{{ looks }}">{% for image in attack.pairs %}<img src="data:image/png;base64,{{ image }}" alt="{{ attack.alt }}">{% endfor %}</div>
+<figcaption>{{ attack.caption }}</figcaption></figure>
 {% endmacro %}
 {% block content %}
 <p class="headline">{{ headline }}</p>
-{% for one in first if one.pairs %}{{ pairs(one, "pairs large") }}{% endfor %}
+{% for attack in first if attack.pairs %}{{ pairs(attack, "pairs large") }}{% endfor %}
 <div class="beside"><p><strong>This page shows patients.</strong> Keep it where the data may lie. {{ claim }}</p>
 <p>{{ about }}</p></div>
 {% for institution, results in by_institution.items() %}
 <h2>{{ institution }}</h2>
-<div class="beside"><ul>{% for one in results %}
-<li>{{ one.sentence }}</li>{% endfor %}
+<div class="beside"><ul>{% for attack in results %}
+<li>{{ attack.sentence }}</li>{% endfor %}
 </ul>{% if institution in charts %}<div>{{ draw.chart(charts[institution], "share that each attack got right; line: 95 % interval; dashed: guessing") }}</div>{% endif %}</div>
-{% for one in results if one.pairs and one not in first %}{{ pairs(one, "pairs") }}{% endfor %}
+{% for attack in results if attack.pairs and attack not in first %}{{ pairs(attack, "pairs") }}{% endfor %}
 {% endfor %}
 {% if images.rows %}
 <h2>Figures</h2>
@@ -201,7 +201,7 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 {% block content %}
 <p>{{ about }}</p>
 <h2>What left</h2>
-{% for one in left %}{{ draw.table(one) }}{% endfor %}
+{% for table in left %}{{ draw.table(table) }}{% endfor %}
 <ul>{% for line in kinds %}<li>{{ line }}</li>{% endfor %}</ul>
 <p>Small cells. {{ floor }}</p>
 {% if runs is defined %}{{ draw.table(runs) }}
@@ -240,7 +240,7 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 {% endfor %}
 {% for line in sums %}<p>{{ line }}</p>
 {% endfor %}{% if samples %}<p><strong>{{ samples }}</strong></p>{% endif %}</div>
-<div>{% for one in by_kind %}{{ draw.table(one) }}
+<div>{% for table in by_kind %}{{ draw.table(table) }}
 {% endfor %}</div></div>
 <h2>The verdict, line by line</h2>
 <div class="beside"><div><p>{% if policy %}The policy is {{ policy }}, as it stands at the end of this page.{% else %}Without a policy only the built-in limits hold.{% endif %} An institution that refuses sends its name and one line that says why; the study goes on without it or, under masks, may stop.</p>
@@ -248,7 +248,7 @@ details { margin: 1rem 0; } pre { font-size: .85rem; columns: 17rem; white-space
 <ol>{% for line in reasons %}<li>{{ line }}</li>{% endfor %}</ol>{% endif %}</div>
 {{ draw.table(rules) }}</div>
 <details{% if not allowed %} open{% endif %}><summary>Every field</summary>
-{% for one in fields %}{{ draw.table(one) }}
+{% for table in fields %}{{ draw.table(table) }}
 {% endfor %}</details>
 
 <h2>What is protected, and what is not</h2>

@@ -125,8 +125,8 @@ def leaving(place: Path) -> tuple[list[Path], list[Path]]:
     folders = [top for top in going if top.is_dir()]
     inside = [path for top in folders for path in (*entries(top), *entries(top / "simulation"))]
     marks = LEDGER, KEY, f"{RUNS}/*/{OPTIONS}"  # a folder `runs` alone may be anyone's
-    found = [path for path in inside if any(any(path.glob(mark)) for mark in marks)]
-    states = [place] if alone else found
+    marked = [path for path in inside if any(any(path.glob(mark)) for mark in marks)]
+    states = [place] if alone else marked
     for state in states:
         own = {path.name for path in entries(state)}
         refused_all = LEDGER in own and own <= BARE
