@@ -5,9 +5,9 @@ Source: Kalra et al. 2023 (ProxyFL), section 3.2, eq. 4-7; deep mutual learning:
     L_φ = (1 - α) CE(f_φ(x), y) + α KL(h_θ(x) ‖ f_φ(x))
     L_θ = (1 - β) CE(h_θ(x), y) + β KL(f_φ(x) ‖ h_θ(x))         by DP-SGD, with dp=proxy
 
-Both use the outputs f_φ(x), h_θ(x) from before either model steps, so each passes over a batch once. In the paper's KL
-the learning model stands first. Here the teacher does, as in deep mutual learning, and no gradient flows into it. The
-paper's "alternate" leaves open whether φ sees θ before or after θ's step.
+Arrays of a batch end in `_B`. Both losses use the outputs f_φ(x), h_θ(x) from before either model steps, so each passes
+over a batch once. In the paper's KL the learning model stands first. Here the teacher does, as in deep mutual learning,
+and no gradient flows into it. The paper's "alternate" leaves open whether φ sees θ before or after θ's step.
 
 With β > 0 the proxy's gradient on one example depends, through f_φ, on all of the institution's examples, since φ
 learns from them without noise. Then clipping does not bound what one example changes, and the accountant's epsilon is
@@ -16,8 +16,6 @@ no proof.
 The private model and its optimizer are in one file of the state directory and never leave. So is the proxy's
 optimizer, unless its state travels with the proxy (proxy-optimizer=travels). Under DP that costs nothing: the state is
 computed from noised gradients, from weights that were released and from what arrived, so it is post-processing.
-
-`B` batch.
 """
 
 import logging
