@@ -183,4 +183,4 @@ NAMES = "build bare mixing module narrow fails other constant buidl batchwise tw
 NAMES += " in_training late leaving frozen partly normed tied real inplace"
 DATA_NAMES = "arrays whole last torchs hugging names fails unlabelled lacking leaves words"
 ALL = " ".join([*(f"ownnets:{name}" for name in NAMES.split()), *(f"owndata:{name}" for name in DATA_NAMES.split())])
-ALL += " nonesuch:build ownbroken:build"
+ALL += " nonesuch:build ownfolder:build ownbroken:build"

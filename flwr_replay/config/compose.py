@@ -332,11 +332,13 @@ def _full_key(key: str, base: Mapping[str, Any]) -> str:
     if matches:
         return matches[0]
     shown = [name.replace("_", "-") for name in known if name not in COMMAND_LINE]
-    for group in ("strategy", *OF_CHOICES):
-        plain = key.removeprefix(f"{group}.")
-        if owners := [name for name in choices(group) if plain in own_options(group, name)]:
-            rule, ours = f"{key.replace('_', '-')} is an option of {group}=", base[group]["name"]
-            raise ConfigError(f"{rule}{', '.join(owners)}; got {group}={ours}")
+    owners = {
+        group: ", ".join(name for name in choices(group) if key.removeprefix(f"{group}.") in own_options(group, name))
+        for group in ("strategy", "partition", *OF_CHOICES)
+    }
+    if rules := [f"{group}={names}" for group, names in owners.items() if names]:
+        ours = ", ".join(f"{group}={base[group]['name']}" for group, names in owners.items() if names)
+        raise ConfigError(f"{key.replace('_', '-')} is an option of {' and of '.join(rules)}; got {ours}")
     groups = [name for name, options in base.items() if isinstance(options, dict) and "name" in options]
     near = nearest(key.replace("_", "-"), [*shown, *groups])
     raise ConfigError(f"unknown option {key.replace('_', '-')!r}: {near}; `flwr-replay options` lists all")

@@ -85,9 +85,13 @@ def import_own(option: str, code: str) -> Callable[..., Any]:
     module, _, name = code.partition(":")
     if os.getcwd() not in sys.path:  # the command `flwr-replay` lies elsewhere
         sys.path.append(os.getcwd())
-    function = getattr(import_allowed(code, module, f"{option}={code}"), name, None)
-    if function is None:
-        raise ConfigError(f"{option}={code}: {module} has no function {name}: write one, or correct the name")
+    found = import_allowed(code, module, f"{option}={code}")
+    if (function := getattr(found, name, None)) is None:
+        if hasattr(found, "__path__") and not getattr(found, "__file__", ""):
+            fault = f"{module} is a folder without __init__.py: start in it, or write {module}.FILE:{name}"
+        else:
+            fault = f"{module} has no function {name}: write one, or correct the name"
+        raise ConfigError(f"{option}={code}: {fault}")
     if not callable(function):
         raise ConfigError(f"{option}={code} must be a function; got {type(function).__name__}")
     return function  # type: ignore[no-any-return]

@@ -27,7 +27,7 @@ from flwr_replay.report.progress import Display, TerminalDisplay
 from flwr_replay.report.run_files import read_result
 from flwr_replay.report.run_page import PAGE
 from flwr_replay.runs.options import resolve
-from flwr_replay.studies.methods import Method
+from flwr_replay.studies.methods import Method, seeds_told
 
 __all__ = ["Cell", "run_all", "run_cell"]
 
@@ -71,7 +71,7 @@ def run_all(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Path, dict[str, 
             yield cell.folder, run_cell(cell, Display())
     resumed = sum(cell.begun for cell in todo)
     state = f"{len(cells) - len(todo)} finished, {resumed} to resume, {len(todo) - resumed} to start"
-    _say(f"{len(cells)} runs, {_seeds(cells)}: {state}")
+    _say(f"{len(cells)} runs, {seeds_told(sorted({cell.seed for cell in cells}))}: {state}")
     in_turn = ((cell, run_cell(cell, TerminalDisplay() if sys.stderr.isatty() else Display())) for cell in todo)
     try:
         for count, (cell, outcome) in enumerate(in_turn if jobs == 1 else _at_once(todo, jobs), 1):
@@ -160,22 +160,6 @@ def _remove_unborn(folder: Path) -> None:
         if not A_RUN_WRITES.fullmatch(path.name):
             raise RunError(f"{folder} has no run to resume, but a file that no run writes, {path.name}: move it away")
     shutil.rmtree(folder)
-
-
-def _seeds(cells: Sequence[Cell]) -> str:
-    """Say which seeds there are; whoever writes seeds=31 may mean one.
-
-    >>> _seeds([Cell(Method("cwt", "cwt", ()), seed, Path(), ()) for seed in (0, 1, 0)])
-    '2 seeds, 0 to 1 (seeds=2, is seed 2 alone)'
-    >>> _seeds([Cell(Method("cwt", "cwt", ()), 0, Path(), ())])
-    'seed 0'
-    """
-    seeds = sorted({cell.seed for cell in cells})
-    if len(seeds) == 1:
-        return f"seed {seeds[0]}"
-    if seeds != list(range(len(seeds))):
-        return f"seeds {', '.join(map(str, seeds))}"
-    return f"{len(seeds)} seeds, 0 to {len(seeds) - 1} (seeds={len(seeds)}, is seed {len(seeds)} alone)"
 
 
 def _say(text: str) -> None:

@@ -23,8 +23,10 @@ __all__ = [
     "own_option",
     "refuse_typos",
     "seeds_of",
+    "seeds_told",
     "short_hash",
     "swept",
+    "trial_options",
     "with_kept",
 ]
 
@@ -103,6 +105,17 @@ def swept(names: Sequence[str], options: Sequence[str]) -> tuple[list[str], list
         several = [[name] if of_one and _strategy(name) != prefix else _ending(name, ends) for name in methods]
         methods = [name for variants in several for name in variants]
     return methods, others
+
+
+def trial_options(options: Sequence[str], names: Sequence[str], tried: Sequence[str], seed: int) -> list[str]:
+    """Return the options of trials: with one seed, and without those of strategies of which no method is tried.
+
+    >>> trial_options(["rounds=2", "cwt.lr=1", "fedprox.mu=1", "seeds=3"], ["cwt:lr=1", "fedprox"], ["fedprox:lr=1"], 0)
+    ['rounds=2', 'fedprox.mu=1', 'seeds=0,']
+    """
+    settled = {*map(_strategy, names)} - {*map(_strategy, tried)}
+    left_out = ("seeds=", *(f"{strategy}." for strategy in settled))
+    return [*(option for option in options if not option.startswith(left_out)), f"seeds={seed},"]
 
 
 def with_kept(names: Sequence[str]) -> list[str]:
@@ -192,6 +205,17 @@ def seeds_of(text: str) -> tuple[int, ...]:
     if len({*numbers}) < len(numbers):
         raise ConfigError(rule)
     return numbers
+
+
+def seeds_told(seeds: Sequence[int]) -> str:
+    """Name seeds in rising order.
+
+    >>> seeds_told([7]), seeds_told([7, 9]), seeds_told([0, 1, 2])
+    ('seed 7', 'seeds 7, 9', 'seeds 0 to 2')
+    """
+    if len(seeds) > 2 and list(seeds) == list(range(seeds[0], seeds[-1] + 1)):
+        return f"seeds {seeds[0]} to {seeds[-1]}"
+    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
 
 
 def _refuse_of_some(key: str, value: str, names: Sequence[str]) -> None:

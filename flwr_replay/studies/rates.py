@@ -13,7 +13,7 @@ from typing import Any
 
 from flwr_replay.errors import ConfigError
 from flwr_replay.report.metrics import VALIDATION
-from flwr_replay.studies.methods import SEEDS, named, seeds_of
+from flwr_replay.studies.methods import SEEDS, named, seeds_of, trial_options
 
 __all__ = ["AUTO", "refuse", "trials", "with_rates"]
 
@@ -34,10 +34,7 @@ def trials(names: Sequence[str], options: Sequence[str]) -> tuple[list[str], lis
         raise ConfigError("lr=auto is for methods without an lr; here each method has an lr of its own: leave it out")
     tried = [f"{_label(label, rate)} := {spec}:lr={rate}" for label, spec in methods for rate in RATES]
     seeds = [seeds_of(option.partition("=")[2]) for option in options if option.startswith("seeds=")]
-    return tried, [
-        *(option for option in options if not option.startswith("seeds=")),
-        f"seeds={[SEEDS, *seeds][-1][0]},",
-    ]
+    return tried, trial_options(options, names, tried, [SEEDS, *seeds][-1][0])
 
 
 def refuse(split: str, noise: Mapping[str, Sequence[object]]) -> None:
@@ -46,8 +43,8 @@ def refuse(split: str, noise: Mapping[str, Sequence[object]]) -> None:
         raise ConfigError("lr=auto chooses by validation examples; got split=test: write split=validation")
     if private := [label.partition(", lr ")[0] for label, entries in noise.items() if entries]:
         raise ConfigError(
-            f"lr=auto tries {len(RATES)} rates, and under differential privacy each would be charged; got dp= "
-            f"({private[0]}): write lr= and a number"
+            f"lr=auto tries {len(RATES)} rates, and under differential privacy each would be charged; got "
+            f"{private[0]}: give it a rate of its own, as in proxyfl:lr=0.01"
         )
 
 

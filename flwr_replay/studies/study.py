@@ -29,7 +29,7 @@ from flwr_replay.report.templates import spared
 from flwr_replay.report.texts import findings, lines_of, of_methods
 from flwr_replay.studies.compare import PlannedComparison, planned, run_comparisons
 from flwr_replay.studies.leakage import Asked, attacked, leakage
-from flwr_replay.studies.methods import seeds_of, short_hash
+from flwr_replay.studies.methods import seeds_of, seeds_told, short_hash
 
 __all__ = ["Compared", "Printed", "comparisons_of", "forecast", "plan_study", "run_study", "studies"]
 
@@ -219,8 +219,8 @@ def run_study(
     some += f" --minutes {minutes:g}" if minutes != MINUTES and not quick else ""
     command = f"flwr-replay study {name.replace('-quick', ' --quick')} --data DIR{some}"
     named = "-".join(only) if len("-".join(only)) <= MOST_TOLD else short_hash(list(only))
-    seeds_told = f"seeds-{seeds.replace(',', '-')}" if seeds else ""
-    stem = "-".join(filter(None, ["study", name, named, seeds_told[:MOST_TOLD]]))
+    seeds_named = f"seeds-{seeds.replace(',', '-')}" if seeds else ""
+    stem = "-".join(filter(None, ["study", name, named, seeds_named[:MOST_TOLD]]))
     file = folder / f"{stem}.md"
     write_atomic(file, _report(stem, name, document, command, chosen, reports, leaks, papers))
     write_atomic(file.with_suffix(".csv"), _numbers(reports))
@@ -326,7 +326,8 @@ def _report(
         text += [f"Over {len(members)} comparisons {ranked.told}.", ""] if (ranked := mean_ranks_of(members)) else []
     for comparison in comparisons:
         report = reports[comparison.name]
-        text += [f"### {comparison.name}", "", f"{comparison.about} {report['title']}, {_seeds(report['seeds'])}.", ""]
+        seeds = seeds_told(report["seeds"])
+        text += [f"### {comparison.name}", "", f"{comparison.about} {report['title']}, {seeds}.", ""]
         text += [] if comparison.group else [*markdown(report, costs=False), ""]
         if comparison.name in papers:
             paper, rows = papers[comparison.name]
@@ -337,13 +338,6 @@ def _report(
         text += [*_forgotten(report), "", *gaps(report), ""]
         text += [*leaks.get(comparison.name, []), ""]
     return "\n".join(text)
-
-
-def _seeds(seeds: Sequence[int]) -> str:
-    """Name seeds: `seed 7`, `seeds 0 to 4`, `seeds 7, 9`."""
-    if len(seeds) > 2 and list(seeds) == list(range(seeds[0], seeds[-1] + 1)):
-        return f"seeds {seeds[0]} to {seeds[-1]}"
-    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
 
 
 def _numbers(reports: Mapping[str, dict[str, Any]]) -> str:

@@ -36,7 +36,7 @@ from flwr_replay.report.run_files import RUN_ID, read_result
 from flwr_replay.runs.opening import ENDED
 from flwr_replay.studies.cells import Cell, run_all
 from flwr_replay.studies.compare import planned, run_comparisons
-from flwr_replay.studies.methods import named, own_option, swept
+from flwr_replay.studies.methods import named, own_option, swept, trial_options
 from flwr_replay.studies.rates import AUTO, RATES
 
 __all__ = ["compare_tuned"]
@@ -73,12 +73,12 @@ def compare_tuned(
         raise ConfigError("--tune chooses by validation examples; got split=test: write split=validation")
     metric, seed, more = whole.about["metric"], max(whole.about["seeds"]) + 1, whole.about["higher-is-better"]
     judge = VALIDATION + metric.removeprefix(VALIDATION)
-    words = [*(option for option in fixed if not option.startswith("seeds=")), f"seeds={seed},"]
     ends = [
         _with(label, methods[label], dict(zip(own, end, strict=True)), tried=True)
         for label, own in ranges.items()
         for end in zip(*own.values(), strict=True)
     ]
+    words = trial_options(fixed, strategies, ends, seed)
     planned(ends, words, "", runs_dir, metric)  # an end that the option does not allow is refused, too
     way = optuna.study.StudyDirection.MAXIMIZE if more else optuna.study.StudyDirection.MINIMIZE
     sampler, new, failed = optuna.samplers.TPESampler, optuna.create_study, optuna.trial.TrialState.FAIL

@@ -28,6 +28,12 @@ from flwr_replay.runs.options import resolve
         ("training.momemtum=0.5", "unknown option 'training.momemtum': did you mean training.momentum"),
         ("strategy.name=cwt", "unknown option 'strategy.name'"),
         ("privacy-loss=nearest", "privacy-loss is an option of generator=stylegan2; got generator=vqvae2"),
+        ("p=0.3", "p is an option of partition=majority; got partition=ks"),
+        (
+            "alpha=0.1",
+            "alpha is an option of strategy=fml, proxyfl and of partition=dirichlet; got strategy=fedreplay, "
+            "partition=ks",
+        ),
         (
             "local-epochs=2",
             "local-epochs is an option of strategy=ditto, fedavg, fedavgm, fedavgshare, fedbn, feder, fedprox, moon, "

@@ -36,11 +36,12 @@ def import_marker(tmp_path, monkeypatch):
     (tmp_path / "ownnets.py").write_text(NETS.format(marker=str(marker)), encoding="utf-8")
     (tmp_path / "owndata.py").write_text(DATA, encoding="utf-8")
     (tmp_path / "ownbroken.py").write_text(BROKEN, encoding="utf-8")
+    (tmp_path / "ownfolder").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv(VARIABLE, ALL)
     yield marker
-    for name in ("ownnets", "owndata", "ownbroken"):
+    for name in ("ownnets", "owndata", "ownbroken", "ownfolder"):
         sys.modules.pop(name, None)
 
 
@@ -89,6 +90,10 @@ def test_a_bare_first_layer_is_standardised_too(import_marker):
         ("model=ownnets:other", "is called with channels=1, size=8, classes=10"),
         ("model=ownnets:constant", "must be a function; got int"),
         ("model=ownnets:buidl", "has no function buidl"),
+        (
+            "model=ownfolder:build",
+            "ownfolder is a folder without __init__.py: start in it, or write ownfolder.FILE:build",
+        ),
         ("model=nonesuch:build", "cannot be imported"),
         (
             "model=ownbroken:build",

@@ -48,7 +48,8 @@ def test_the_rate_is_that_of_the_best_trial_and_what_diverged_is_none(higher, be
 
 def test_trials_are_runs_of_the_comparison_and_the_best_is_not_repeated(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
-    text, report = compare_strategies(["cwt", "slow := cwt:lr=1e-9"], [*TINY, "seeds=4,6", "lr=auto"], "", 1, tmp_path)
+    options = [*TINY, "seeds=4,6", "lr=auto", "fedprox.lr=1e-9"]  # of a method that is not tried
+    text, report = compare_strategies(["cwt", "slow := fedprox"], options, "", 1, tmp_path)
     errors = capsys.readouterr().err.splitlines()
     assert sum("lr=auto, cwt, lr " in line and ": validation-accuracy " in line for line in errors) == len(RATES)
     assert any("runs, seed 4: " in line for line in errors)
@@ -70,7 +71,7 @@ def test_trials_are_runs_of_the_comparison_and_the_best_is_not_repeated(tmp_path
     ("options", "message"),
     [
         (["split=test"], "lr=auto chooses by validation examples"),
-        (["dp=classifier", "target-epsilon=8"], "each would be charged"),
+        (["dp=classifier", "target-epsilon=8"], "each would be charged; got fedavg: give it a rate of its own"),
         (["rounds=0"], "rounds"),
         (["fedavg.lr=1"], "each method has an lr of its own"),
     ],
@@ -130,8 +131,8 @@ def test_a_try_under_dp_that_failed_is_not_run_once_more_for_the_page_of_all_tri
     ran = []
     monkeypatch.setattr(tuning, "run_all", lambda cells, jobs: [(cell.folder, {"error": "killed"}) for cell in cells])
     monkeypatch.setattr(tuning, "run_comparisons", lambda every, jobs: ran.append(every) or [("", {"folder": ""})])
-    methods = ["plain := fedavg", "noisy := fedavg:dp=classifier:sigma=2:delta=1e-3"]
-    compare_tuned(methods, [*TINY, "seeds=6,", "lr=0.001..1"], "plain", 1, tmp_path, "", 2)
+    methods = ["plain := fedavg", "noisy := fedavg:dp=classifier:sigma=2:delta=1e-3", "fedprox"]
+    compare_tuned(methods, [*TINY, "seeds=6,", "lr=0.001..1", "fedprox.lr=1"], "plain", 1, tmp_path, "", 2)
     [tries], [_] = ran
     assert {cell.method.label.partition(",")[0] for cell in tries.cells} == {"plain"}
 
