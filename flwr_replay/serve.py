@@ -76,7 +76,7 @@ def serving(make_client: Callable[[Context], InstitutionClient]) -> Mod:
         request = request_of(message)
         if request is None or request.stage_name in OPEN_STAGES:
             return call_next(message, context)
-        return _fit(make_client(context), message)
+        return _fit(_numpy_client(make_client(context), InstitutionClient), message)
 
     return mod
 
@@ -112,11 +112,11 @@ def _proximal(message: Message, context: Context, call_next: ClientAppCallable) 
             hook.remove()
 
 
-def _numpy_client(client: NumPyClient | Client) -> NumPyClient:
+def _numpy_client(client: NumPyClient | Client, kind: type[NumPyClient] = NumPyClient) -> NumPyClient:
     """Undo `NumPyClient.to_client()`."""
     inner = getattr(client, "numpy_client", client)
-    if not isinstance(inner, NumPyClient):
-        raise ConfigError(f"serve() takes a function that makes a NumPyClient; it made a {type(client).__name__}")
+    if not isinstance(inner, kind):
+        raise ConfigError(f"make_client must return a {kind.__name__}; got {type(client).__name__}: return one")
     return inner
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.common.config import flatten_dict
 from sklearn import datasets
 
@@ -26,7 +27,8 @@ from flwr_replay.config.compose import from_run_config
 from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.engines.superlink import streamed, superlink
 from flwr_replay.institution.policy import LIMITS, Policy, read_policy
-from flwr_replay.serve import ProximalApp
+from flwr_replay.serve import ProximalApp, serve, serving
+from flwr_replay.server.asking import failure_of
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
 OWN = ("cwt", "fedreplay", "numpy_client", "replay", "proxyfl", "quickstart")
@@ -139,6 +141,19 @@ def test_the_page_shows_the_example_with_data_loaders() -> None:
     assert shown
     added = re.findall(r"(?m)^[+ ](.*)", (QUICKSTART / "swaps" / "proxyfl.diff").read_text())
     assert shown[1] in "\n".join(added)
+
+
+def with_mod(make_client: Any) -> ClientApp:
+    app = ClientApp(mods=[serving(make_client)])
+    app.train()(lambda message, context: message)
+    return app
+
+
+@pytest.mark.parametrize("wrapped", [serve, with_mod])
+def test_a_function_that_returns_no_client_is_told_to(wrapped: Any) -> None:
+    asked = RecordDict({"config": ConfigRecord({"stage": "extract"})})
+    reply = InlineGrid(wrapped(lambda context: None), {}, [{}]).answer(Message(asked, 2, "train"))
+    assert "Client; got NoneType: return one" in failure_of(reply).failure
 
 
 def test_a_proximal_app_takes_the_steps_of_the_loss_with_the_term() -> None:

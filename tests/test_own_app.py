@@ -233,6 +233,7 @@ def test_one_reason_of_several_nodes_is_said_once_and_all_reasons_at_the_end(own
         (lambda: Settings(node=2), r"Settings has no node=: did you mean nodes\?"),
         (lambda: Settings(model=nn.Sequential(nn.Flatten())), "what builds it: .*got a Sequential that is built"),
         (lambda: Settings(model=Net), "what builds it: .*got Net: write"),
+        (lambda: Settings(model="Net"), "what builds it: .*got 'Net' of type str: write"),
         (lambda: ProxyFLClient(None, Net, TASK), r"what builds it: .*got Net: write .*return Net\("),
     ],
 )
@@ -339,9 +340,8 @@ def test_a_node_that_returns_keeps_its_name(own):
 def test_a_plain_app_is_told_to_add_the_mod(name, own):
     with pytest.raises(RunError) as end:
         start(strategy_of(name, own), own, app_by(name, own, ANY))
-    message = str(end.value)
+    assert (message := str(end.value)).count("serving(") == 1
     assert re.search(r"node-2: a ClientApp of your own needs ClientApp\(mods=\[serving\(", message)  # first, and once
-    assert message.count("serving(") == 1
 
 
 @pytest.mark.parametrize(

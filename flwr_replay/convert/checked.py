@@ -76,10 +76,7 @@ def checked(folder: Path, skip: bool = False) -> Checked:
         words_of(rows)
     except DataError as error:
         wrong += error.args
-    same: dict[str, list[ManifestRow]] = defaultdict(list)
-    for row, image in seen:
-        same[image.digest].append(row)
-    equal = [group for group in same.values() if len(group) > 1]
+    equal = [group for group in _grouped(seen, "digest").values() if len(group) > 1]
     for group in equal:
         if len({(row.label, row.split, row.site, row.patient) for row in group}) > 1:
             wrong.append(f"the same image with other labels, splits or patients: {_named(group)}")
@@ -89,9 +86,11 @@ def checked(folder: Path, skip: bool = False) -> Checked:
     wrong += [f"in several splits: patient {who}" for (_, who), among in splits.items() if who and len(among) > 1]
     if equal:
         lines.append(f"there more than once: {len(equal):,} ({_listed(map(_named, equal))})")
-    for what, values in (("height x width", (s.size for _, s in seen)), ("mode", (s.mode for _, s in seen))):
-        counted = Counter(values)
-        lines.append(f"{what}: {_listed(f'{value} ({count:,})' for value, count in counted.most_common())}")
+    for what, part in (("height x width", "size"), ("mode", "mode")):
+        groups = sorted(_grouped(seen, part).items(), key=lambda group: -len(group[1]))
+        only = {value: f": {_named(group)}" for value, group in groups[1:] if len(group) == 1}
+        counted = (f"{value} ({len(group):,}{only.get(value, '')})" for value, group in groups)
+        lines.append(f"{what}: {_listed(counted)}")
     known = sum(bool(row.patient) for row in rows)
     patients = len({(row.site, row.patient) for row in rows if row.patient})
     if known:
@@ -112,6 +111,13 @@ def _look(row: ManifestRow) -> ImageFile:
         except UnidentifiedImageError:
             mode = "DICOM"
     return ImageFile(f"{shown.height} x {shown.width}", mode, digest)
+
+
+def _grouped(seen: Iterable[tuple[ManifestRow, ImageFile]], part: str) -> dict[str, list[ManifestRow]]:
+    groups: dict[str, list[ManifestRow]] = defaultdict(list)
+    for row, image in seen:
+        groups[getattr(image, part)].append(row)
+    return groups
 
 
 def _named(group: Iterable[ManifestRow]) -> str:

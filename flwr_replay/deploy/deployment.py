@@ -105,6 +105,9 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
     """
     _check_names(clinics)
     host, port = host_of(address)
+    require(not set(str(place)) & set('"\\\n'), f"--out must have no double quotes or backslashes; got {place}")
+    if place.exists():
+        raise RunError(f"a deployment's folder must be new; {place} exists: choose another --out, or delete it")
     for option in options:
         key = key_of(option)
         require(key not in OWN, f"deploy init sets {key.replace('_', '-')} itself: leave it out")
@@ -117,10 +120,13 @@ def init(clinics: Sequence[str], address: str, options: Sequence[str], place: Pa
             f"`deploy init` writes no start scripts for code of your own, {config.own_code[0]}: all must install "
             "and allow it by hand, as the page docs/extend.md in flwr-replay's repository says"
         )
+    if config.task.name == "folder" and config.task.kind == "classification":
+        require(
+            "classes" in {key_of(option).removeprefix("task.") for option in options},
+            "a study must say its classes, as no image is read here; got none: set task.classes, and task.class-names "
+            "if the labels are words",
+        )
     policy, digest = _policy(config, clinics), encoder_digest(config.model, config.task)
-    require(not set(str(place)) & set('"\\\n'), f"--out must have no double quotes or backslashes; got {place}")
-    if place.exists():
-        raise RunError(f"a deployment's folder must be new; {place} exists: choose another --out, or delete it")
     with new_folder(place) as new:
         installed = versions()
         files = {key_of(option): option for option in file_options(config)}

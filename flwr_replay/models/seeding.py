@@ -41,6 +41,8 @@ def builder_of(model: Callable[..., nn.Module]) -> Callable[[int], nn.Module]:
     """
     if isinstance(model, nn.Module):
         raise ConfigError(_no_builder(f"a {type(model).__name__} that is built already"))
+    if not callable(model):
+        raise ConfigError(_no_builder(f"{model!r:.80} of type {type(model).__name__}"))
     signature = inspect.signature(model)
     network = inspect.isclass(model) and issubclass(model, nn.Module)
     first = next(iter(signature.parameters.values()), None)

@@ -231,9 +231,12 @@ def test_wrong_names_addresses_and_options_are_refused_before_anything_is_writte
     refused("deploy init sets nodes itself", "--clinics", "a,b", "nodes=3")
     refused("did you mean strategy", "--clinics", "a,b", "strategi=3")
     refused("writes no start scripts for code of your own", "--clinics", "a,b", "task=mypkg:load")
+    monkeypatch.setattr(f"{__name__}.STUDY", [word for word in STUDY if not word.startswith("classes")])
+    refused("got none: set task.classes", "--clinics", "a,b")
     (tmp_path / "dep").mkdir()
-    assert command(monkeypatch, "deploy", "init", "--clinics", "a,b", *STUDY, "--out", str(tmp_path / "dep")) == 2
-    assert "must be new" in capsys.readouterr().err
+    words = ["--clinics", "a,b", "strategi=3", "--out", str(tmp_path / "dep")]
+    assert command(monkeypatch, "deploy", "init", *words) == 2
+    assert "must be new" in capsys.readouterr().err  # before the options are read, which takes seconds
     assert host_of("[::1]:80") == ("[::1]", 80)
 
 

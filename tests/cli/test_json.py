@@ -30,7 +30,7 @@ KEYS = {
     "run --dry-run rounds=1": {"stage", "institution", "direction", "field", "kind", "bytes"},
     "run --resume runs/one": {"strategy", "final", "bytes", "privacy"},
     "compare fedavg seeds=1 rounds=1 model=mlp model.width=4 nodes=2": {"cells", "folder"},
-    "deploy init --clinics a,b --out dep rounds=1 task.size=8": {"coordinator", "clinics"},
+    "deploy init --clinics a,b --out dep rounds=1 task.size=8 classes=2": {"coordinator", "clinics"},
     "deploy evidence runs/one": {"files"},
     "deploy evidence home/state/simulation/institution-1": {"files"},
     "deploy seal-key a": {"line", "pins", "digest"},

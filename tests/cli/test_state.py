@@ -164,7 +164,7 @@ def test_all_goes_by_one_command_and_nothing_else(tmp_path, flwr_replay):
 
 def test_the_coordinators_folder_goes_as_a_clinics(tmp_path, flwr_replay):
     port, receipt = free_port(), tmp_path / "receipt"
-    words = ("--clinics", "north,south", "--address", f"127.0.0.1:{port}", "--out", "dep", "rounds=1", "task.size=8")
+    words = ("--clinics", "north,south", "--address", f"127.0.0.1:{port}", "--out", "dep", "task.size=8", "classes=2")
     assert flwr_replay("deploy", "init", *words)[0] == 0
     folder = tmp_path / "dep" / "coordinator"
     ran = run(TINY, strategy="fedavg", rounds=1, record="all", run_name="first", runs_dir=folder / "runs").folder

@@ -22,8 +22,8 @@ def test_all_bad_files_are_named_at_once(tmp_path: Path, monkeypatch, capsys) ->
     assert command(monkeypatch, "data", "check", str(tmp_path)) == 1
     output = capsys.readouterr().out
     assert "12 images: healthy 5, ill 7" in output
-    assert "height x width: 8 x 8 (9), 12 x 9 (1)" in output
-    assert "mode: L (9), RGB (1)" in output
+    assert "height x width: 8 x 8 (9), 12 x 9 (1: ill/big.png)" in output
+    assert "mode: L (9), RGB (1: ill/big.png)" in output
     assert "there more than once: 1 (healthy/0.png = ill/same.png)" in output
     assert LEAKS in output
     wrong = [line for line in output.splitlines() if line.startswith(("cannot be read", "the same image"))]
