@@ -203,8 +203,8 @@ def _labels(rows: list[ManifestRow], task: TaskConfig, source: str) -> NDArray[A
     if not task.class_names and (words := words_of(rows)):
         # An institution numbers names as all others do, though it may lack a class or call one otherwise.
         raise DataError(
-            f"labels in {source} are names ({some(words)}): set task.class-names to all {task.classes} of them, in "
-            "the order of the classes, the same everywhere"
+            f"labels in {source} are names ({some(words)}): set task.class-names to all of them, in one order "
+            f"everywhere, and task.classes to their number; it is {task.classes}"
         )
     classes = Classes(task)
     return np.asarray([classes.number(row.label, row.where) for row in rows], np.int64)

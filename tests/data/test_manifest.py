@@ -278,7 +278,7 @@ def test_names_are_numbered_by_the_class_names_only(tmp_path: Path, make: Task) 
     draw(tmp_path / "b.png", 1)
     for labels in (("ill", "ill"), ("ill", "sick")):  # another institution may have healthy and ill
         manifest(tmp_path, "image,label", [f"{name}.png,{label}" for name, label in zip("ab", labels, strict=True)])
-        refused(make(), "are names", "ill", "set task.class-names to all 2 of them")
+        refused(make(), "are names", "ill", "task.classes to their number; it is 2")
     manifest(tmp_path, "image,label", ["a.png,ill", "b.png,ill"])
     assert load(make(class_names=("healthy", "ill"))).train.y.tolist() == [1]
 
