@@ -28,7 +28,6 @@ from flwr_replay.engines.inline import InlineGrid
 from flwr_replay.engines.superlink import streamed, superlink
 from flwr_replay.institution.policy import LIMITS, Policy, read_policy
 from flwr_replay.serve import ProximalApp, serve, serving
-from flwr_replay.server.asking import failure_of
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
 OWN = ("cwt", "fedreplay", "numpy_client", "replay", "proxyfl", "quickstart")
@@ -151,9 +150,9 @@ def with_mod(make_client: Any) -> ClientApp:
 
 @pytest.mark.parametrize("wrapped", [serve, with_mod])
 def test_a_function_that_returns_no_client_is_told_to(wrapped: Any) -> None:
-    asked = RecordDict({"config": ConfigRecord({"stage": "extract"})})
+    asked = RecordDict({"config": ConfigRecord({"stage": "unmask"})})
     reply = InlineGrid(wrapped(lambda context: None), {}, [{}]).answer(Message(asked, 2, "train"))
-    assert "Client; got NoneType: return one" in failure_of(reply).failure
+    assert "Client; got NoneType: return one" in reply.error.reason
 
 
 def test_a_proximal_app_takes_the_steps_of_the_loss_with_the_term() -> None:
