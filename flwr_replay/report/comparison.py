@@ -82,7 +82,8 @@ def summarise(
     is that method; see `references`), `shared` (mean and sd of the model that institutions share, if they are tested
     with their own), `worst-institution`, `leaves` (kinds of what went up), `bytes-up`, `bytes-down`,
     `examples-seen`, `seconds` (means over seeds); `epsilon`: the largest that any institution states, with the largest
-    delta, and whether it is proven. A value is None if no run finished or no epsilon is stated.
+    delta, and whether it is proven. A value is None if no run finished or no epsilon is stated. Metrics are of runs in
+    which every institution was tested: others' do not compare.
     """
     worst, reference = min if higher_is_better else max, references(cells, labels, against)
     done: dict[str, dict[int, Mapping[str, Any]]] = {label: {} for label in labels}
@@ -90,18 +91,19 @@ def summarise(
         # external-… and before-mixing-… are missing if no institution answered the last of these tests
         if cell.get("result") and metric in cell["result"]["final"]["global"]:
             done[cell["label"]][cell["seed"]] = cell["result"]
+    whole = {label: {seed: r for seed, r in of.items() if not r.get("untested")} for label, of in done.items()}
     values = {
         label: {seed: float(result["final"]["global"][metric]) for seed, result in by_seed.items()}
-        for label, by_seed in done.items()
+        for label, by_seed in whole.items()
     }
     summary = {}
     for label, by_seed in done.items():
-        results = list(by_seed.values())
+        results, tested = list(by_seed.values()), list(whole[label].values())
         worsts = [
-            worst(float(own[metric]) for own in r["final"]["institutions"].values() if metric in own) for r in results
+            worst(float(own[metric]) for own in r["final"]["institutions"].values() if metric in own) for r in tested
         ]
         numbers, other = list(values[label].values()), reference[label]
-        finals = [r["final"]["global"] for r in results]
+        finals = [r["final"]["global"] for r in tested]
         both = [final[name] for final in finals if (name := shared(metric, final))]
         kinds = {kind for r in results for kind in r.get("bytes-by-kind", {}).get("up", {})}
         summary[label] = {
@@ -219,7 +221,9 @@ def cells_of(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for label, row in report["strategies"].items():
         failed = sum(cell["label"] == label and "error" in cell for cell in report["cells"])
-        name = f"{label} ({failed} of {len(report['seeds'])} failed)" if failed else label
+        part = sum(cell["label"] == label and bool(cell.get("result", {}).get("untested")) for cell in report["cells"])
+        lost = [f"{n} of {len(report['seeds'])} {how}" for n, how in ((failed, "failed"), (part, "left out")) if n]
+        name = f"{label} ({', '.join(lost)})" if lost else label
         if row["mean"] is None:
             rows.append([name, *["–"] * (len(columns) - 1)])
             continue

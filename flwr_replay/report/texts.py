@@ -69,6 +69,7 @@ def findings(report: Mapping[str, Any]) -> list[str]:
         result = cell.get("result", {})
         alone = [result["draws-one"]] if "draws-one" in result else []
         lines += [f"{where}: {line}" for line in [*untrained_lines(result), *alone]]
+        lines += [f"{where} is left out: not every institution was tested"] if result.get("untested") else []
         absent = {f["institution"]: f["reason"] for f in result.get("failures", [])}
         lines += [f"{where}: {name} did not always take part: {reason}" for name, reason in absent.items()]
     versions = {tuple(sorted(cell["result"]["versions"].items())) for cell in report["cells"] if "result" in cell}

@@ -26,6 +26,7 @@ from flwr_replay.report.metrics import epsilon_suffix, missing_suffix
 from flwr_replay.report.progress import Display, TerminalDisplay
 from flwr_replay.report.run_files import read_result
 from flwr_replay.report.run_page import PAGE
+from flwr_replay.report.summary import untrained_lines
 from flwr_replay.runs.options import resolve
 from flwr_replay.studies.methods import Method, seeds_told
 
@@ -121,7 +122,8 @@ def _outcome_line(outcome: dict[str, Any], metric: str) -> str:
     result = outcome["result"]
     value = result["final"]["global"].get(metric)
     shown = "missing" if value is None else f"{value:.4f}"
-    return f"{metric} {shown}{epsilon_suffix(result)}{missing_suffix(result)}, {result['wall-seconds']:.1f} s"
+    lacks = "".join(f", {line}" for line in untrained_lines(result))
+    return f"{metric} {shown}{epsilon_suffix(result)}{missing_suffix(result)}{lacks}, {result['wall-seconds']:.1f} s"
 
 
 def run_cell(cell: Cell, display: Display) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from flwr_replay.report.comparison import cells_of, summarise
 from flwr_replay.report.texts import notes, verdicts
 
 
@@ -45,3 +46,24 @@ def test_what_holds_for_all_methods_is_said_once():
     lines = notes({"seeds": [0], "strategies": {}, "higher-is-better": True, "cells": cells})
     notes_shown = [line for line in lines if "judged" in line or "own models" in line or "older" in line]
     assert notes_shown == [judged, "local is own models.", "an older run's note"]
+
+
+def test_a_run_in_which_not_everybody_was_tested_does_not_count():
+    """Its metrics are of others' examples than those it would be compared with; its epsilon counts."""
+
+    def cell(seed, accuracy, untested):
+        own = {name: {"accuracy": accuracy} for name in "ab" if name not in untested}
+        final = {"global": {"accuracy": accuracy}, "institutions": own}
+        costs = {"bytes": {"up": 1, "down": 1}, "examples-seen": 1, "wall-seconds": 1.0, "nodes": 2}
+        account = {"epsilon": 1.0 + seed, "delta": 1e-5, "proven": True, "dp": "proxy"}
+        base = {"versions": {}, "privacy": {"a": account}, "privacy-claim": "", "noise": {}}
+        result = {**base, **costs, "final": final, "untested": untested}
+        return {"label": "cwt", "strategy": "cwt", "options": [], "seed": seed, "result": result}
+
+    cells = [cell(0, 0.5, []), cell(1, 1.0, ["b"])]
+    rows = summarise(cells, ["cwt"], "cwt", "accuracy", True)
+    row = rows["cwt"]
+    assert (row["values"], row["mean"], row["worst-institution"], row["epsilon"].epsilon) == ({0: 0.5}, 0.5, 0.5, 2)
+    report = {"seeds": [0, 1], "strategies": rows, "higher-is-better": True, "cells": cells, "metric": "accuracy"}
+    assert cells_of({**report, "against": "cwt"})[1][0][0] == "cwt (1 of 2 left out)"
+    assert "cwt seed 1 is left out: not every institution was tested" in notes(report)
