@@ -244,10 +244,10 @@ def check_pinned(policy: Policy, config: RunConfig, stages: Iterable[str]) -> No
     for stage in sorted({*ENCODING} & {*stages} & dict(policy.weights).keys()):
         if fixed := encoder_digest(config.model, config.task):
             policy.check_weights(stage, fixed, str)  # no run's seed has drawn it
-        elif config.model.library:
+        elif config.model.library or config.model.dim:
             raise RefusedError(
-                "policy pins weights, and not how model.name and model.size prepare images for them: freeze them, "
-                "model.train=head, and the digest has both"
+                "policy pins weights, and not what model.name, model.size and model.dim do beside them: freeze them, "
+                "model.train=head, and the digest has all"
             )
 
 

@@ -114,13 +114,12 @@ class Projected(nn.Module):
             f"model.dim projects the encoder's {features:,} features to fewer numbers; got {dim:,}: lower it",
         )
         drawn = [hashlib.sha256(f"{features} {dim} {feature}".encode()).digest() for feature in range(features)]
-        rows_DF = [[0.0] * features for _ in range(dim)]
-        for place, feature in enumerate(sorted(range(features), key=drawn.__getitem__)):
-            of_row = len(range(place % dim, features, dim))
-            rows_DF[place % dim][feature] = (1 - 2 * (drawn[feature][-1] % 2)) / math.sqrt(of_row)
-        self.register_buffer(
-            "rows_DF", torch.tensor(rows_DF), persistent=False
-        )  # it never changes, so it does not travel
+        order = sorted(range(features), key=drawn.__getitem__)
+        of_row = [len(range(row, features, dim)) for row in range(dim)]
+        signs = [(1 - 2 * (drawn[of][-1] % 2)) / math.sqrt(of_row[place % dim]) for place, of in enumerate(order)]
+        rows_DF = torch.zeros(dim, features)  # no list: on the device `meta` the largest costs nothing
+        rows_DF[torch.arange(features) % dim, torch.tensor(order)] = torch.tensor(signs)
+        self.register_buffer("rows_DF", rows_DF, persistent=False)  # it never changes, so it does not travel
 
     def forward(self, features_BF: Tensor) -> Tensor:
         """Return (B, dim)."""
@@ -134,6 +133,11 @@ def classifier(features: int, model: ModelConfig, classes: int, **before: nn.Mod
     """
     stages: OrderedDict[str, nn.Module] = OrderedDict()
     if model.dim:
+        require(
+            model.train != "from:projection",
+            "model.dim projects by a matrix that never trains, and is fixed with the features before it; got "
+            "model.train=from:projection: choose head, or from:hidden",
+        )
         stages["projection"] = stage(projected=Projected(features, model.dim))
         features, before = model.dim, {}
     head = nn.Linear(model.hidden or features, classes)

@@ -30,6 +30,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -304,7 +305,8 @@ BUILDERS: dict[str, Callable[[ModelConfig, TaskConfig], StagedModel]] = {  # all
 def bytes_of(model: ModelConfig, task: TaskConfig, whole: bool = False) -> int:
     """Return the bytes of a model's weights without building it: of those that travel, or with `whole` of all."""
     sizes = _outline(model, task)
-    return sum(list(sizes.values())[0 if whole else len(frozen_stages([*sizes], model.train)) :])
+    first = 0 if whole else len(frozen_stages([*sizes], model.train))
+    return sum(size[whole] for size in list(sizes.values())[first:])
 
 
 def frozen_before(model: ModelConfig, task: TaskConfig, cut: str) -> bool:
@@ -314,8 +316,11 @@ def frozen_before(model: ModelConfig, task: TaskConfig, cut: str) -> bool:
 
 
 @remembered(maxsize=16)
-def _outline(model: ModelConfig, task: TaskConfig) -> dict[str, int]:
-    """Return the bytes of each stage of a model that is built without its numbers; a user's own may need them."""
+def _outline(model: ModelConfig, task: TaskConfig) -> dict[str, tuple[int, int]]:
+    """Return the bytes of each stage of a model that is built without its numbers; a user's own may need them.
+
+    The first number is of what a state dict has, the second also of constants, such as a projection.
+    """
     try:
         with torch.device("meta"):
             built = _fresh(model, task)
@@ -324,7 +329,10 @@ def _outline(model: ModelConfig, task: TaskConfig) -> dict[str, int]:
             raise
         built = _whole(model, task, 0)
     return {
-        name: sum(value.numel() * value.element_size() for value in stage.state_dict().values())
+        name: (
+            sum(value.nbytes for value in stage.state_dict().values()),
+            sum(value.nbytes for value in chain(stage.parameters(), stage.buffers())),
+        )
         for name, stage in built.named_children()
     }
 

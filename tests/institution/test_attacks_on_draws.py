@@ -214,6 +214,18 @@ def test_a_policy_that_pins_a_frozen_encoder_pins_what_lies_above_it_too(tmp_pat
     assert not refusal(pinning(tmp_path, both, *run).send(summarise(server.weights, **about)))
 
 
+@pytest.mark.parametrize(
+    ("train", "line"),
+    [("head", "got sha256"), ("all", "model.dim do beside them"), ("from:projection", "ConfigError")],
+)
+def test_a_policy_that_pins_a_frozen_encoder_pins_how_its_features_are_projected(tmp_path, train, line):
+    config = compose([*SHARDS, "classes=3", "model=gabor", "model.train=head"])
+    run = ["classes=3", "model=gabor", "model.dim=40", f"model.train={train}", "strategy=fedstats", *DP]
+    server = pinning(tmp_path, encoder_digest(config.model, config.task), *run)
+    head = {"head.fc.weight": np.zeros((3, 40), np.float32), "head.fc.bias": np.zeros(3, np.float32)}
+    assert line in refused(server, summarise(head, clip=10.0, products=pairs_of(40), sums=0))
+
+
 def gaussians(**changed):
     means, factor = np.zeros((3, F), np.float32), np.eye(F, dtype=np.float32)
     return {"means": means, "factor": factor, "counts": np.array([5, 0, 2]), **changed}

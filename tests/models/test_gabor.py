@@ -13,6 +13,7 @@ from flwr_replay.files.tensors import digest
 from flwr_replay.models import build
 from flwr_replay.models.gabor import GRID, ORIENTATIONS, filters
 from flwr_replay.models.layers import Projected
+from flwr_replay.models.zoo import bytes_of
 from flwr_replay.privacy.dpsgd import refuse_mixing
 from flwr_replay.privacy.ghost import Ghost
 
@@ -80,6 +81,12 @@ def test_a_projection_brings_features_to_one_norm_and_never_adds_any():
     refuse_mixing(model)
     with pytest.raises(ConfigError, match=r"model\.dim projects the encoder's 441 features to fewer numbers; got 442"):
         build(replace(MODEL, dim=442), TASK, 0)
+
+
+def test_the_bytes_of_a_projection_are_known_without_it():
+    model, task = replace(MODEL, dim=4096, train="head"), TaskConfig(**{**vars(TASK), "channels": 92})
+    assert bytes_of(model, task) == 4 * (4096 + 1) * 10
+    assert bytes_of(model, task, whole=True) > 4 * 4096 * 4900
 
 
 def test_tables_are_refused():
