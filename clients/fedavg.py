@@ -83,7 +83,7 @@ class FedAvgClient(SumsClient):
         It is zero where training diverged. So nothing else that leaves depends on more than numbers of examples.
         """
         sent, n, clip = opened(request.arrays), len(self.training_data()), budget.plan.config.clip_of(UPDATE)
-        refuse_mixing(self.scratch_model())
+        refuse_mixing(self.scratch_model(request.arrays))  # weights of another form cost nothing
 
         def update(_: Stream) -> dict[str, Tensor]:
             learner = self.passes(request)
