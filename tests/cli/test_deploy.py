@@ -70,7 +70,7 @@ def test_a_proposed_policy_holds_the_server_to_the_noise_on_which_a_study_has_ag
     noise = ["encoder=random", "dp=latents", "latent-clip=1", "latent-epsilon=50", "label-epsilon=5", "delta=1e-5"]
     words = ["--clinics", "north,south", "--address", "localhost:8000", "--out", str(tmp_path / "dep")]
     assert command(monkeypatch, "deploy", "init", *words, *STUDY, *noise[:-1]) == 2
-    assert "agree on a delta; got delta=0" in capsys.readouterr().err
+    assert "agrees on a delta; got delta=0" in capsys.readouterr().err
     assert command(monkeypatch, "deploy", "init", *words, *STUDY, *noise) == 0
     written = tmp_path / "dep" / "north"
     ports = {re.search(r"PORT=(\d+)", file.read_text())[1] for file in (tmp_path / "dep").glob("*/clinic.env")}
