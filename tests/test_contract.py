@@ -236,7 +236,7 @@ def test_one_name_in_five_places():
         ("masked", "only the mean: ", "summed"),
         ("sealed", "only hands things on: ", "relayed"),
         ("replay", "`replay=vqvae2` goes with ", "supports_replay"),
-        ("replay", "`replay=statistics`, in ", "supports_draws"),
+        ("replay", "`replay=statistics`, beside own features, in ", "supports_draws"),
     ],
 )
 def test_a_page_names_the_methods_with_a_trait(page, before, trait):

@@ -104,7 +104,7 @@ def test_the_contract_is_kept(job, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("strategy", REFUSE)
 def test_who_mixes_no_models_refuses(strategy):
-    with pytest.raises(ConfigError, match="evaluate-before-mixing is for methods that average or mix models; got"):
+    with pytest.raises(ConfigError, match="is for methods that average or mix models, not noisy updates; got"):
         Simulation.of(compose([f"strategy={strategy}", "task=digits", "model=mlp", "nodes=2", BEFORE]))
 
 

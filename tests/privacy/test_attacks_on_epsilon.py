@@ -68,7 +68,7 @@ def test_a_model_that_is_not_trained_by_dp_sgd_is_not_even_trained_to_leave(fold
 
 
 def test_a_subclass_inherits_no_protection():
-    assert Trained.declared()["arrays"].dp == "classifier"
+    assert Trained.declared()["arrays"].dp == "classifier+update"
     assert Gradient.declared()["arrays"].dp == "gradient"
     strategy, config = load_strategy("fedavg")
     assert strategy.traits() == config.traits
