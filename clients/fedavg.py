@@ -41,8 +41,8 @@ class SumsClient(InstitutionClient):
     ) -> StateDict:
         """Return noisy sums, which are charged first, and kept before they leave.
 
-        Who asks again, as after a crash, gets the same bytes, which cost nothing. `summed` makes the sums after the
-        charge: float64, in units of their sensitivity.
+        Who asks again, as after a crash, gets the same bytes, which cost nothing. `summed` makes the sums, float64, in
+        units of their sensitivity, before the charge: what it refuses costs nothing.
         """
         weights, scalars, instructions = request.contents()
         sent, about = opened(weights or {}), {**scalars, **instructions}
@@ -53,8 +53,9 @@ class SumsClient(InstitutionClient):
             budget.rest(mechanism, request)
         else:
             stream, step = budget.stream(mechanism, request), budget.step(mechanism, sent)
+            sums = summed(stream)
             budget.charge(mechanism, budget.plan.cost(mechanism, budget.examples, 1), request)
-            kept = {**budget.noisy(mechanism, summed(stream), step, stream), ASKED: asked}
+            kept = {**budget.noisy(mechanism, sums, step, stream), ASKED: asked}
             self.state.save(mechanism, request.run, request.exchange, kept, self.institution.durable)
         return {name: array for name, array in kept.items() if name != ASKED}
 

@@ -10,7 +10,7 @@ from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.learner import Learner
 from flwr_replay.institution.owner import Shard
 from flwr_replay.institution.synthesis import SynthesisStages
-from flwr_replay.learning.training import make_optimizer, refuse_single_batches
+from flwr_replay.learning.training import refuse_single_batches
 from flwr_replay.payloads.common import Evaluation, Trained
 from flwr_replay.payloads.feder import TrainOwnWithBuffers, TrainWithBuffers
 from flwr_replay.payloads.local import EvaluateOwn, TrainedOwn
@@ -53,7 +53,7 @@ class FedERClient(InstitutionClient):
         else:
             loss, finite = learner.train_loss(), True
         self.save("model", request, trained if finite else model, give=True)
-        self.suspend(request, learner.optimizer if finite else make_optimizer(learner.model, self.training, request.lr))
+        self.suspend(request, learner.optimizer)
         spent = self.spent(request.run)
         return TrainedOwn(num_examples=examples, **learner.counts, train_loss=loss, **spent)
 

@@ -60,11 +60,11 @@ class FedReplayClient(FedStatsClient, ListeningClient):
         model = self.scratch_model(request.arrays)
         encoder, _ = split(model, request.cut)
         self.institution.policy.check_upload(encoded(encoder).count_bytes(), "the encoder")
+        optimizer = make_optimizer(model, self.training, request.lr)
         if dp := self.budget.begin("encoder", request.max_epochs, request) if self.budget else None:
-            return self.encode_by_dpsgd(request, dp, model, encoder)
+            return self.encode_by_dpsgd(request, dp, model, optimizer, encoder)
         train, (kept, held_out) = self.institution.train, self.validation_split()
         refuse_single_batches(model, len(kept), self.batch_size)
-        optimizer = make_optimizer(model, self.training, request.lr)
         best, best_arrays, best_loss, seen, epoch = float("inf"), to_arrays(model), 0.0, 0, 0
         since_best = 0
         while epoch < request.max_epochs and since_best < request.patience:
@@ -125,10 +125,11 @@ class FedReplayClient(FedStatsClient, ListeningClient):
         self.state.save(OWN, request.run, ONCE, nested({"model": phi}), self.institution.durable)
         return phi
 
-    def encode_by_dpsgd(self, request: Encode, dp: DPTraining, model: nn.Module, encoder: nn.Module) -> Encoder:
+    def encode_by_dpsgd(
+        self, request: Encode, dp: DPTraining, model: nn.Module, optimizer: Optimizer, encoder: nn.Module
+    ) -> Encoder:
         """Stage 1 by DP-SGD, for all epochs: stopping early would reveal something about the examples."""
-        train, optimizer = self.institution.train, make_optimizer(model, self.training, request.lr)
-        augment = self.augmentation(dp, "encoder")
+        train, augment = self.institution.train, self.augmentation(dp, "encoder")
         for epoch in range(request.max_epochs):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(replace(self.training, lr=request.lr), epoch)

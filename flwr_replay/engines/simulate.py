@@ -27,7 +27,7 @@ from flwr_replay.engines.superlink import flwr_run, superlink
 from flwr_replay.engines.workers import LocalGrid
 from flwr_replay.errors import ConfigError, PrivacyError, RunError
 from flwr_replay.files.atomic import home, read_text, write_atomic
-from flwr_replay.institution.pictures import gather
+from flwr_replay.generators.pictures import gather
 from flwr_replay.privacy.account import Account
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.report.metrics import ALIKE, OWN_MIX

@@ -89,10 +89,12 @@ class PrivacyBudget:
         self.charge(mechanism, cost, request)
         return self.beginning(mechanism, replace(cost, steps=cost.steps // epochs), stream, epochs)
 
-    def check_room(self, mechanism: str, steps: int, request: ChargedRequest) -> None:
-        """Refuse a training of which the budget does not allow all steps, before the first; nothing is charged."""
-        cost = replace(self.plan.cost(mechanism, self.examples, 1), steps=steps)
-        self.account(request.run).check(mechanism, cost)
+    def check_room(self, steps: Mapping[str, int], run: str) -> None:
+        """Refuse steps of which the budget does not allow all, or no label counts at their end; nothing is charged."""
+        costs = {of: replace(self.plan.cost(of, self.examples, 1), steps=number) for of, number in steps.items()}
+        (mechanism, cost), *others = costs.items()
+        counts = [self.plan.counts()] if "prior" in steps and self.plan.counted else []
+        self.account(run).check(mechanism, cost, *(of for _, of in others), *counts)
 
     def check_charged(self, mechanism: str, steps: int, run: str) -> None:
         """Refuse so many steps of a mechanism if a run was charged for fewer: its account, or they, are another's."""
@@ -106,6 +108,7 @@ class PrivacyBudget:
 
     def begin_steps(self, mechanism: str, steps: range, request: ChargedRequest) -> DPTraining:
         """Charge for the steps of these numbers, and return their DP-SGD, as `begin` does."""
+        self.check_room({mechanism: len(steps)}, request.run)
         cost = replace(self.plan.cost(mechanism, self.examples, 1), steps=len(steps))
         stream = self.stream(mechanism, request, steps.start)
         self.charge(mechanism, cost, request)

@@ -7,6 +7,7 @@ request and returns the payload that the request's declaration promises.
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.client import NumPyClient
 from torch import nn
@@ -339,9 +340,12 @@ class InstitutionClient(NumPyClient):
         return arrays
 
     def suspend(self, request: SuspendRequest, optimizer: Optimizer) -> None:
-        """Save the optimizer's state under `keep`."""
+        """Save the optimizer's state under `keep`; of a training that diverged none, so the next has a fresh one."""
         if request.optimizer_state == "keep":
-            self.save("optimizer", request, optimizer_arrays(optimizer), give=True)
+            trained = [of.detach().cpu().numpy() for group in optimizer.param_groups for of in group["params"]]
+            arrays = optimizer_arrays(optimizer)
+            finite = all(np.isfinite(of).all() for of in [*trained, *arrays.values()])
+            self.save("optimizer", request, arrays if finite else {}, give=True)
 
     def save(self, key: str, request: RunRequest, arrays: StateDict, give: bool = False) -> None:
         """Save arrays after a training. In a simulation a power failure may lose them.

@@ -17,11 +17,11 @@ from flwr_replay.errors import TrainingError, WireError
 from flwr_replay.files.tensors import digest, nested, unnested
 from flwr_replay.generators.autoencoder import VQVAE2
 from flwr_replay.generators.codes import pack_codes, unpack_codes
+from flwr_replay.generators.pictures import SHOWN, draw_grid
 from flwr_replay.generators.plan import ReplayPlan
 from flwr_replay.generators.sampler import CodeSource, ReplaySampler, sampler_of
 from flwr_replay.institution.budget import PrivacyBudget
 from flwr_replay.institution.owner import Institution
-from flwr_replay.institution.pictures import SHOWN, draw_grid
 from flwr_replay.institution.pieces import Pieces
 from flwr_replay.institution.trainings import GeneratorTraining, PriorTraining, Surroundings
 from flwr_replay.learning.training import torch_rng

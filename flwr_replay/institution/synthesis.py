@@ -227,6 +227,8 @@ class OwnTraining(Training):
         """Read it; one that was trained elsewhere is complete."""
         self.generator, self.done = self.stages.trained_so_far(request.run)
         self.mechanisms = self.generator.mechanisms(len(self.data))
+        if self.done.steps_left and (budget := self.stages.budget) and not budget.charged(request.run):
+            budget.check_room(self.mechanisms, request.run)
         if self.stages.given:
             self.end(request)
         self.written = replace(self.done)

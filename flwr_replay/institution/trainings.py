@@ -109,7 +109,7 @@ class ReplayTraining(Training):
         elif weights:
             self.begin(weights)
             if budget := self.around.budget:
-                budget.check_room(self.mechanism, self.done.steps_left, request)
+                budget.check_room(self.mechanisms, run)
             state.forget(self.key, run)
         else:
             raise TrainingError(

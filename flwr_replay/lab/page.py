@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from flwr_replay.files.atomic import write_atomic
-from flwr_replay.institution.pictures import SCALE, SHOWN
+from flwr_replay.generators.pictures import SCALE, SHOWN
 from flwr_replay.lab.sentences import DOES_NOT_SHOW, between, found, headline
 from flwr_replay.report.charts import Chart, Row, dots, write_figures
 from flwr_replay.report.templates import render

@@ -76,27 +76,28 @@ class Account:
             self._check(book, mechanism, cost)
             book.add(mechanism, cost, noise, self.accountant, self.delta)
 
-    def check(self, mechanism: str, cost: SampledGaussian) -> None:
-        """Refuse, as `charge` does, what the budget does not allow; charge nothing."""
-        self._check(self._read(), mechanism, cost)
+    def check(self, mechanism: str, cost: SampledGaussian, *beside: SampledGaussian) -> None:
+        """Refuse, as `charge` does, what the budget does not allow, beside other costs; charge nothing."""
+        self._check(self._read(), mechanism, cost, *beside)
 
-    def _check(self, book: _Book, mechanism: str, cost: SampledGaussian) -> None:
-        if self.limit < inf and (total := self._total(book, cost)) > self.limit:
+    def _check(self, book: _Book, mechanism: str, cost: SampledGaussian, *beside: SampledGaussian) -> None:
+        if self.limit < inf and (total := self._total(book, cost, *beside)) > self.limit:
+            left = self._affordable(book, cost, *beside)
             raise BudgetError(
                 f"the privacy budget is epsilon {self.limit:g} at delta {self.delta:.2g}; {cost.steps} steps of "
-                f"{mechanism} would make {total:.2f}, {self._affordable(book, cost)} of them are left: end the "
-                "training here, or begin a run with more noise or a larger privacy.epsilon"
+                f"{mechanism} would make {total:.2f}, {left} of them are left: end the training here, or begin a run "
+                "with more noise or a larger privacy.epsilon"
             )
 
     def _total(self, book: _Book, *more: SampledGaussian) -> float:
         accountants = book.accountants | {self.accountant} if more else book.accountants
         return epsilon([*book.costs, *more], self.delta, "prv" if accountants == {"prv"} else "rdp")
 
-    def _affordable(self, book: _Book, cost: SampledGaussian) -> int:
+    def _affordable(self, book: _Book, cost: SampledGaussian, *beside: SampledGaussian) -> int:
         low, high = 0, cost.steps + 1  # low steps are allowed, high are too many
         while high - low > 1:
             middle = (low + high) // 2
-            within = self._total(book, replace(cost, steps=middle)) <= self.limit
+            within = self._total(book, replace(cost, steps=middle), *beside) <= self.limit
             low, high = (middle, high) if within else (low, middle)
         return low
 
