@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flwr_replay.files.tensors import digest
 from flwr_replay.institution.budget import PrivacyBudget
@@ -16,6 +16,7 @@ from flwr_replay.institution.learner import Learner
 from flwr_replay.learning.training import iterations
 from flwr_replay.payloads.common import Train, Trained
 from flwr_replay.payloads.fedsgd import Differentiate
+from flwr_replay.payloads.mutual import TrainMutually
 from flwr_replay.privacy.dpsgd import ROUNDING, refuse_mixing
 from flwr_replay.privacy.plan import UPDATE
 from flwr_replay.privacy.secret import Stream
@@ -35,7 +36,7 @@ class SumsClient(InstitutionClient):
     def once(
         self,
         mechanism: str,
-        request: Train | Differentiate,
+        request: Train | Differentiate | TrainMutually,
         budget: PrivacyBudget,
         summed: Callable[[Stream], Mapping[str, Tensor]],
     ) -> StateDict:
@@ -59,6 +60,26 @@ class SumsClient(InstitutionClient):
             self.state.save(mechanism, request.run, request.exchange, kept, self.institution.durable)
         return {name: array for name, array in kept.items() if name != ASKED}
 
+    def noisy_update(
+        self, request: Train | TrainMutually, budget: PrivacyBudget, trained: Callable[[], nn.Module]
+    ) -> StateDict:
+        """Return what training adds to the weights received, clipped as a whole, with noise, and zeros beside it.
+
+        `trained` returns the trained model, after the charge. Where that diverged the update is zero.
+        """
+        sent, clip = opened(request.arrays), budget.plan.config.clip_of(UPDATE)
+        refuse_mixing(self.scratch_model(request.arrays))  # weights of another form cost nothing
+
+        def update(_: Stream) -> dict[str, Tensor]:
+            after = {name: of.detach().cpu() for name, of in trained().named_parameters() if of.requires_grad}
+            moved = [of.double() - torch.from_numpy(sent[name].astype(np.float64)) for name, of in after.items()]
+            whole = clipped(torch.cat([of.flatten() for of in moved])[None], clip / ROUNDING)[0]
+            pieces = torch.split(whole / budget.plan.config.sensitivity(UPDATE), [of.numel() for of in moved])
+            return {name: of.view(like.shape) for name, of, like in zip(after, pieces, moved, strict=True)}
+
+        made = self.once(UPDATE, request, budget, update)
+        return beside({name: np.zeros_like(array) for name, array in sent.items()}, made)
+
 
 class FedAvgClient(SumsClient):
     """Trains the global model on the institution's data."""
@@ -79,26 +100,17 @@ class FedAvgClient(SumsClient):
         return learner
 
     def under_dp(self, request: Train, budget: PrivacyBudget) -> Trained:
-        """Train and return the update, clipped as a whole, with noise, and zeros beside it.
+        """Train and return the update with noise; nothing else that leaves depends on more than numbers of examples."""
 
-        It is zero where training diverged. So nothing else that leaves depends on more than numbers of examples.
-        """
-        sent, n, clip = opened(request.arrays), len(self.training_data()), budget.plan.config.clip_of(UPDATE)
-        refuse_mixing(self.scratch_model(request.arrays))  # weights of another form cost nothing
-
-        def update(_: Stream) -> dict[str, Tensor]:
+        def trained() -> nn.Module:
             learner = self.passes(request)
             self.suspend(request, learner.optimizer)
-            trained = {name: of.detach().cpu() for name, of in learner.model.named_parameters() if of.requires_grad}
-            moved = [of.double() - torch.from_numpy(sent[name].astype(np.float64)) for name, of in trained.items()]
-            whole = clipped(torch.cat([of.flatten() for of in moved])[None], clip / ROUNDING)[0]
-            pieces = torch.split(whole / budget.plan.config.sensitivity(UPDATE), [of.numel() for of in moved])
-            return {name: of.view(like.shape) for name, of, like in zip(trained, pieces, moved, strict=True)}
+            return learner.model
 
-        made = self.once(UPDATE, request, budget, update)
+        arrays, n = self.noisy_update(request, budget, trained), len(self.training_data())
         steps = request.local_epochs * iterations(n, self.batch_size)
         return Trained(
-            arrays=beside({name: np.zeros_like(array) for name, array in sent.items()}, made),
+            arrays=arrays,
             num_examples=n,
             examples_seen=steps * min(n, self.batch_size),
             num_steps=steps,

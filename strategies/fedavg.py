@@ -26,10 +26,10 @@ from dataclasses import dataclass
 
 from flwr_replay.config.sections import PASSES, one_of, within
 from flwr_replay.config.strategy import StrategyConfig, Traits
-from flwr_replay.movements.parallel import Parallel, weighted_mean
+from flwr_replay.movements.parallel import Parallel
 from flwr_replay.payloads.common import Train, Trained
 from flwr_replay.privacy.plan import UPDATE
-from flwr_replay.wire.records import StateDict, Weights, opened
+from flwr_replay.wire.records import StateDict, Weights
 
 __all__ = ["FedAvg", "FedAvgConfig"]
 
@@ -78,10 +78,5 @@ class FedAvg(Parallel):
         )
 
     def combine(self, answers: Sequence[Trained]) -> StateDict:
-        """Average: θ ← Σ_k (n_k / n) θ_k; of updates over n_k, which weights of n_k / n sum over n: θ ← θ + mean."""
-        sizes = [answer.num_examples for answer in answers]
-        mean = weighted_mean([opened(answer.arrays) for answer in answers], sizes)
-        if self.noised != UPDATE:
-            return mean
-        each = sum(sizes) / len(self.arrived)  # n / K
-        return {name: (of + each * mean[name]).astype(of.dtype) for name, of in self.sent.items()}
+        """Average: θ ← Σ_k (n_k / n) θ_k; with dp=update θ ← θ + the mean of noisy updates."""
+        return self.mean(answers)

@@ -35,12 +35,12 @@ from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.errors import refuse_each
 from flwr_replay.learning.training import make_optimizer
 from flwr_replay.movements.base import Settings
-from flwr_replay.movements.parallel import Parallel, weighted_mean
+from flwr_replay.movements.parallel import Parallel
 from flwr_replay.payloads.common import Trained
 from flwr_replay.payloads.fedsgd import Differentiate, Gradient
 from flwr_replay.privacy.dpsgd import refuse_chance
 from flwr_replay.privacy.plan import GRADIENT
-from flwr_replay.wire.records import StateDict, Weights, opened
+from flwr_replay.wire.records import StateDict, Weights
 from flwr_replay.wire.weights import load_arrays, load_optimizer_arrays, optimizer_arrays, to_arrays
 
 __all__ = ["FedSGD", "FedSGDConfig"]
@@ -91,8 +91,7 @@ class FedSGD(Parallel):
 
     def combine(self, answers: Sequence[Trained]) -> StateDict:
         """Take one step: θ ← θ - η Σ_k (n_k / n) g_k; the optimizer may add momentum."""
-        mean = weighted_mean([opened(answer.arrays) for answer in answers], [answer.num_examples for answer in answers])
-        model, optimizer = self.stepper
+        mean, (model, optimizer) = self.mean(answers), self.stepper
         gradients = {name: mean[name] for name, _ in model.named_parameters()}
         buffers = {} if self.settings.privacy else {name: mean[name] for name in mean.keys() - gradients.keys()}
         load_arrays(model, {**self.sent, **buffers})

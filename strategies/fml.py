@@ -20,16 +20,17 @@ returns to its state before the round, and no message says so. With fraction= on
 paper has all.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from flwr_replay.errors import refuse_each
 from flwr_replay.movements.mutual import MutualConfig, check_pair, first_state
-from flwr_replay.movements.parallel import Parallel, weighted_mean
+from flwr_replay.movements.parallel import Parallel
 from flwr_replay.payloads.common import Trained
 from flwr_replay.payloads.mutual import EvaluateWithProxy, PairEvaluation, TrainedMutually, TrainMutually
+from flwr_replay.privacy.plan import UPDATE
 from flwr_replay.rng import derived_seed
 from flwr_replay.server.members import Member
 from flwr_replay.server.settings import Settings
@@ -44,7 +45,11 @@ class FMLConfig(MutualConfig):
     """Options of FML."""
 
     name = "fml"
-    traits = MutualConfig.traits
+    traits = replace(MutualConfig.traits, summed=True, dp_mechanisms=(*MutualConfig.traits.dp_mechanisms, UPDATE))
+
+    def dp_passes(self, rounds: int) -> Mapping[str, int]:
+        """The proxy makes one pass a round, or one update."""
+        return {**super().dp_passes(rounds), UPDATE: rounds}
 
 
 class FML(Parallel):
@@ -80,8 +85,7 @@ class FML(Parallel):
 
     def combine(self, answers: Sequence[Trained]) -> StateDict:
         """Average the proxies, and their optimizers' state if it travels: θ ← Σ_k n_k θ_k / Σ_k n_k."""
-        mean = weighted_mean([opened(a.arrays) for a in answers], [a.num_examples for a in answers])
-        theta, self.proxy_state = parted(mean)
+        theta, self.proxy_state = parted(self.mean(answers))
         return theta
 
     def state(self) -> tuple[StateDict, dict[str, Any]]:

@@ -84,7 +84,7 @@ class PrivacyConfig:
         require(
             self.dp in ON_SUMS,
             f"noise=shared is for sums over all examples, dp={' or '.join(ON_SUMS)}; got dp={self.dp}: choose "
-            "one of them, with strategy=fedstats, fedsgd or fedavg",
+            "one of them, with strategy=fedstats, fedsgd, fedavg or fml",
         )
         require(
             self.delta > 0,

@@ -85,6 +85,11 @@ class RunConfig:
         if self.privacy.noise == "shared":
             self._check_shared()
         require(
+            getattr(self.strategy, "proxy_optimizer", "") != "travels"
+            or not (self.masked or self.privacy.dp == "update"),
+            "what is summed is a model alone; got strategy.proxy-optimizer=travels: choose stays or reset",
+        )
+        require(
             (self.replay.name == "none" and not self.draws_images) or self.generator.piece_seconds < self.timeout,
             "generator.piece-seconds must be below timeout, since a message must be answered before that; got "
             f"{self.generator.piece_seconds:g} and {self.timeout:g}: choose fewer, or a longer timeout",
@@ -132,12 +137,12 @@ class RunConfig:
 
     def _check_masked(self) -> None:
         """Refuse what needs more of an institution's weights than their share in a sum."""
-        name, complete = self.strategy.name, getattr(self.strategy, "topology", "") == "complete"
-        equal = "; fedsgd dp=gradient has the model of topology=complete with one step a round on all examples"
+        name = self.strategy.name
+        equal = "; strategy=fml sums the proxies that proxyfl mixes by topology=complete" * (name == "proxyfl")
         require(
             self.strategy.sends_sums,
             f"masked=true is for methods whose server averages weights and needs nothing else; that of strategy={name} "
-            f"does not: leave masked out, or choose a strategy of docs/masked.md{equal * complete}",
+            f"does not: leave masked out, or choose a strategy of docs/masked.md{equal}",
         )
         require(
             self.nodes not in (1, 2),
@@ -145,9 +150,9 @@ class RunConfig:
             "other's weights from the mean: add one, or set masked=false, and noise=secret where noise=shared",
         )
         require(
-            getattr(self.strategy, "listen", "none") == "none" or self.split == "validation",
+            getattr(self.strategy, "listen", "none") != "pool" or self.split == "validation",
             "listen=pool weighs models by examples that are held out, under masks by none of training; got "
-            f"split={self.split}: set split=validation, or listen=none",
+            f"split={self.split}: set split=validation, or leave listen out",
         )
         unset = {
             "sealed": (self.sealed, False),

@@ -11,7 +11,7 @@ and no gradient flows into it. The paper's "alternate" leaves open whether φ se
 
 With β > 0 the proxy's gradient on one example depends, through f_φ, on all of the institution's examples, since φ
 learns from them without noise. Then clipping does not bound what one example changes, and the accountant's epsilon is
-no proof.
+no proof. That of whole updates is one, whatever they depend on (dp=update of FML).
 
 The private model and its optimizer are in one file of the state directory and never leave. So is the proxy's
 optimizer, unless its state travels with the proxy (proxy-optimizer=travels). Under DP that costs nothing: the state is
@@ -136,7 +136,6 @@ class MutualLearner:
         h_B = self.proxy_step(loss_theta, x_B, y_B, f_B.detach())  # eq. 7: θ ← θ - η (Σ clipped g_θ + noise) / b
         if learns:
             self.private_step(loss_phi, h_B)  # eq. 6: φ ← φ - η ∇L_φ
-
         self.seen += self.batch_size + self.drawn if self.dp else len(y_B)  # a Poisson batch's size is secret
 
     def private_step(self, loss: Callable[..., Tensor], h_B: Tensor) -> None:
@@ -225,9 +224,10 @@ class PairClient(ListeningClient):
         """Save what never leaves; return the answer's counts and loss.
 
         Whether φ has diverged depends on the examples, and no noise covers it. So it is not reported where the proxy is
-        under DP: φ goes back to its weights from before this training, with a fresh optimizer.
+        under DP, or masks: φ goes back to its weights from before this training, with a fresh optimizer.
         """
-        loss = learner.loss()
+        quiet = not self.institution.reports_losses or (self.budget and self.budget.plan.covers("update"))
+        loss = None if quiet else learner.loss()
         state = {"model": to_arrays(learner.private.model)}
         diverged = not all(np.isfinite(array).all() for array in state["model"].values())
         if diverged:

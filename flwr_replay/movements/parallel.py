@@ -57,6 +57,15 @@ class Parallel(AtOnce):
     def combine(self, answers: Sequence[Trained]) -> StateDict:
         """Return the new global weights; answers come in the order of the institutions' names."""
 
+    def mean(self, answers: Sequence[Trained]) -> StateDict:
+        """Average: θ ← Σ_k (n_k / n) θ_k; of updates over n_k, which weights of n_k / n sum over n: θ ← θ + mean."""
+        sizes = [answer.num_examples for answer in answers]
+        mean = weighted_mean([opened(answer.arrays) for answer in answers], sizes)
+        if self.noised != UPDATE:
+            return mean
+        each = sum(sizes) / len(self.arrived)  # n / K
+        return {name: (of + each * mean[name]).astype(of.dtype) for name, of in self.sent.items()}
+
     @property
     def numbers(self) -> int:
         """How many numbers a sum has that gets noise: those that train."""

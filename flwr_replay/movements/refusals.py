@@ -80,7 +80,7 @@ def say_what_differs(method: Any, run: RunState) -> None:
             f"lr={lr!r} of train_config replaces training.lr={method.settings.training.lr:g} in all training at the "
             "institutions, generators for replay included: leave lr out of train_config if this is not meant"
         )
-    if method.traits().dp_by_default == "proxy" and not (privacy and privacy.covers("proxy")):
+    if method.traits().dp_by_default == "proxy" and not (privacy and {"proxy", UPDATE} & {*privacy.mechanisms}):
         method.recorder.log(
             f"{type(method).__name__}: no privacy= that covers proxies: they are trained without noise, and have no "
             "epsilon"

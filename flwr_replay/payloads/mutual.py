@@ -7,7 +7,7 @@ it has the proxy's epsilon. It is computed from noised gradients and from what a
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flwr_replay.payloads.common import LAST_TRAINING, ExpectsReplay, LabelScale, Spending, Trained
+from flwr_replay.payloads.common import LAST_TRAINING, ExpectsReplay, LabelScale, Spending, Summed, Trained
 from flwr_replay.payloads.relay import MIXED, Released, TrainPeer
 from flwr_replay.payloads.two import TwoEvaluations
 from flwr_replay.wire.fields import instruction, model, statistic
@@ -69,12 +69,12 @@ class TrainProxy(Mutual, TrainPeer, Request, stage="train-proxy", answer=Release
 class TrainedMutually(Trained):
     """A trained proxy for the server to average, perhaps with its optimizer's state; the loss is as above."""
 
-    arrays: Weights = model(dp="proxy")
+    arrays: Weights = model(dp="proxy+update")  # of the latter: the update, over the number of examples
     num_steps: int = statistic(PROXY_STEPS, public=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainMutually(Spending, Mutual, Request, stage="train-mutually", answer=TrainedMutually):
+class TrainMutually(Spending, Mutual, Summed, Request, stage="train-mutually", answer=TrainedMutually):
     """Train this proxy together with your private model."""
 
     arrays: Weights = model()

@@ -133,7 +133,7 @@ class PrivacyPlan:
             (strategy.unproven or "") if "proxy" in wanted else "",
             strategy.traits.pooled,
             counted="prior" in wanted and config.replay.name == "pixelcnn",
-            tests_own=strategy.classifiers == "kept",
+            tests_own=strategy.classifiers == "kept" or bool(strategy.traits.private_key),
             replays_codes=config.replay.name in ("vqvae2", "pixelcnn"),
             institutions=config.nodes * (privacy.noise == "shared"),
             colluders=config.colluders * (privacy.noise == "shared"),
