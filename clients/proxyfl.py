@@ -6,7 +6,9 @@ in `flwr_replay/institution/peer.py`.
 
 from flwr_replay.institution.mutual import PairClient
 from flwr_replay.institution.peer import PeerClient
+from flwr_replay.learning.training import unstepped
 from flwr_replay.payloads.mutual import EvaluatePair, PairEvaluation, ReleasedProxy, TrainProxy
+from flwr_replay.wire.weights import joined
 
 __all__ = ["ProxyFLClient"]
 
@@ -17,7 +19,8 @@ class ProxyFLClient(PairClient, PeerClient):
     def train_proxy(self, request: TrainProxy) -> ReleasedProxy:
         """Train both models for one pass and release the proxy."""
         data, (theta, w) = self.training_data(), self.begin(request)
-        learner = self.pair(request, theta if request.committed else self.with_first_state(request, theta))
+        fresh = request.proxy_optimizer == "travels" and not request.committed
+        learner = self.pair(request, joined(theta, unstepped(self.fresh(0), self.training)) if fresh else theta)
         learner.alone(data, self.lessons(request), self.shuffle(request.exchange, "private"))
         for x_B, y_B in learner.batches(data, self.shuffle(request.exchange)):  # lines 2-3
             learner.step(x_B, y_B)  # line 4

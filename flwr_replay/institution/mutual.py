@@ -224,21 +224,19 @@ class PairClient(ListeningClient):
         """Save what never leaves; return the answer's counts and loss.
 
         Whether φ has diverged depends on the examples, and no noise covers it. So it is not reported where the proxy is
-        under DP, or masks: φ goes back to its weights from before this training, with a fresh optimizer.
+        under DP, or masks: φ goes back to its weights from before this training. What diverged has a fresh optimizer.
         """
         quiet = not self.institution.reports_losses or (self.budget and self.budget.plan.covers("update"))
         loss = None if quiet else learner.loss()
-        state = {"model": to_arrays(learner.private.model)}
-        diverged = not all(np.isfinite(array).all() for array in state["model"].values())
-        if diverged:
+        state, kept = {"model": to_arrays(learner.private.model)}, {"optimizer": learner.private}
+        kept |= {"proxy-optimizer": learner.proxy} if request.proxy_optimizer == "stays" else {}
+        if not finite(learner.private.model):
             logging.getLogger("flwr").warning("the private model diverged in exchange %s", request.exchange)
             before = self.state.load("pair", request.run, request.exchange) or {}
             state["model"] = unnested(before)["model"] or to_arrays(self.fresh_private(request.private_seed))
-        if request.optimizer_state == "keep":
-            if not diverged:
-                state["optimizer"] = optimizer_arrays(learner.private.optimizer)
-            if request.proxy_optimizer == "stays":
-                state["proxy-optimizer"] = optimizer_arrays(learner.proxy.optimizer)
+        for key, half in kept.items() if request.optimizer_state == "keep" else ():
+            if finite(half.model):
+                state[key] = optimizer_arrays(half.optimizer)
         self.save("pair", request, nested(state), give=True)
         return {
             "num_examples": len(self.institution.train),
@@ -246,10 +244,6 @@ class PairClient(ListeningClient):
             "train_loss": loss,
             "num_steps": learner.proxy_steps,
         }
-
-    def with_first_state(self, request: TrainPair, theta: Weights) -> Weights:
-        """Add to a fresh proxy the state of its optimizer from before any step, if that travels."""
-        return joined(theta, unstepped(self.fresh(0), self.training)) if request.proxy_optimizer == "travels" else theta
 
     def proxy_of(self, request: TrainPair, learner: MutualLearner) -> ArrayRecord:
         """Encode the proxy as it leaves, with the state of its optimizer if that travels."""
@@ -269,6 +263,11 @@ class PairClient(ListeningClient):
         if request.listen == "loss":
             return PairEvaluation.of_pair(self.evaluated(phi, request.split, "private"), proxy)
         return PairEvaluation.of_pair(self.tested_pool(phi, theta, request, shard), proxy)
+
+
+def finite(model: nn.Module) -> bool:
+    """Say whether all of a model's numbers are."""
+    return all(bool(of.isfinite().all()) for of in model.state_dict().values())
 
 
 def load_arrived(optimizer: torch.optim.Optimizer, arrived: StateDict, own: StateDict) -> None:

@@ -2,13 +2,20 @@
 
 import numpy as np
 import pytest
-from harness import SHARDS, write_shards
+from harness import SHARDS, same, write_shards
 from hostile_server import HostileServer, metrics, refusal, weights
 from peers import hospitals, run
+from safetensors.numpy import load_file
+from sealed_runs import pinned_keys
 
+from flwr_replay.errors import RunError
 from flwr_replay.files.tensors import nested
+from flwr_replay.institution.budget import PrivacyBudget
+from flwr_replay.institution.mutual import PairClient
+from flwr_replay.memory import forget
 from flwr_replay.payloads.mutual import EvaluatePair, EvaluateWithProxy, TrainMutually, TrainProxy
 from flwr_replay.payloads.relay import Deliver
+from flwr_replay.state.store import StateStore
 from flwr_replay.wire.records import array_record, arrays_in
 
 TASK = [*SHARDS, "classes=3", "model=mlp", "model.width=6", "batch_size=16", "device=cpu"]
@@ -114,3 +121,106 @@ def test_moments_that_gradients_have_pass(folder):
     hospitals(folder)
     ran = run(folder, "strategy=fml", "optimizer=adam", "proxy_optimizer=travels", *DP[-4:], "rounds=4", "lr=0.3")
     assert not ran.result["failures"]
+
+
+# --- proxies that are only summed -------------------------------------------------------------------------------------
+
+UPDATE = [*TASK, "strategy=fml", "dp=update", "sigma=2", "delta=0.01"]
+MASKED = [*TASK, "strategy=fml", "dp=none", "masked=true"]
+SHARED = [*UPDATE, "masked=true", "noise=shared", "nodes=3"]
+HALF = {**PAIR, "beta": 0.5, "lr": 0.05, "private_lr": 0.05}
+
+
+def summed_server(folder, options):
+    write_shards(folder, {"a": 40, "b": 40, "c": 40})
+    return HostileServer(folder, *options, **pinned_keys(folder, "abc")["a"] if "masked=true" in options else {})
+
+
+def ask(server, **other):
+    return server.send(TrainMutually(**{"arrays": server.weights, **HALF, "total": 120} | other))
+
+
+def pair_file(server, exchange=1, run="r"):
+    return server.state / "runs" / run / f"pair-{exchange:06d}.safetensors"
+
+
+def paid_steps(server):
+    return sum(charge["steps"] for charge in server.charges("r"))
+
+
+@pytest.mark.parametrize("options", [UPDATE, SHARED, MASKED])
+@pytest.mark.parametrize("wrong", [{"private_lr": 1e30}, {"lr": 1e30, "private_lr": 1e30}])
+def test_no_message_says_that_a_private_model_has_diverged(tmp_path, options, wrong):
+    server = summed_server(tmp_path, options)
+    right, reply = ask(server), ask(server, run="other", **wrong)
+    assert not refusal(reply)
+    assert metrics(reply) == metrics(right)
+    assert "train-loss" not in metrics(right)
+    assert weights(reply).keys() == weights(right).keys()
+    assert all(np.isfinite(array).all() for array in load_file(pair_file(server, run="other")).values())
+
+
+@pytest.mark.parametrize("options", [UPDATE, SHARED])
+def test_who_asks_again_gets_the_same_bytes_and_trains_no_private_model_twice(tmp_path, options, monkeypatch):
+    server, trained, keep = summed_server(tmp_path, options), [], PairClient.keep_pair
+    monkeypatch.setattr(PairClient, "keep_pair", lambda self, *about: trained.append(1) or keep(self, *about))
+    first, kept = ask(server), pair_file(server).read_bytes()
+    forget()
+    again = ask(server, stated=0.1)
+    assert same(weights(again), weights(first))
+    assert metrics(again) == metrics(first)
+    assert (metrics(again)["num-steps"], metrics(again)["examples-seen"]) == (2, 32)
+    assert (len(trained), pair_file(server).read_bytes(), paid_steps(server)) == (1, kept, 1)
+    assert not same(weights(ask(server, exchange=2)), weights(first))
+    assert (len(trained), paid_steps(server)) == (2, 2)
+
+
+OTHERS = [
+    ({"beta": 0.0}, "strategy.beta is 0.5, it asks for 0.0"),
+    ({"alpha": 0.1}, "strategy.alpha is 0.5, it asks for 0.1"),
+    ({"private_epochs": 3}, "strategy.private-epochs is 0, it asks for 3"),
+    ({"proxy_optimizer": "travels"}, "strategy.proxy-optimizer is 'stays', it asks for travels"),
+    ({"lr": 0.01}, ""),
+    ({"private_lr": 1.0}, ""),
+    ({"private_seed": 2}, ""),
+]
+
+
+@pytest.mark.parametrize(("other", "says"), OTHERS)
+@pytest.mark.parametrize("options", [UPDATE, SHARED, MASKED])
+def test_another_request_in_an_exchange_is_refused_or_paid_for(tmp_path, options, other, says):
+    server = summed_server(tmp_path, options)
+    assert weights(ask(server))
+    reply = ask(server, **other)
+    free = options is UPDATE and not says  # neither masks nor the run's options forbid it
+    assert bool(weights(reply)) == free
+    assert free or (says or "an exchange has one answer") in refusal(reply)
+    assert paid_steps(server) == (options is not MASKED) * (1 + free)
+
+
+@pytest.mark.parametrize("options", [UPDATE, SHARED])
+@pytest.mark.parametrize(
+    ("owner", "method", "key"),
+    [(PrivacyBudget, "charge", "update"), (StateStore, "save", "pair"), (StateStore, "save", "update")],
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_crash_loses_no_training_and_makes_none_twice(tmp_path, options, owner, method, key, when, monkeypatch):
+    server, does = summed_server(tmp_path, options), getattr(owner, method)
+    for exchange in (1, 2):
+        assert weights(ask(server, run="whole", exchange=exchange))
+    assert weights(ask(server))
+
+    def crashes(self, *about, **more):
+        if when == "after" or about[0] != key:
+            does(self, *about, **more)
+        if about[0] == key:
+            raise RunError("the power is gone")
+
+    monkeypatch.setattr(owner, method, crashes)
+    assert not weights(ask(server, exchange=2))
+    monkeypatch.setattr(owner, method, does)
+    forget()
+    assert weights(ask(server, exchange=2))
+    assert same(*(load_file(pair_file(server, 2, run)) for run in ("r", "whole")))
+    at_once = (method, when) == ("charge", "before") or (method, key, when) == ("save", "update", "after")
+    assert paid_steps(server) == (2 if at_once else 3)

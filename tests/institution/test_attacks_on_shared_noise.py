@@ -17,6 +17,7 @@ from flwr_replay.ciphers.masking import Masking
 from flwr_replay.clients.fedavg import FedAvgClient
 from flwr_replay.clients.fedsgd import FedSGDClient
 from flwr_replay.clients.fedstats import FedStatsClient
+from flwr_replay.clients.fml import FMLClient
 from flwr_replay.config.compose import compose
 from flwr_replay.errors import ConfigError, FlwrReplayError, RunError
 from flwr_replay.institution.budget import PrivacyBudget
@@ -24,6 +25,7 @@ from flwr_replay.memory import forget
 from flwr_replay.payloads.common import RollCall, Train
 from flwr_replay.payloads.fedsgd import Differentiate
 from flwr_replay.payloads.fedstats import Summarise, pairs_of
+from flwr_replay.payloads.mutual import TrainMutually
 from flwr_replay.privacy.accounting import noise_for
 from flwr_replay.privacy.claims import sentence
 from flwr_replay.privacy.discrete import BITS
@@ -38,7 +40,8 @@ SHARED = [*SMALL, "masked=true", "privacy.noise=shared", "nodes=4", "privacy.col
 GRADIENT = [*SHARED, "strategy=fedsgd", "dp=gradient", "privacy.target-epsilon=2", "rounds=5"]
 STATISTICS = [*SHARED, "strategy=fedstats", "dp=statistics", "privacy.target-epsilon=2"]
 UPDATE = [*SHARED, "strategy=fedavg", "dp=update", "privacy.target-epsilon=2", "rounds=5", "lr=0.5"]
-ALL = [GRADIENT, STATISTICS, UPDATE]
+PROXY = [*UPDATE, "strategy=fml"]
+ALL = [GRADIENT, STATISTICS, UPDATE, PROXY]
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +61,9 @@ def ask_gradients(server, run, exchange=1, scale=1.0, lr=0.5, **other):
     asked = {"arrays": theta, "run": run, "exchange": exchange, "total": len(NAMES) * N} | other
     if server.config.strategy.name == "fedsgd":
         return server.send(Differentiate(**asked))
+    if server.config.strategy.name == "fml":
+        pair = server.config.strategy.instructions(server.config.training, lr) | {"private_seed": 1, "lr": lr}
+        return server.send(TrainMutually(**pair | asked))
     if server.config.strategy.name != "fedstats":
         mu = getattr(server.config.strategy, "mu", None)
         return server.send(Train(**asked | {"lr": lr, "proximal_mu": mu}))
@@ -130,7 +136,7 @@ def test_what_is_stated_of_the_sum_and_of_one_alone_is_so(folder, options):
 
     assert delta_of(told["epsilon"], 1 / sigma) == pytest.approx(DELTA, rel=1e-6)
     [line] = {row["protection"] for row in server.ledger if row["run"] == run and row["field"] == "arrays"}
-    unit = " of a whole institution" * (options is UPDATE)
+    unit = " of a whole institution" * ("dp=update" in options)
     of_sum, alone = line.split(f"-DP{unit} in the sum of 4, 1 of whom may help the server; alone ")
     assert float(of_sum[1:].split(",")[0]) >= told["epsilon"]
     alone = float(alone.removesuffix(", masked"))
@@ -242,7 +248,7 @@ def test_options_that_cannot_be_are_refused_by_everyone(folder, options, line):
 )
 def test_policies_hold_before_anything_is_charged(folder, options, policy, own, line):
     server, run = server_of(folder, *options, *own, policy=policy), f"policy {len(policy)}{len(own)}{len(options)}"
-    stages = {"fedsgd": "differentiate", "fedstats": "summarise", "fedavg": "train"}
+    stages = {"fedsgd": "differentiate", "fedstats": "summarise", "fedavg": "train", "fml": "train-mutually"}
     stage = stages[name := server.config.strategy.name]
     call = RollCall(strategy=name, run=run, stages=[stage])
     for reply in (server.send(call), ask_gradients(server, run)):
@@ -290,7 +296,8 @@ def test_the_account_ends_a_run_of_too_many_exchanges_or_if_it_is_lost(folder):
 
 def spoiled(monkeypatch, strategy, change):
     """Let hospital b change what it has made before it is masked."""
-    owner = {"fedsgd": FedSGDClient, "fedstats": FedStatsClient, "fedavg": FedAvgClient}[strategy]
+    owners = {"fedsgd": FedSGDClient, "fedstats": FedStatsClient, "fedavg": FedAvgClient, "fml": FMLClient}
+    owner = owners[strategy]
     method = "summarise" if strategy == "fedstats" else "under_dp"
     makes = getattr(owner, method)
 
@@ -314,7 +321,7 @@ def spoiled(monkeypatch, strategy, change):
     ],
 )
 def test_what_a_bad_institution_adds_is_a_line_not_a_model(folder, monkeypatch, options, change, message):
-    [strategy] = [option.split("=")[1] for option in options if option.startswith("strategy=")]
+    strategy = compose(options).strategy.name
     spoiled(monkeypatch, strategy, change)
     job = [*options, "rounds=1"]
     if not message:
@@ -333,7 +340,7 @@ def test_numbers_that_64_bits_do_not_hold_are_refused_before_they_are_charged(tm
     assert charged_steps(server, "large") == []
 
 
-@pytest.mark.parametrize("strategy", ["fedavg", "fedprox", "fedavgm"])
+@pytest.mark.parametrize("strategy", ["fedavg", "fedprox", "fedavgm", "fml"])
 @pytest.mark.parametrize(("lr", "clip", "norm"), [(0.5, 1e-3, 0.5), (1e30, 1.0, 0.0), (0.0, 1.0, 0.0)])
 def test_whatever_the_server_asks_an_update_has_at_most_half_the_sensitivity(
     folder, monkeypatch, strategy, lr, clip, norm
@@ -360,12 +367,12 @@ def test_whatever_the_server_asks_an_update_has_at_most_half_the_sensitivity(
 
 
 @pytest.mark.parametrize("colluders", [0, 1])
-@pytest.mark.parametrize("strategy", ["fedavg", "fedavgm"])
+@pytest.mark.parametrize("strategy", ["fedavg", "fedavgm", "fml"])
 def test_the_noise_in_a_model_is_that_of_two_clips_in_the_mean_of_the_institutions(folder, strategy, colluders):
     job = [*UPDATE, f"strategy={strategy}", "model.width=256", f"privacy.colluders={colluders}", "lr=1e-30"]
     done = peers.run(folder, *job, "privacy.clip=0.5", "rounds=3", names=NAMES, own=pinned_keys(folder, NAMES))
     asked = {
-        config_in(of.content)["server-round"]: weights(of) for _, of, _ in done.grid.log if stage_of(of) == "train"
+        config_in(of.content)["server-round"]: weights(of) for _, of, _ in done.grid.log if stage_of(of)[:5] == "train"
     }
     first, second, third = (np.concatenate([of.ravel() for of in asked[n].values()]) for n in (1, 2, 3))
     times = math.hypot(1, 0.9 * (strategy == "fedavgm"))  # of the first step the server's momentum keeps so much

@@ -70,6 +70,9 @@ def sent(ran, stage="train"):
         ["strategy=scaffold", "rounds=3"],
         ["strategy=ditto"],
         ["strategy=fedavgm", *DRAWS],
+        ["strategy=fml", "dp=none", "private-models=[lenet5]"],
+        ["strategy=fml", "noise=seeded", "sigma=2", "delta=0.01"],
+        ["strategy=fml", "dp=none", "alpha=0", "listen=pool", "private-epochs=1", "split=validation"],
     ],
 )
 def test_a_masked_run_has_the_mean_of_an_unmasked_one(folder, options):
@@ -217,7 +220,9 @@ def test_a_masked_run_keeps_the_contract(name, more, monkeypatch, tmp_path):
     [
         (["strategy=cwt"], "methods whose server averages weights and needs nothing else"),
         (["strategy=fedavgshare"], "methods whose server averages weights and needs nothing else"),
-        (["strategy=proxyfl", "topology=complete"], "fedsgd dp=gradient has the model of topology=complete"),
+        (["strategy=proxyfl", "topology=complete"], "strategy=fml sums the proxies that proxyfl mixes by topology=co"),
+        (["strategy=fml", "proxy-optimizer=travels"], "what is summed is a model alone; got strategy.proxy-optimizer"),
+        (["strategy=fml", "alpha=0", "listen=pool", "private-epochs=1"], "set split=validation, or leave listen out"),
         (["strategy=fedavg", "replay=vqvae2"], "got replay=vqvae2: leave replay out"),
         (["strategy=fedavg", "fraction=0.5"], "got fraction=0.5: leave fraction out"),
         (["strategy=fedavg", "evaluate-before-mixing=true"], "leave evaluate-before-mixing out"),

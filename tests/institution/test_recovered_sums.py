@@ -16,6 +16,7 @@ from sealed_runs import SMALL, pinned_keys
 from flwr_replay.ciphers import masking
 from flwr_replay.ciphers.recovery import SECRET, strip
 from flwr_replay.config.compose import compose
+from flwr_replay.config.sections import TrainingConfig
 from flwr_replay.engines.simulate import Simulation, run_inline
 from flwr_replay.errors import RunError
 from flwr_replay.forecast.forecast import forecast
@@ -23,7 +24,9 @@ from flwr_replay.memory import forget
 from flwr_replay.payloads.common import Train, Unmask
 from flwr_replay.payloads.fedsgd import Differentiate
 from flwr_replay.payloads.fedstats import Summarise
+from flwr_replay.payloads.mutual import TrainMutually
 from flwr_replay.report.progress import Display
+from flwr_replay.strategies.fml import FMLConfig
 from flwr_replay.wire.masked import MASKED, add
 from flwr_replay.wire.records import config_in
 
@@ -32,8 +35,10 @@ SHARED = [*SMALL, "masked=true", f"nodes={K}", "noise=shared", "delta=0.001", "c
 GRADIENT = [*SHARED, "strategy=fedsgd", "dp=gradient", "privacy.sigma=2"]
 SUMS = [*SHARED, "strategy=fedstats", "dp=statistics", "privacy.sigma=2"]
 UPDATE = [*SHARED, "strategy=fedavg", "dp=update", "privacy.sigma=2"]
+PROXY = [*UPDATE, "strategy=fml"]
 DRAWS = [*SUMS, "strategy=fedavg", "replay=statistics", "model.train=head", "dropouts=0"]
-KEPT = {Differentiate: "gradient", Summarise: "class-sums", Train: "update"}
+KEPT = {Differentiate: "gradient", Summarise: "class-sums", Train: "update", TrainMutually: "update"}
+PAIR = FMLConfig().instructions(TrainingConfig(), 0.05) | {"private_seed": 1, "lr": 0.05}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +56,8 @@ class Servers:
 
     def __init__(self, folder, options=GRADIENT):
         self.run, self.cohort = f"run-{next(self.runs)}", {}
-        self.kind = {str(SUMS): Summarise, str(UPDATE): Train}.get(str(options), Differentiate)
+        kinds = {str(SUMS): Summarise, str(UPDATE): Train, str(PROXY): TrainMutually}
+        self.kind = kinds.get(str(options), Differentiate)
         own = {"seal-peers": str(folder / f"peers-{NAMES}.txt")}
         self.at = {name: HostileServer(folder, *options, name=name, **own) for name in NAMES}
 
@@ -59,7 +65,7 @@ class Servers:
         """Ask some of those that the request names; return arrays and points by name."""
         self.cohort[exchange] = sorted(cohort)
         asked = {"total": 40 * K, "cohort": self.cohort[exchange], "spare": len(cohort) - K + D or None} | other
-        asked |= {Summarise: {"clip": 10.0}, Train: {"lr": 0.05}}.get(self.kind, {})
+        asked |= {Summarise: {"clip": 10.0}, Train: {"lr": 0.05}, TrainMutually: PAIR}.get(self.kind, {})
         replies = {}
         for name in of:
             request = self.kind(arrays=self.at[name].weights, run=self.run, exchange=exchange, **asked)
@@ -97,7 +103,7 @@ class Servers:
 # --- a hostile server -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [GRADIENT, SUMS, UPDATE], ids=["gradient", "statistics", "update"])
+@pytest.mark.parametrize("options", [GRADIENT, SUMS, UPDATE, PROXY], ids=["gradient", "statistics", "update", "proxy"])
 @pytest.mark.parametrize(("answer", "tell"), [("abcdefg", "abcdefg"), ("abcde", "abcde"), ("bcdefg", "bcefg")])
 def test_the_sum_is_of_what_the_survivors_really_sent(folder, options, answer, tell):
     server = Servers(folder, options)
@@ -311,12 +317,14 @@ def test_a_run_that_broke_off_while_keys_were_told_reads_the_same_sum(folder, op
     assert [sum(charge["steps"] for charge in done.charges(name)) for name in NAMES] == [times] * K
 
 
-@pytest.mark.parametrize("options", [GRADIENT, SUMS, UPDATE, DRAWS], ids=["gradient", "statistics", "update", "draws"])
+@pytest.mark.parametrize(
+    "options", [GRADIENT, SUMS, UPDATE, PROXY, DRAWS], ids=["gradient", "statistics", "update", "proxy", "draws"]
+)
 def test_the_forecast_is_the_ledger(tmp_path, options):
     job = [*options[len(SMALL) :], "task=digits", "partition.size=40", "model=mlp", "model.width=6", "device=cpu"]
     job += ["rounds=2", "evaluate_every=2", f"runs_dir={tmp_path}"]
     result, done = run_inline(job, Display())
-    seen, asks = Counter(), {str(GRADIENT): 2, str(UPDATE): 2, str(SUMS): 1}.get(str(options), 0)
+    seen, asks = Counter(), {str(GRADIENT): 2, str(UPDATE): 2, str(PROXY): 2, str(SUMS): 1}.get(str(options), 0)
     for line in json_lines(done / "ledger.jsonl"):
         seen[line["institution"], line["direction"], line["stage"], line["field"], line["kind"]] += line["bytes"]
     stated = Counter()
