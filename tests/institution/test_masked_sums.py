@@ -222,7 +222,10 @@ def test_a_masked_run_keeps_the_contract(name, more, monkeypatch, tmp_path):
         (["strategy=fedavgshare"], "methods whose server averages weights and needs nothing else"),
         (["strategy=proxyfl", "topology=complete"], "strategy=fml sums the proxies that proxyfl mixes by topology=co"),
         (["strategy=fml", "proxy-optimizer=travels"], "what is summed is a model alone; got strategy.proxy-optimizer"),
-        (["strategy=fml", "alpha=0", "listen=pool", "private-epochs=1"], "set split=validation, or leave listen out"),
+        (
+            ["strategy=fml", "alpha=0", "listen=pool", "private-epochs=1", "split=test"],
+            "set split=validation, or leave listen out",
+        ),
         (["strategy=fedavg", "replay=vqvae2"], "got replay=vqvae2: leave replay out"),
         (["strategy=fedavg", "fraction=0.5"], "got fraction=0.5: leave fraction out"),
         (["strategy=fedavg", "evaluate-before-mixing=true"], "leave evaluate-before-mixing out"),
