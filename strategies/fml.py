@@ -9,15 +9,20 @@ Travels: the proxy, down to all and, trained, up again (`TrainMutually`, `Traine
         every institution k: φ_k, θ_k ← train both from (φ_k, θ) for max(1, ⌊n_k/b⌋) batches, as in ProxyFL
         θ ← Σ_k n_k θ_k / Σ_k n_k
 
-What is protected: As in ProxyFL. With β > 0 the proxies' ε is the one that the paper counts; it is not proven.
+With dp=update no step has noise: a proxy's whole update gets it, clipped to C, as in `strategies/fedavg.py`. With
+masked=true the server reads the mean of all proxies, and no single one. Of equal institutions this mean is what each
+has after mixing on ProxyFL's complete graph.
+
+What is protected: As in ProxyFL. With β > 0 the proxies' ε is the one that the paper counts; it is not proven. That of
+dp=update is, for any β: an update is clipped whatever it depends on, φ too.
 
 Deviations: Shen et al. have no differential privacy. Both losses use the predictions of both models from before either
 steps. The state of a proxy's optimizer stays at its institution. With proxy-optimizer=travels it is released and
 averaged with the proxy; it makes messages up to three times as large, and under DP it has the proxy's epsilon, since it
 depends on noised gradients and on what arrived. With reset, or optimizer-state=reset, it is fresh every round. A
-private model may train alone for some passes first (private-epochs). With dp=proxy a private model that diverges
-returns to its state before the round, and no message says so. With fraction= only those drawn for a round train; the
-paper has all.
+private model may train alone for some passes first (private-epochs). With dp=proxy, dp=update or masks a private model
+that diverges returns to its state before the round, and no message says so. With fraction= only those drawn for a round
+train; the paper has all.
 """
 
 from collections.abc import Mapping, Sequence

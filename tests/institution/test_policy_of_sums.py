@@ -11,17 +11,26 @@ from hostile_server import HostileServer, metrics, refusal, weights
 from sealed_runs import pinned_keys
 
 from flwr_replay.config.compose import compose
+from flwr_replay.config.sections import TrainingConfig
 from flwr_replay.errors import ConfigError
-from flwr_replay.payloads.common import Evaluate, RollCall
+from flwr_replay.payloads.common import Evaluate, RollCall, Train
 from flwr_replay.payloads.fedsgd import Differentiate
 from flwr_replay.payloads.fedstats import Summarise
+from flwr_replay.payloads.mutual import EvaluateWithProxy, TrainMutually
+from flwr_replay.privacy.claims import sentence
 from flwr_replay.privacy.plan import PrivacyPlan
+from flwr_replay.strategies.fml import FMLConfig
 from flwr_replay.wire.records import config_in
 
 POLICY = "max-epsilon: 2\nmax-delta: 0.001\n"
 DATA = ["task=medmnist", "split=test", "task.size=8", "classes=3", "model=mlp", "model.width=6", "device=cpu"]
 JOB = [*DATA, "strategy=fedsgd", "dp=gradient", "delta=0.001"]
 SUMS = [*DATA, "strategy=fedstats", "dp=statistics", "delta=0.001", "privacy.target-epsilon=2"]
+UPDATES = [*DATA, "strategy=fedavg", "dp=update", "delta=0.001", "privacy.target-epsilon=2", "rounds=4"]
+PROXIES = [*UPDATES, "strategy=fml", "private-epochs=1"]
+PAIR = FMLConfig(private_epochs=1).instructions(TrainingConfig(), 0.05) | {"private_seed": 1, "lr": 0.05}
+KINDS = {"fedsgd": (Differentiate, {}), "fedstats": (Summarise, {"clip": 10.0})}
+KINDS |= {"fedavg": (Train, {"lr": 0.05}), "fml": (TrainMutually, PAIR)}
 SHARED = ["nodes=4", "masked=true", "noise=shared", "privacy.dropouts=1", "privacy.colluders=0"]
 SAME = {"proof", "pins"}  # of keys, not of data
 
@@ -79,6 +88,21 @@ def test_with_a_public_range_a_regression_is_whole_at_the_epsilon_of_one_gaussia
     assert stated <= 2 < 1.01 * pld.get_epsilon(delta) < 2.03  # theirs is rounded up to its grid
 
 
+@pytest.mark.parametrize("beta", [0, 0.5, 1])
+def test_of_whole_updates_an_epsilon_is_proven_for_any_beta_but_not_of_tests_of_private_models(tmp_path, beta):
+    options = [*PROXIES, f"beta={beta}"]
+    plan = PrivacyPlan.of(compose(options))
+    assert (plan.end_to_end, plan.unproven) == (True, "")
+    assert "own model, which never leaves and is trained without noise" in sentence(plan, {})
+    assert "not a proof" in PrivacyPlan.of(compose([*options, "dp=proxy"])).mechanism or not beta
+    write_shards(tmp_path, {"a": 40})
+    server = HostileServer(tmp_path, *options, policy=POLICY)
+    assert weights(server.send(TrainMutually(arrays=server.weights, run="r", exchange=1, **PAIR | {"beta": beta})))
+    tests = EvaluateWithProxy(arrays=server.weights, run="r", exchange=1)
+    for request in (tests, RollCall(strategy="fml", run="r", stages=["train-mutually", "evaluate-with-proxy"])):
+        assert "PairEvaluation.num_examples has no differential privacy" in refusal(server.send(request))
+
+
 @pytest.mark.parametrize("replay", ["buffer", "vqvae2", "pixelcnn"])
 def test_replays_beside_sums_are_refused_before_anything_is_claimed(replay):
     config = compose([*JOB, f"replay={replay}"])
@@ -104,12 +128,12 @@ def everything(folder, options, asked, own):
     server = HostileServer(folder, *options, policy=POLICY, **own)
     large = {name: (1e5 * of).astype(of.dtype) for name, of in server.weights.items()}
     none = {name: np.full_like(of, np.nan) for name, of in server.weights.items()}
-    [stage] = {"fedsgd": ["differentiate"], "fedstats": ["summarise"]}[server.config.strategy.name]
-    kind, clip = (Differentiate, {}) if stage == "differentiate" else (Summarise, {"clip": 10.0})
-    messages = [RollCall(strategy=server.config.strategy.name, run="r", stages=[stage, "evaluate"])]
+    strategy = server.config.strategy
+    kind, more = KINDS[strategy.name]
+    messages = [RollCall(strategy=strategy.name, run="r", stages=[kind.stage_name, "evaluate"])]
     for at, theta in enumerate([server.weights, large, none, server.weights, server.weights], 1):
-        messages.append(kind(arrays=theta, run="r", exchange=at, **clip, **asked))
-    messages += [messages[2], kind(arrays=server.weights, run="other", exchange=1, **clip, **asked)]
+        messages.append(kind(arrays=theta, run="r", exchange=at, **more, **asked))
+    messages += [messages[2], kind(arrays=server.weights, run="other", exchange=1, **more, **asked)]
     for split in ("test", "validation", "train", "external"):
         messages.append(Evaluate(arrays=server.weights, run="r", exchange=9, split=split))
     told = []
@@ -122,7 +146,11 @@ def everything(folder, options, asked, own):
 
 
 @pytest.mark.parametrize("noise", [[], SHARED], ids=["each", "shared"])
-@pytest.mark.parametrize("options", [[*JOB, "privacy.target-epsilon=2", "rounds=4"], SUMS], ids=["sgd", "stats"])
+@pytest.mark.parametrize(
+    "options",
+    [[*JOB, "privacy.target-epsilon=2", "rounds=4"], SUMS, UPDATES, PROXIES],
+    ids=["sgd", "stats", "updates", "proxies"],
+)
 def test_nothing_beside_the_noisy_sums_depends_on_training_examples(tmp_path, noise, options):
     """Neither a count, nor an epsilon, nor a line of refusal differs between data that have nothing in common."""
     told, asked = [], {"total": 160, "cohort": ["a", "b", "c"]} if noise else {}
