@@ -22,7 +22,7 @@ from flwr_replay.attacks.scores import ImageScores, Judge, assigned, image_metri
 from flwr_replay.config.run import RunConfig
 from flwr_replay.errors import ConfigError, DataError, FlwrReplayError, RunError
 from flwr_replay.files.atomic import private_folder, read_json, sweep, write_json
-from flwr_replay.institution.pictures import SHOWN, draw_grid
+from flwr_replay.generators.pictures import SHOWN, draw_grid
 from flwr_replay.lab.auxiliary import auxiliary_of, without
 from flwr_replay.lab.changes import NOT_ANEW
 from flwr_replay.lab.evidence import Evidence, Exhibit

@@ -33,7 +33,7 @@ from flwr_replay.generators.perceptual import (
     nearest,
     spread,
 )
-from flwr_replay.institution.pictures import draw_grid
+from flwr_replay.generators.pictures import draw_grid
 from flwr_replay.institution.synthesis import SynthesisStages
 from flwr_replay.learning.training import torch_rng
 from flwr_replay.models.layers import as_input

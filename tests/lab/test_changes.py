@@ -33,6 +33,7 @@ RUNS = {
     "unsure": ["strategy=proxyfl", "beta=0.5", "dp=none", "rounds=1", "model=mlp", "partition.size=20", *FEW[2:]],
     "private": ["strategy=fedavg", "dp=classifier", "model=mlp", "partition.size=20", "training.batch-size=8"],
     "updates": ["strategy=fedavg", "dp=update", "privacy.sigma=0.1", *FEW],
+    "proxies": ["strategy=fml", "dp=update", "privacy.sigma=0.1", *FEW],
 }
 
 
@@ -102,8 +103,9 @@ def test_the_server_computes_the_weights_with_which_a_later_training_begins(runs
         assert not same(trial.begun, begun_with(trial.exhibit.answers[0], trial.evidence))
 
 
-def test_noisy_updates_are_not_taken_for_weights(runs, monkeypatch, capsys):
-    _, results, _ = attacked(monkeypatch, capsys, runs / "updates")
+@pytest.mark.parametrize("run", ["updates", "proxies"])
+def test_noisy_updates_are_not_taken_for_weights(runs, monkeypatch, capsys, run):
+    _, results, _ = attacked(monkeypatch, capsys, runs / run)
     assert "clipped as a whole" in results["arrays", "none"]["not-judged"]
 
 

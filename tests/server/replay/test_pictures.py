@@ -7,7 +7,7 @@ from PIL import Image
 from replay_runs import FEW, GENERATOR, PRIOR, SIZES, run
 
 from flwr_replay.engines.simulate import run_inline
-from flwr_replay.institution.pictures import draw_grid
+from flwr_replay.generators.pictures import draw_grid
 from flwr_replay.report.progress import Display
 
 TILE = 3 * 8 + 3  # larger, and a border
