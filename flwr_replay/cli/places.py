@@ -13,7 +13,7 @@ from flwr_replay.errors import RunError
 
 __all__ = ["LAST", "AsJson", "Options", "RunsDir", "absolute", "answer", "finished_place", "runs_folder", "say"]
 
-LAST = "last"  # the run in runs/ that began last
+LAST = "last"  # what was worked on last in runs/
 ROOT = "runs"  # where commands put their runs unless told otherwise
 
 Options = Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]…", autocompletion=of_options)]

@@ -62,15 +62,21 @@ class Ended(NamedTuple):
 
 
 def runs_in(root: Path) -> list[Path]:
-    """Return the run directories in a folder and its comparisons, the oldest first; a RunError if none is."""
+    """Return the run directories in a folder and its comparisons, what was worked on last at the end, or a RunError."""
     folders = [file.parent for pattern in ("*", "*/*") for file in root.glob(f"{pattern}/config.yaml")]
     if not folders:
         raise RunError(f"{root} must be a folder with run directories; it has none")
-    return sorted(folders, key=lambda folder: (folder / "config.yaml").stat().st_mtime)
+    return sorted(folders, key=_worked_on)
+
+
+def _worked_on(folder: Path) -> float:
+    """Return when a run last began, tested or ended, resumed or not: a page written again is no work on it."""
+    files = (folder / name for name in (CONFIG, METRICS, RESULT, ENDED))
+    return max(file.stat().st_mtime for file in files if file.is_file())
 
 
 def newest_in(root: Path, comparisons: bool) -> Path:
-    """Return the run that began last, or the comparison that ended later and is not one of a run's.
+    """Return the run that was worked on last, or the comparison that ended later and is not one of a run's.
 
     Raises
     ------
@@ -79,7 +85,7 @@ def newest_in(root: Path, comparisons: bool) -> Path:
     """
     last = runs_in(root)[-1]
     ended = max(root.glob("*/*/compare.json"), key=lambda file: file.stat().st_mtime, default=None)
-    if ended is None or ended.stat().st_mtime < (last / "config.yaml").stat().st_mtime:
+    if ended is None or ended.stat().st_mtime < _worked_on(last):
         return last
     if not comparisons:
         raise RunError(f"last is a comparison, {ended.parent}: give one of its runs, such as {last}")

@@ -71,7 +71,7 @@ def test_a_run_is_not_made_shorter(flwr_replay, tmp_path):
     assert json.loads(flwr_replay("run", "--resume", "runs/first", "--json")[1])["rounds"] == 3
 
 
-def test_last_is_the_run_that_began_last(flwr_replay, tmp_path):
+def test_last_is_what_was_worked_on_last(flwr_replay, tmp_path):
     code, _, err = flwr_replay("predict", "last", "images")
     assert (code, err.splitlines()[-1]) == (
         2,
@@ -89,6 +89,11 @@ def test_last_is_the_run_that_began_last(flwr_replay, tmp_path):
     assert json.loads((Path(page).parent / "compare.json").read_text())["against"] == "fedavg:lr=0.1"
     for words in (["runs", "show", "last"], ["privacy", "attack", "last"]):
         assert re.search("error: last is a comparison, .* give one of its runs", flwr_replay(*words)[2])
+    assert flwr_replay("run", "--resume", "runs/b", "rounds=2")[0] == 0
+    assert flwr_replay("report", "runs/a")[0] == 0  # no work on it
+    assert flwr_replay("report", "last")[1] == f"{tmp_path / 'runs' / 'b' / 'report.html'}\n"
+    assert flwr_replay("compare", "fedavg", "seeds=1", "nodes=2", "model.width=4", "rounds=1", "lr=0.1|0.2")[0] == 0
+    assert flwr_replay("report", "last")[1].strip() == page
 
 
 def test_a_run_is_resumed_from_anywhere_and_after_its_data_moved(flwr_replay, tmp_path, monkeypatch):
