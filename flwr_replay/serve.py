@@ -39,6 +39,7 @@ def serve(make_client: Callable[[Context], NumPyClient | Client], mods: list[Mod
     mods : list[Mod] | None
         Flower mods around it.
     """
+    _refuse_made(make_client)
     app = ClientApp(mods=mods)
 
     @app.train()
@@ -71,6 +72,7 @@ def serving(make_client: Callable[[Context], InstitutionClient]) -> Mod:
     The InstitutionClient answers messages of the stages that it adds (`encode`, `extract`). All others go to the user's
     app: `ClientApp(mods=[serving(make_client)])`.
     """
+    _refuse_made(make_client)
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         request = request_of(message)
@@ -110,6 +112,15 @@ def _proximal(message: Message, context: Context, call_next: ClientAppCallable) 
     finally:
         if hook:
             hook.remove()
+
+
+def _refuse_made(make_client: object) -> None:
+    """Refuse what is called with no context: a client or a model."""
+    if isinstance(make_client, torch.nn.Module) or not callable(make_client):
+        raise ConfigError(
+            f"make_client must be a function of Flower's Context; got a {type(make_client).__name__} that is made "
+            "already: write def make_client(context): return …Client(…), and give make_client"
+        )
 
 
 def _numpy_client(client: NumPyClient | Client, kind: type[NumPyClient] = NumPyClient) -> NumPyClient:

@@ -120,10 +120,6 @@ class FedERConfig(StrategyConfig):
             "with mode=buffer-only models stay: leave order and agreement out",
         )
         require(
-            self.order == "queue" or not self.durations,
-            f"durations are for order=queue; got order={self.order}: leave durations out",
-        )
-        require(
             all(0 < duration < inf for duration in self.durations),
             f"strategy.durations must be positive and finite; got {list(self.durations)}",
         )

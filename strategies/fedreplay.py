@@ -98,11 +98,6 @@ class FedReplayConfig(StrategyConfig):
             "strategy.encoder=file and strategy.encoder-file=PATH go together; "
             f"got encoder={self.encoder} and encoder-file={self.encoder_file!r}",
         )
-        require(
-            self.encoder == "institution" or self.encoder_institution == "largest",
-            "strategy.encoder-institution needs strategy.encoder=institution; "
-            f"got encoder={self.encoder} and encoder-institution={self.encoder_institution!r}",
-        )
         within("strategy.", self, own_epochs=(1, PASSES), holdout=Range(0, 1, "is a share between 0 and 1", "()"))
         within("strategy.", self, encoder_epochs=(1, PASSES), patience=(1, PASSES))
         within("strategy.", self, upload_views=(1, VIEWS), server_processes=(1, THREADS))

@@ -83,10 +83,6 @@ class FedStatsConfig(StrategyConfig):
     def __post_init__(self) -> None:
         one_of("strategy.head", self.head, ("auto", "means", "lda", "ridge", "mlp"))
         one_of("strategy.priors", self.priors, ("equal", "noisy"))
-        require(
-            self.priors == "equal" or self.head == "lda",
-            f"priors=noisy is of linear discriminants; got head={self.head}: set strategy.head=lda",
-        )
         within("strategy.", self, passes=(1, PASSES), clip=CLIPS)
 
     def check_task(self, task: TaskConfig) -> None:
@@ -109,6 +105,11 @@ class FedStatsConfig(StrategyConfig):
         """Nobody asks for products or features that a head does not need."""
         products = {"products": 0} if self.head == "means" else {}
         return products | ({} if self.head == "mlp" else {"sums": 0})
+
+    @property
+    def takes_steps(self) -> bool:
+        """Only a head that learns from draws."""
+        return self.head == "mlp"
 
     def dp_passes(self, rounds: int) -> Mapping[str, int]:
         """One message, however many rounds there are."""

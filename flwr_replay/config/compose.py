@@ -31,6 +31,7 @@ from flwr_replay.config.catalogue import (
     package_of,
     settable,
 )
+from flwr_replay.config.effect import idle
 from flwr_replay.config.halves import load_generator, load_strategy
 from flwr_replay.config.model import ModelConfig
 from flwr_replay.config.own_code import OWN, allow
@@ -51,6 +52,7 @@ __all__ = [
     "named_code",
     "overrides_in",
     "overrides_of",
+    "refuse_typed",
     "to_yaml",
 ]
 
@@ -126,13 +128,13 @@ def compose_own(overrides: Sequence[str], own: Sequence[str] = ()) -> RunConfig:
     Raises
     ------
     ConfigError
-        As `compose` does, for all wrong options at once, but those first that `check_typed` knows; and if one option
-        stands twice, with two values, among a user's `own`.
+        As `compose` does, for all wrong options at once, but those first that `check_typed` knows; as `refuse_typed`
+        does for a user's `own`.
     """
     allow(named_code(overrides))
     check_typed(overrides)
     config: RunConfig = _told(overrides, compose)
-    _refuse_typed(own, overrides, config)
+    refuse_typed(own, overrides, [config])
     allow(config.own_code)
     return config
 
@@ -243,20 +245,18 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
     return config
 
 
-def _refuse_typed(own: Sequence[str], overrides: Sequence[str], config: RunConfig) -> None:
-    """Refuse an option with two values, and a short name of a generator's or prior's where the strategy has none."""
-    traits, name = config.strategy.traits, dict(_pairs(overrides)).get("strategy")
-    without = name and not (traits.supports_replay or traits.draws_images)
+def refuse_typed(own: Sequence[str], overrides: Sequence[str], configs: Sequence[RunConfig]) -> None:
+    """Refuse an option with two values, or without an effect in any of these runs, of which one has these overrides."""
     base = {key: value for key, value in _unset(tuple(_chosen(_pairs(overrides)))).items() if key != BY_STRATEGY}
-    first: dict[str, str] = {}
+    first, faults = dict[str, str](), list[str]()
     for option in own:
         key = key_of(option)
         full = key if key in GROUPS else _full_key(key, base)
-        if without and "." not in key and full.startswith(OF_CHOICES):
-            raise ConfigError(f"{short(option)} is {full}, and strategy={name} has none: leave it out")
+        faults.append(idle(full, option, configs))
         earlier = first.setdefault(full, option)
         if earlier.partition("=")[2] != option.partition("=")[2]:
             raise ConfigError(f"an option has one value; got {short(earlier)} and {short(option)}: remove one")
+    refuse_all([fault for fault in faults if fault])
 
 
 @cache

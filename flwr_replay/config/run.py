@@ -103,11 +103,6 @@ class RunConfig:
         balanced = self.training.batches == "balanced"
         for option in ["batch-sizes"] * bool(self.training.batch_sizes) + ["batches=balanced"] * balanced:
             require(
-                self.strategy.traits.own_batches,
-                f"training.{option} is for methods whose institutions train on batches of their own; got strategy="
-                f"{self.strategy.name}: leave it out",
-            )
-            require(
                 not self.privacy.mechanisms,
                 f"training.{option} is not for training under DP: leave it out, or dp=none",
             )

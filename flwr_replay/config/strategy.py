@@ -115,6 +115,11 @@ class StrategyConfig(Named):
         return "released"
 
     @property
+    def takes_steps(self) -> bool:
+        """Whether anything is trained by an optimizer's steps, whose rate `training` says."""
+        return True
+
+    @property
     def own_images(self) -> bool:
         """Whether an institution trains on nothing but its own images, as they are, by models with one encoder."""
         return not self.private_models

@@ -59,12 +59,6 @@ class SynthesisPlan:
         """
         task = config.task
         if not config.draws_images:
-            for option in ("checkpoint", "classes"):
-                require(
-                    not getattr(config.generator, option),
-                    f"generator.{option} is for feder, syncentral and replay=buffer; got "
-                    f"strategy={config.strategy.name} replay={config.replay.name}: leave it out",
-                )
             return None
         require(
             task.size > 1 and task.format != "bags",

@@ -116,7 +116,7 @@ class InstitutionClient(NumPyClient):
             method = getattr(self.synthesis, name)
         if request is None or method is None:
             raise ConfigError(
-                f"{type(self).__name__} has no stage {stage!r}: server and institution run other versions"
+                f"{type(self).__name__} has no stage {stage!r}: take the client of the server's strategy and version"
             )
         if any(field.shape == "state dict" for field in request.declared().values()):
             check_weights(arrays)

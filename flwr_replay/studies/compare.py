@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr_replay.config.binding import plain
-from flwr_replay.config.compose import compose, to_yaml
+from flwr_replay.config.compose import compose, refuse_typed, to_yaml
 from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.run import RunConfig
 from flwr_replay.engines.simulate import Simulation
@@ -78,11 +78,12 @@ def compare_strategies(
     if auto := AUTO & {*options}:
         against = against or (named(strategies[0])[0] if len(strategies) == 1 else "")
         strategies, options = swept(strategies, [option for option in options if option not in auto])
-        planned(strategies, options, against, runs_dir, metric)  # refused before any trial
-        tried = planned(*trials(strategies, options), "", runs_dir, "", "lr=auto")
+        cells = planned(strategies, options, against, runs_dir, metric).cells  # refused before any trial
+        still = {cell.method.label for cell in cells if not compose(list(cell.overrides)).strategy.takes_steps}
+        tried = planned(*trials(strategies, options, still), "", runs_dir, "", "lr=auto")
         refuse(compose(list(tried.cells[0].overrides)).split, tried.about["noise"])
         tried = replace(tried, cells=[replace(cell, metric=f"{VALIDATION}{cell.metric}") for cell in tried.cells])
-        strategies, told = with_rates(strategies, run_comparisons([tried], jobs)[0][1])
+        strategies, told = with_rates(strategies, run_comparisons([tried], jobs)[0][1], still)
     whole = planned(strategies, options, against, runs_dir, metric, tuned=("lr",) if auto else ())
     return run_comparisons([replace(whole, about=whole.about | {"rates": told})], jobs)[0]
 
@@ -124,6 +125,8 @@ def planned(
     if against not in labels:
         raise ConfigError(f"--against must be one of the methods compared; got {against!r}: {nearest(against, labels)}")
     runs, configs, cells, more = _plan(methods, shared, seeds, runs_dir)
+    if not of_study:  # its comparisons share options that some of them do not need
+        refuse_typed(shared, [f"strategy={methods[0].strategy}", *shared], [*configs.values()])
     config = configs[against]
     tasks = {label: make_task(config.task) for label, config in configs.items()}
     metric = metric or tasks[against].metric
@@ -185,7 +188,7 @@ def _plan(
 ) -> tuple[Path, dict[str, RunConfig], list[Cell], dict[str, Any]]:
     """Resolve and check every cell; say how methods differ, and their noise. Nothing is written yet."""
     options = [f"strategy={methods[0].strategy}", *shared]
-    _, common = resolve(options, ".", "")  # the shared options, without any method's own
+    _, common = resolve([], ".", "", options)  # the shared options, without any method's own
     alike = {key: value for key, value in asdict(common).items() if key not in NOT_THE_RESULT}
     name = f"compare-{common.task.name}-{common.partition.name}-{short_hash(alike)}"
     folder = runs_dir.expanduser().absolute() / name
@@ -239,7 +242,7 @@ def _untuned(methods: Sequence[Method], configs: Mapping[str, RunConfig], tuned:
     for method in methods:
         config = configs[method.label]
         own = {name: value for name, value in asdict(config.strategy).items() if isinstance(value, float)}
-        defaults = {name: getattr(config.training, name) for name in TUNED} | own
+        defaults = {name: getattr(config.training, name) for name in TUNED if config.strategy.takes_steps} | own
         for name in (name for name, value in defaults.items() if value and name not in ("chunk_mb", *tuned)):
             values.setdefault((name, method.strategy), set()).add(defaults[name])
     strategies: dict[str, list[str]] = {}

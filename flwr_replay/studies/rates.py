@@ -6,7 +6,7 @@ seed's. Trials are whole runs: after two rounds of ten on digits at KS 0.9, CWT'
 0.0003, whose accuracy at the end is 0.818; that of 0.003 is 0.903 (three seeds).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,21 @@ RATES = ("0.001", "0.003", "0.01", "0.03", "0.1")
 AUTO = frozenset({"lr=auto", "training.lr=auto"})
 
 
-def trials(names: Sequence[str], options: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the trials, each method with each rate, and their options; a method with a rate of its own has none.
+def trials(names: Sequence[str], options: Sequence[str], still: Container[str] = ()) -> tuple[list[str], list[str]]:
+    """Return the trials, each method with each rate, and their options.
+
+    A method with a rate of its own has none, and no method whose label says that it takes no steps, `still`.
 
     >>> trials(["cwt", "a := fedavg:lr=1"], ["rounds=9", "seeds=5-7"])[0][3:]
     ['cwt, lr 0.03 := cwt:lr=0.03', 'cwt, lr 0.1 := cwt:lr=0.1']
     >>> trials(["cwt"], ["rounds=9", "seeds=5-7"])[1]
     ['rounds=9', 'seeds=5,']
     """
-    methods = [(label, spec) for label, spec in map(named, names) if not _has_own(spec, options)]
+    methods = [(label, spec) for label, spec in map(named, names) if not _has_own(spec, options) and label not in still]
     if not methods:
-        raise ConfigError("lr=auto is for methods without an lr; here each method has an lr of its own: leave it out")
+        raise ConfigError(
+            "lr=auto is for methods that need an lr; here each has its own, or takes no steps: leave it out"
+        )
     tried = [f"{_label(label, rate)} := {spec}:lr={rate}" for label, spec in methods for rate in RATES]
     seeds = [seeds_of(option.partition("=")[2]) for option in options if option.startswith("seeds=")]
     return tried, trial_options(options, names, tried, [SEEDS, *seeds][-1][0])
@@ -48,11 +52,11 @@ def refuse(split: str, noise: Mapping[str, Sequence[object]]) -> None:
         )
 
 
-def with_rates(names: Sequence[str], report: Mapping[str, Any]) -> tuple[list[str], str]:
+def with_rates(names: Sequence[str], report: Mapping[str, Any], still: Container[str] = ()) -> tuple[list[str], str]:
     """Return the methods with their rates, and a line on the trials, whose comparison is `report`.
 
-    A method keeps its default where no trial's metric is finite, or all are the same. The trials' folder is told as
-    seen from the comparison's page.
+    A method keeps its default where no trial's metric is finite, or all are the same; `still` as of `trials`. The
+    trials' folder is told as seen from the comparison's page.
     """
     metric, best = f"{VALIDATION}{report['metric']}", max if report["higher-is-better"] else min
     metrics: dict[str, float] = {}
@@ -66,7 +70,8 @@ def with_rates(names: Sequence[str], report: Mapping[str, Any]) -> tuple[list[st
         if len({*figures.values()}) < 2:
             rated.append(name)
             own = not {_label(label, rate) for rate in RATES} & {cell["label"] for cell in report["cells"]}
-            told.append(f"{label} {'its own' if own else 'its default, as no rate was better than another'}")
+            kept = "its own" if own else "its default, as no rate was better than another"
+            told.append(f"{label} {'none' if label in still else kept}")
             continue
         rate = best(figures, key=lambda rate: figures[rate])
         rated.append(f"{label} := {spec}:lr={rate}")

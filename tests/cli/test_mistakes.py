@@ -75,7 +75,7 @@ def test_options_that_do_not_go_together_are_one_mistake(flwr_replay, words):
         (["task=mnist", "task.data-dir=nowhere"], ["nowhere"]),
         (["task=medmnist", "task.data-dir=broken.npz"], ["broken.npz"]),
         (["task=digits", "task.size=9"], ["9"]),
-        (["task.data-dir=nowhere"], ["task=digits comes with scikit-learn and reads no files; got", "nowhere: choose"]),
+        (["task.data-dir=nowhere"], ["'task.data-dir=nowhere' is for tasks that read files; got task=digits"]),
         (["task=digits", "task.classes=5"], ["0..4"]),
         (["batch-size=1"], ["batch norm", "at least two", "1"]),
         (["encoder=file"], ["encoder-file"]),

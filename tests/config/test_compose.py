@@ -88,7 +88,7 @@ def test_what_cannot_be_is_refused_in_one_line(override, says):
 def test_an_old_name_goes_on_with_a_warning(caplog, old, new, says):
     for read in (today, told):
         read.cache_clear()
-    job = ["task=retina", "strategy=cwt", "replay=pixelcnn"]
+    job = ["task=retina", "strategy=cwt", "replay=buffer"]
     for _ in range(2):
         assert compose_own([*job, old], [*job, old]) == compose([*job, new])
     assert [line.message for line in caplog.records if "called" in line.message] == [
@@ -235,7 +235,7 @@ def test_a_person_gives_an_option_one_value(pair, tmp_path):
 @pytest.mark.parametrize(
     ("words", "faults"),
     [
-        ("strategy=fedstats dim=64", ["'dim=64' is generator.dim, and strategy=fedstats has none: leave it out"]),
+        ("strategy=fedstats dim=64", ["'dim=64' is generator.dim, for replay="]),
         ("preset=private nodes=9 dropouts=3", ["choose fewer dropouts"]),
         ("nodes=9 dropouts=3", ["are for noise=shared"]),
     ],

@@ -100,11 +100,6 @@ def test_files_that_are_no_generators_are_refused(tmp_path):
             Job.of(compose([*JOB, f"generator.checkpoint={place}"]), ["institution-1"])
 
 
-def test_methods_without_generators_of_their_own_refuse_a_checkpoint():
-    with pytest.raises(ConfigError, match=r"generator\.checkpoint is for feder, syncentral and .*got strategy=fedavg"):
-        Job.of(compose([*TASK, "strategy=fedavg", "generator.checkpoint=/x"]))
-
-
 @pytest.mark.parametrize(
     ("generator", "option", "key"),
     [

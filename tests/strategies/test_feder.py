@@ -252,7 +252,6 @@ def test_synthetic_only_reads_no_real_image_after_the_generator(start, monkeypat
         (["mode=buffers-only"], "did you mean buffer-only"),
         (["memory=al"], "did you mean all"),
         (["order=queues"], "did you mean queue"),
-        (["durations=[1,2]"], "durations are for order=queue"),
         (["order=queue", "durations=[1,0]"], "strategy.durations must be positive"),
         (["order=queue", "mode=buffer-only"], "models stay"),
         (["private-models=[cnn]"], "models that hop have one form"),
