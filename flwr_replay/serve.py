@@ -115,12 +115,10 @@ def _proximal(message: Message, context: Context, call_next: ClientAppCallable) 
 
 
 def _refuse_made(make_client: object) -> None:
-    """Refuse what is called with no context: a client or a model."""
+    """Refuse a client or a model in place of the function that makes a client."""
     if isinstance(make_client, torch.nn.Module) or not callable(make_client):
-        raise ConfigError(
-            f"make_client must be a function of Flower's Context; got a {type(make_client).__name__} that is made "
-            "already: write def make_client(context): return …Client(…), and give make_client"
-        )
+        got = f"a {type(make_client).__name__}: write def make_client(context): return …, and give make_client"
+        raise ConfigError(f"make_client must be a function of Flower's Context; got {got}")
 
 
 def _numpy_client(client: NumPyClient | Client, kind: type[NumPyClient] = NumPyClient) -> NumPyClient:

@@ -244,8 +244,10 @@ class FedStats(Parallel):
         vars(self).pop("gaussians", None)
         few = [] if self.regresses else np.flatnonzero(self.moments.numbers_C < self.moments.n_C).tolist()
         if few:
+            least = f"fewer than {self.moments.n_C[few[0]]:,.0f} examples each, too few beside the noise to know of any"
             self.recorder.log(
-                f"classes {', '.join(map(str, few))}: too few examples beside the noise; nobody may have any"
+                f"classes {', '.join(map(str, few))}: {least if self.variance else 'nobody has an example'}; they are "
+                "hardly ever predicted: add examples, take less noise if there is some, or set a lower task.classes"
             )
         if not self.sent:  # another strategy trains what lies above the encoder
             return {}

@@ -81,7 +81,7 @@ SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave such images out
 @app.command("manifest")
 def manifest(
     folder: str,
-    patients: Annotated[str, typer.Option("--patients", help="A CSV file with a row for each image.")],
+    patients: Annotated[str, typer.Option("--patients", help="A CSV file of your archive, a row an image.")],
     id_column: Annotated[str, typer.Option("--id", help="Its column with the patients.")],
     file_column: Annotated[str, typer.Option("--file", help="Its column with the images' file names.")] = "file",
     skip_bad: SkipBad = False,

@@ -172,7 +172,7 @@ def state(
 @app.command()
 def remove(
     place: Annotated[str, typer.Argument(metavar="FOLDER")],
-    receipt: Annotated[str, typer.Argument(metavar="RECEIPT", help="A new folder.")],
+    receipt: Annotated[str, typer.Argument(metavar="RECEIPT")],
     yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -181,8 +181,8 @@ def remove(
     FOLDER is a state directory, a clinic's or the coordinator's folder as `deploy init` wrote it (states, keys,
     certificates and runs go), or $FLWR_REPLAY_HOME (all states and decoded images go).
 
-    RECEIPT keeps the ledgers, and each run's account of epsilon, options and counts. Its receipt.json names what was
-    removed. Whoever joins again begins a new account: what has left before still counts.
+    RECEIPT, a new folder, keeps the ledgers, and each run's account of epsilon, options and counts. Its receipt.json
+    names what was removed. Whoever joins again begins a new account: what has left before still counts.
     """
     from flwr_replay.deploy import coordinator
     from flwr_replay.deploy.clinic import supernode

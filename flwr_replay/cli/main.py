@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 from click import Command
-from click.exceptions import Abort, ClickException, NoArgsIsHelpError, NoSuchOption
+from click.exceptions import Abort, ClickException, MissingParameter, NoArgsIsHelpError, NoSuchOption
 from typer.main import get_command
 
 from flwr_replay import __version__
@@ -25,7 +25,7 @@ from flwr_replay.cli.deploy import app as deploy
 from flwr_replay.cli.deploy import rehearse
 from flwr_replay.cli.new import app as new
 from flwr_replay.cli.options import options
-from flwr_replay.cli.places import LAST, AsJson, Options, RunsDir, absolute, answer, finished_place, say
+from flwr_replay.cli.places import LAST, AsJson, Options, RunsDir, absolute, answer, finished_place, hint, say
 from flwr_replay.cli.privacy import app as privacy
 from flwr_replay.cli.runs import app as runs
 from flwr_replay.cli.runs import export, predict, watch
@@ -167,7 +167,8 @@ def compare(
 ) -> None:
     """Run several methods on the same seeds, and compare them. Finished runs are not repeated.
 
-    STRATEGIES are separated by commas. A method's own options follow a colon: fedavg,cwt,fedreplay:cut=layer2.
+    STRATEGIES are names that flwr-replay strategies lists, with commas between. A method's own options follow a colon:
+    fedavg,cwt,fedreplay:cut=layer2.
 
     All other options hold for every method. seeds=3 means the seeds 0, 1 and 2, seeds=5-7 means 5, 6 and 7, and
     seeds=3, with a comma the seed 3. fedreplay.cut=layer2 holds for FedReplay only. lr=0.1|0.3 makes two methods of
@@ -358,6 +359,7 @@ def main() -> None:
         sys.exit(1)
     except (FlwrReplayError, OSError, ClickException) as error:
         text = error.format_message() if isinstance(error, ClickException) else str(error)
+        text += hint(error) if isinstance(error, MissingParameter) else ""
         if isinstance(error, NoSuchOption) and error.ctx and any(p.name == "options" for p in error.ctx.command.params):
             text = f"{text.rstrip('.')}; {_instead(error.option_name)}"
         for fault in error.args if isinstance(error, FlwrReplayError) else (text,):

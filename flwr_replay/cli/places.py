@@ -1,17 +1,19 @@
 """What commands share: options of their own, and the folders that they are given, one of which may be `last`."""
 
 import json
+import re
 import sys
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from click.exceptions import MissingParameter
 
 from flwr_replay.cli.completing import of_options
 from flwr_replay.errors import RunError
 
-__all__ = ["LAST", "AsJson", "Options", "RunsDir", "absolute", "answer", "finished_place", "runs_folder", "say"]
+__all__ = ["LAST", "AsJson", "Options", "RunsDir", "absolute", "answer", "finished_place", "hint", "runs_folder", "say"]
 
 LAST = "last"  # what was worked on last in runs/
 ROOT = "runs"  # where commands put their runs unless told otherwise
@@ -33,6 +35,17 @@ def answer(value: object, text: str, as_json: bool, indent: int | None = 2) -> N
 
 def _plain(value: object) -> object:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
+
+
+def hint(error: MissingParameter) -> str:
+    """Say what is missing: by its help, else by the sentence that names it in that of its command or group."""
+    assert error.param
+    assert error.ctx
+    helps = " ".join(context.command.help or "" for context in (error.ctx, error.ctx.parent) if context)
+    name = re.findall(r"\w+", error.param.make_metavar(error.ctx))[0]
+    naming = [text for text in re.split(r"(?<=\.)\s+", helps) if re.search(rf"\b{name}\b", text)]
+    told = getattr(error.param, "help", "") or max(naming, key=lambda text: f"{name} is" in text)
+    return f" {' '.join(told.split())} `{error.ctx.command_path} --help` says more."
 
 
 def absolute(place: str) -> Path:

@@ -35,6 +35,7 @@ from flwr_replay.config.effect import idle
 from flwr_replay.config.halves import load_generator, load_strategy
 from flwr_replay.config.model import ModelConfig
 from flwr_replay.config.own_code import OWN, allow
+from flwr_replay.config.privacy import some_of
 from flwr_replay.config.quoting import key_of, quoted, short, value_of
 from flwr_replay.config.renamed import today
 from flwr_replay.config.run import RunConfig, check_numbers
@@ -235,7 +236,7 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
         able = [name for name in traits.dp_mechanisms if name not in needs]
         more = [f", with replay={needs[name]} dp={name}" for name in traits.dp_mechanisms if name in needs]
         raise ConfigError(
-            f"strategy={strategy_config.name} can have dp={'+'.join(able) or 'none'}{''.join(more)}; got dp={dp}: "
+            f"strategy={strategy_config.name} can have dp={some_of(able)}{''.join(more)}; got dp={dp}: "
             "choose among these, or another strategy"
         )
     classes = {name: load_generator(values[name]["name"]) for name in OF_CHOICES}

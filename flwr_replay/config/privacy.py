@@ -1,11 +1,12 @@
 """Options of training under DP: mechanisms, noise, clipping, the budget."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 from flwr_replay.config.sections import FRACTION, NOT_NEGATIVE_FINITE, Range, one_of, require, within
 
-__all__ = ["MECHANISMS", "ON_SUMS", "PrivacyConfig"]
+__all__ = ["MECHANISMS", "ON_SUMS", "PrivacyConfig", "some_of"]
 
 ON_SUMS = ("statistics", "gradient", "update")  # with noise on a sum over all examples, which institutions can share
 MECHANISMS = ("generator", "prior", "encoder", "classifier", "proxy", "latents", *ON_SUMS)
@@ -15,6 +16,11 @@ LEAST = 1e-3  # the smallest epsilon
 LATENT = Range(LEAST, 1e4, "lies in [0.001, 10000]")
 LABEL = Range(LEAST, 20, "lies in [0.001, 20]")  # above, doubles could not tell how seldom a label changes
 END_TO_END = ("generator", "prior", "classifier")
+
+
+def some_of(mechanisms: Sequence[str]) -> str:
+    """Write values of `dp`, joined by + as it joins them, or by or where one of them stands alone."""
+    return (" or " if {"latents", "update"} & {*mechanisms} else "+").join(mechanisms) or "none"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,7 +122,7 @@ class RunConfig:
         require(
             self.strategy.traits.relayed,
             f"sealed=true is for methods whose server only hands on what institutions send; that of strategy={name} "
-            "computes with it: leave sealed out, or choose another strategy",
+            "(no relayed in its Traits) computes with it: leave sealed out, or choose another strategy",
         )
         unset = {
             "replay": (self.replay.name, "none"),
@@ -136,8 +136,8 @@ class RunConfig:
         equal = "; strategy=fml sums the proxies that proxyfl mixes by topology=complete" * (name == "proxyfl")
         require(
             self.strategy.sends_sums,
-            f"masked=true is for methods whose server averages weights and needs nothing else; that of strategy={name} "
-            f"does not: leave masked out, or choose a strategy of docs/masked.md{equal}",
+            "masked=true is for methods whose server averages weights and needs nothing else (summed in their Traits); "
+            f"that of strategy={name} does not: leave masked out, or choose a strategy of docs/masked.md{equal}",
         )
         require(
             self.nodes not in (1, 2),

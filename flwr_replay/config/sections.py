@@ -222,14 +222,9 @@ class TaskConfig:
             len(set(map(spelled, self.class_names))) == len(self.class_names),
             f"task.class-names must differ by more than spelling; got {', '.join(self.class_names)}",
         )
-        require(
-            not self.class_names or len(self.class_names) == self.classes,
-            f"task.class-names must name all {self.classes} classes; got {len(self.class_names)}",
-        )
-        require(
-            not self.class_groups or (self.kind == "classification" and len(self.class_groups) == self.classes),
-            f"task.class-groups must name a group for each of the {self.classes} classes; got {len(self.class_groups)}",
-        )
+        for option, named in (("class-names", self.class_names), ("class-groups", self.class_groups)):
+            rule = f"task.{option} must have a name for each of {self.classes} classes; got {len(named)}"
+            require(len(named) in (0, self.classes), rule)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from flwr_replay.data.folder import folder_rows, readable
 from flwr_replay.data.manifest import ManifestRow, words_of
-from flwr_replay.data.picture import picture
+from flwr_replay.data.picture import is_picture, picture
 from flwr_replay.data.readers import csv_rows
 from flwr_replay.errors import DataError, refuse_all
 from flwr_replay.files.atomic import write_atomic
@@ -45,9 +45,9 @@ class Checked(NamedTuple):
 def checked(folder: Path, skip: bool = False) -> Checked:
     """Read every image of a folder, laid out as in `flwr_replay.data.folder`.
 
-    It is not sound if the manifest or a file cannot be read, labels differ by spelling only, equal files have different
-    labels, splits or patients, or a patient is in two splits. To `skip`, files that cannot be read are left out of the
-    folder's manifest, as `write_manifest` does, and are wrong no more.
+    It is not sound if the manifest or a file cannot be read, an image is in no class's folder, labels differ by
+    spelling only, equal files have different labels, splits or patients, or a patient is in two splits. To `skip`,
+    files that cannot be read are left out of the folder's manifest, as `write_manifest` does, and are wrong no more.
 
     Raises
     ------
@@ -59,6 +59,9 @@ def checked(folder: Path, skip: bool = False) -> Checked:
     rows = folder_rows(folder, faults=wrong)
     if not rows:
         refuse_all(wrong, DataError)
+    above = {Path(row.where.removeprefix("folder ")).parent for row in rows if row.where.startswith("folder ")}
+    loose = (file for place in sorted({folder, *above} if above else ()) for file in sorted(place.iterdir()))
+    wrong += [f"in no class's folder: {file}" for file in loose if is_picture(file) and not file.name.startswith(".")]
     seen, why = readable(_look, rows)
     unreadable = {str(row.file): fault for row, fault in why.items()}
     skip = skip and bool(seen and unreadable)

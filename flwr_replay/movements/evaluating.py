@@ -84,8 +84,8 @@ class Evaluations:
         """Refuse a test at the server where it has no model that it can read."""
         require(
             evaluate_fn is None or self.method.traits().global_model,
-            f"evaluate_fn needs a global model; {type(self.method).__name__} has none, and institutions test theirs: "
-            "omit it",
+            f"evaluate_fn needs a global model; {type(self.method).__name__} has none, and institutions test theirs "
+            "(global_model=False in its Traits): omit it",
         )
         require(
             evaluate_fn is None or self.exchanger.settings.hiding.readable,

@@ -28,7 +28,7 @@ def refuse_options(method: Any, settings: Settings) -> None:
         lambda: require(
             (traits.mixes and UPDATE not in wanted) or not settings.evaluate_before_mixing,
             "evaluate-before-mixing is for methods that average or mix models, not noisy updates; got strategy="
-            f"{name}: leave it out",
+            f"{name}, mixes={traits.mixes}: leave it out",
         ),
         partial(refuse_fraction, method, settings),
     ]
@@ -49,8 +49,8 @@ def _refuse_replay(method: Any, settings: Settings) -> None:
     if settings.replay_plan and settings.replay_plan.replay.name == "statistics":
         if not method.traits().supports_draws:
             raise ConfigError(
-                f"replay=statistics is for strategy={methods_with('supports_draws')}; got {method.config_type.name}: "
-                "choose one of them, or another replay"
+                f"replay=statistics is for strategy={methods_with('supports_draws')}; got {method.config_type.name} "
+                "(no supports_draws in its Traits): choose one of them, or another replay"
             )
         if settings.model is not None:
             features = frozen_features(settings.model(0))
@@ -58,8 +58,8 @@ def _refuse_replay(method: Any, settings: Settings) -> None:
                 settings.privacy.check_room(pairs_of(features))
     elif replays and not method.traits().supports_replay:
         raise ConfigError(
-            f"replay is for serial and parallel methods; got strategy={method.config_type.name}: choose replay=none, "
-            f"or strategy={methods_with('supports_replay')}"
+            f"replay is for serial and parallel methods; got strategy={method.config_type.name} (no supports_"
+            f"replay in its Traits): choose replay=none, or strategy={methods_with('supports_replay')}"
         )
 
 
@@ -68,7 +68,8 @@ def refuse_fraction(method: Any, settings: Settings) -> None:
     if settings.fraction < 1 and not method.traits().takes_fraction:
         raise ConfigError(
             f"fraction is for methods that can train in a round with some of the institutions; got strategy="
-            f"{method.config_type.name}: leave it out, or choose strategy={methods_with('takes_fraction')}"
+            f"{method.config_type.name} (no takes_fraction in its Traits): leave it out, or choose strategy="
+            f"{methods_with('takes_fraction')}"
         )
 
 

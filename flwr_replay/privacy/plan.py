@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import inf, isfinite, sqrt
 from typing import Any, NamedTuple, Self
 
-from flwr_replay.config.privacy import ON_SUMS, PrivacyConfig
+from flwr_replay.config.privacy import ON_SUMS, PrivacyConfig, some_of
 from flwr_replay.config.run import RunConfig
 from flwr_replay.config.sections import require
 from flwr_replay.errors import BudgetError, ConfigError, PrivacyError, WireError
@@ -384,8 +384,8 @@ def _refuse_untrained(strategy: str, wanted: Sequence[str], possible: Sequence[s
     """Refuse mechanisms that a method does not train by DP-SGD, or not with the run's options."""
     if wanted:
         raise ConfigError(
-            f"strategy={strategy} with these options can have dp={'+'.join(possible) or 'none'}; got "
-            f"{'+'.join(wanted)}: choose among these, other options, or another strategy"
+            f"strategy={strategy} with these options can have dp={some_of(possible)}; got {'+'.join(wanted)}: choose "
+            "among these, other options, or another strategy; dp_mechanisms of its Traits names all"
         )
 
 

@@ -83,7 +83,7 @@ def compare_strategies(
         tried = planned(*trials(strategies, options, still), "", runs_dir, "", "lr=auto")
         refuse(compose(list(tried.cells[0].overrides)).split, tried.about["noise"])
         tried = replace(tried, cells=[replace(cell, metric=f"{VALIDATION}{cell.metric}") for cell in tried.cells])
-        strategies, told = with_rates(strategies, run_comparisons([tried], jobs)[0][1], still)
+        strategies, told = with_rates(strategies, run_comparisons([tried], jobs)[0][1])
     whole = planned(strategies, options, against, runs_dir, metric, tuned=("lr",) if auto else ())
     return run_comparisons([replace(whole, about=whole.about | {"rates": told})], jobs)[0]
 

@@ -52,11 +52,11 @@ def refuse(split: str, noise: Mapping[str, Sequence[object]]) -> None:
         )
 
 
-def with_rates(names: Sequence[str], report: Mapping[str, Any], still: Container[str] = ()) -> tuple[list[str], str]:
+def with_rates(names: Sequence[str], report: Mapping[str, Any]) -> tuple[list[str], str]:
     """Return the methods with their rates, and a line on the trials, whose comparison is `report`.
 
-    A method keeps its default where no trial's metric is finite, or all are the same; `still` as of `trials`. The
-    trials' folder is told as seen from the comparison's page.
+    A method keeps its default where no trial's metric is finite, or all are the same. The trials' folder is told as
+    seen from the comparison's page.
     """
     metric, best = f"{VALIDATION}{report['metric']}", max if report["higher-is-better"] else min
     metrics: dict[str, float] = {}
@@ -70,8 +70,7 @@ def with_rates(names: Sequence[str], report: Mapping[str, Any], still: Container
         if len({*figures.values()}) < 2:
             rated.append(name)
             own = not {_label(label, rate) for rate in RATES} & {cell["label"] for cell in report["cells"]}
-            kept = "its own" if own else "its default, as no rate was better than another"
-            told.append(f"{label} {'none' if label in still else kept}")
+            told.append(f"{label} {'its own or none' if own else 'its default, as no rate was better than another'}")
             continue
         rate = best(figures, key=lambda rate: figures[rate])
         rated.append(f"{label} := {spec}:lr={rate}")

@@ -23,7 +23,6 @@ from typing import Any
 from scipy.stats.qmc import Sobol
 
 from flwr_replay.config.compose import compose
-from flwr_replay.config.effect import idle
 from flwr_replay.config.quoting import NUMBER
 from flwr_replay.config.run import RunConfig
 from flwr_replay.engines.simulate import Simulation
@@ -70,11 +69,6 @@ def compare_tuned(
     methods = dict(map(named, strategies))
     ranges, fixed = _ranges(methods, options)
     whole = planned(strategies, fixed, against, runs_dir, metric)  # refused before any try
-    configs = {cell.method.label: compose(list(cell.overrides)) for cell in whole.cells[: len(methods)]}
-    idles = {(label, o): idle(o, o, [configs[label]]) for label, own in ranges.items() for o in own}
-    if all(idles.values()):
-        raise ConfigError(*dict.fromkeys(idles.values()))
-    ranges = {label: used for label, own in ranges.items() if (used := {o: own[o] for o in own if not idles[label, o]})}
     if compose(list(whole.cells[0].overrides)).split != "validation":
         raise ConfigError("--tune chooses by validation examples; got split=test: write split=validation")
     metric, seed, more = whole.about["metric"], max(whole.about["seeds"]) + 1, whole.about["higher-is-better"]
@@ -90,11 +84,12 @@ def compare_tuned(
     sampler, new, failed = optuna.samplers.TPESampler, optuna.create_study, optuna.trial.TrialState.FAIL
     studies = {label: new(direction=way, sampler=sampler(seed=0, n_startup_trials=EVEN)) for label in ranges}
     spaces: dict[str, Space] = {}
-    for label, own in ranges.items():
-        usual = {option: _default(configs[label], option) for option in own}
-        spaces[label] = {option: _space(usual[option], *ends) for option, ends in own.items()}
-        for values in _even(spaces[label], usual):
-            studies[label].enqueue_trial(values)
+    for label, config in ((cell.method.label, compose(list(cell.overrides))) for cell in whole.cells[: len(methods)]):
+        if label in ranges:
+            usual = {option: _default(config, option) for option in ranges[label]}
+            spaces[label] = {option: _space(usual[option], *ends) for option, ends in ranges[label].items()}
+            for values in _even(spaces[label], usual):
+                studies[label].enqueue_trial(values)
     outcomes_by_label: dict[str, dict[str, dict[str, Any]]] = {label: {} for label in spaces}  # then by the try's name
     spent: dict[str, Stated | None] = {}  # what tries under DP have cost, by their names
     for _ in range(tries):

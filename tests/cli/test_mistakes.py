@@ -59,7 +59,7 @@ def test_options_that_do_not_go_together_are_one_mistake(flwr_replay, words):
         (["--against", "cwt"], ["No such option '--against'; it is one of flwr-replay compare"]),
         (
             ["strategy=fedavg", "dp=latents"],
-            ["can have dp=classifier+update, with replay=vqvae2 dp=generator, with replay=pixelcnn dp=prior, with"],
+            ["can have dp=classifier or update, with replay=vqvae2 dp=generator, with replay=pixelcnn dp=prior, with"],
         ),
         (["strategy=local", "dp=generator"], ["strategy=local can have dp=classifier; got dp=generator"]),
         (["cut=layer7"], ["cut must be one of", "layer7", "conv1"]),

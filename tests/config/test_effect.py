@@ -26,7 +26,7 @@ IMAGES = "replay=buffer, strategy=feder or syncentral; got replay=none: leave it
         ("strategy=cwt replay=vqvae2 generator.piece-steps=9", "got replay=vqvae2: leave it out"),
         ("task.data-dir=x", "is for tasks that read files; got task=digits: leave it out"),
         ("strategy=fedstats lr=0.1", "is training.lr, for methods that take steps; got strategy=fedstats: leave"),
-        ("strategy=fedstats batches=balanced", "Traits(own_batches=True); got strategy=fedstats: leave it out"),
+        ("strategy=fedstats batches=balanced", "own_batches in their Traits; got strategy=fedstats: leave it out"),
         ("strategy=cwt optimizer=adam momentum=0.5", "for training.optimizer=sgd; got training.optimizer=adam"),
         ("strategy=cwt sigma=3", "is privacy.sigma, for privacy.dp other than none; got privacy.dp=none: leave"),
         ("preset=private nodes=3 sigma=3", "for a run without target-epsilon; got privacy.target-epsilon=8.0"),
@@ -80,8 +80,8 @@ def test_every_use_is_of_options_that_there_are():
     known = {f"{group}.{name}" for group in groups for choice in choices(group) for name in own_options(group, choice)}
     known |= {f"{name}.{option}" for name in ("training", "privacy") for option in vars(getattr(run, name))}
     known |= {*SECTIONS, *vars(run)}
-    for use in USES:
-        assert set(use.options.split()) <= known
-        for place in use.where.split():
+    for options, where, *_ in USES:
+        assert set(options.split()) <= known
+        for place in where.split():
             if place not in known:
                 reduce(getattr, place.removesuffix(".name").split("."), run)

@@ -40,6 +40,16 @@ def test_all_bad_files_are_named_at_once(tmp_path: Path, monkeypatch, capsys) ->
     assert (output.count("notes/ has files but no image"), output.count("\ncannot be read: ")) == (1, 2)
 
 
+def test_images_beside_the_folders_of_classes_are_named(tmp_path: Path) -> None:
+    draw_folders(tmp_path, "train/a", "train/b", "test/a", "test/b")
+    loose = [tmp_path / "stray.png", tmp_path / "test" / "1.png", tmp_path / "test" / "2.png"]
+    for number, file in enumerate(loose):
+        draw(file, 100 + number)
+    folder = checked(tmp_path)
+    assert [line for line in folder.lines if "in no class" in line] == [f"in no class's folder: {f}" for f in loose]
+    assert not folder.sound
+
+
 def test_unreadable_files_are_left_out_and_listed(tmp_path: Path, monkeypatch, capsys) -> None:
     draw_folders(tmp_path, "healthy", "ill")
     words = "data", "check", str(tmp_path), "--skip-bad"

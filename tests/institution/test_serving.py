@@ -14,7 +14,7 @@ from flwr_replay.tasks import Classification
 @pytest.mark.parametrize("wrap", [serve, serving])
 @pytest.mark.parametrize(("made", "kind"), [(nn.Flatten(), "Flatten"), ("client", "str")])
 def test_what_is_made_already_is_no_function_of_a_context(wrap, made, kind):
-    with pytest.raises(ConfigError, match=f"a function of Flower's Context; got a {kind} that is made already: write"):
+    with pytest.raises(ConfigError, match=f"a function of Flower's Context; got a {kind}: write"):
         wrap(made)
 
 

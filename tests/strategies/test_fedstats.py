@@ -246,7 +246,7 @@ def test_products_of_too_many_features_are_refused_or_not_asked_for(tmp_path, mo
 
 def test_a_class_that_nobody_has_is_never_named_and_said(tmp_path, caplog):
     weight, bias = head_after(tmp_path, "task.classes=12")
-    assert "classes 10, 11: too few examples beside the noise; nobody may have any" in caplog.text
+    assert "classes 10, 11: nobody has an example; they are hardly ever predicted: add examples" in caplog.text
     features, _ = union("task.classes=12")
     assert (features @ weight.T + bias).argmax(1).max() < 10
 
