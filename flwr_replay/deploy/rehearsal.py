@@ -22,6 +22,7 @@ from flwr_replay.ciphers.seal import KEY, make_key
 from flwr_replay.config.compose import compose, compose_own
 from flwr_replay.config.quoting import key_of, node_config, quoted
 from flwr_replay.convert.checked import write_manifest
+from flwr_replay.data.classes import Classes
 from flwr_replay.data.folder import folder_rows, form_of
 from flwr_replay.data.manifest import ManifestRow
 from flwr_replay.engines.certificates import CA, write_key
@@ -82,6 +83,9 @@ def rehearse(
     overrides = ["task=folder", *task, *options, *runs]
     overrides += encoder_options(overrides)
     config = compose_own(overrides, options)  # a wrong option is reported before anything is written
+    classes = Classes(config.task)
+    for row in rows:
+        classes.number(row.label, row.where)  # so is a label of no class
     shared = {"record": "all"} if record else {}
     overrides += file_options(config)
     shared |= {"weights": compose(overrides).model.weights} if config.model.copy else {}

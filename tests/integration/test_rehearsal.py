@@ -106,6 +106,7 @@ def test_what_cannot_be_rehearsed_is_refused_before_anything_is_written(play, tm
         assert not (tmp_path / "reh").exists()
 
     refused(ConfigError, "a rehearsal sets nodes itself", "nodes=3")
+    refused(DataError, r"labels of task=folder must lie in 0\.\.1; got .*set task.classes", "task.classes=2")
     refused(ConfigError, "must be 0, or the manifest's 2 sites; got 5", "--institutions", "5")
     refused(ConfigError, "--policy must be a file", "--policy", "none.yaml")
     refused(ConfigError, "did you mean fedavg", "strategy=fedav")

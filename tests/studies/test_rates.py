@@ -9,7 +9,7 @@ from flwr_replay.errors import ConfigError
 from flwr_replay.report.run_files import options_of, read_result
 from flwr_replay.studies import tuning
 from flwr_replay.studies.compare import compare_strategies
-from flwr_replay.studies.rates import RATES, with_rates
+from flwr_replay.studies.rates import RATES, trials, with_rates
 from flwr_replay.studies.tuning import compare_tuned
 
 TINY = ["task=digits", "nodes=2", "rounds=1", "model=mlp", "model.width=4", "device=cpu"]
@@ -73,13 +73,20 @@ def test_trials_are_runs_of_the_comparison_and_the_best_is_not_repeated(tmp_path
         (["split=test"], "lr=auto chooses by validation examples"),
         (["dp=classifier", "target-epsilon=8"], "each would be charged; got fedavg: give it a rate of its own"),
         (["rounds=0"], "rounds"),
-        (["fedavg.lr=1"], "each method has an lr of its own"),
+        (["fedavg.lr=1"], "each has its own, or takes no steps"),
     ],
 )
 def test_what_cannot_be_tuned_fairly_is_refused_before_any_run(options, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         compare_strategies(["fedavg"], [*TINY, "lr=auto", *options], "", 1, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_methods_that_take_no_steps_are_not_tried(tmp_path):
+    tried, _ = trials(["fedstats", "cwt"], ["rounds=1"], {"fedstats"})
+    assert [name.partition(",")[0] for name in tried] == ["cwt"] * len(RATES)
+    with pytest.raises(ConfigError, match="each has its own, or takes no steps"):
+        compare_strategies(["fedstats"], [*TINY, "lr=auto"], "", 1, tmp_path)
 
 
 @pytest.mark.sampled(2, of="slow studies")
