@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from math import inf
 from pathlib import Path
@@ -23,8 +24,10 @@ from forks import work
 from flwr_replay.check.strategy import JOB as SMALL
 from flwr_replay.check.strategy import NEEDED, OF_OPTIONS, OF_REPLAY, REPEATABLE
 from flwr_replay.config.catalogue import choices
+from flwr_replay.config.compose import compose, refuse_typed
 from flwr_replay.config.halves import load_strategy
 from flwr_replay.engines.simulate import Simulation
+from flwr_replay.errors import ConfigError
 from flwr_replay.files.atomic import read_json
 from flwr_replay.files.lines import read_lines
 from flwr_replay.files.tensors import digest, read_tensors
@@ -64,7 +67,15 @@ def jobs() -> dict[str, list[str]]:
         if {*traits.dp_mechanisms} >= OF_REPLAY and traits.supports_replay:
             private = ["replay=vqvae2", "dp=generator", "codebook=gradient", *REPEATABLE]
             chosen[f"{name} replay=vqvae2 dp=generator"] = [*plain, *private]
-    return chosen
+    return {name: list(filter(partial(has_effect, options), options)) for name, options in chosen.items()}
+
+
+def has_effect(options: list[str], option: str) -> bool:
+    """Return whether a command would take an option of a job's: one that changes nothing is refused."""
+    with suppress(ConfigError):
+        refuse_typed([option], options, [compose(options)])
+        return True
+    return False
 
 
 def secretly(options: list[str]) -> list[str]:

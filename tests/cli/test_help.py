@@ -110,3 +110,21 @@ def test_the_version_is_shown_and_an_unknown_command_has_one_suggestion(flwr_rep
     assert (code, err.count("Did you mean")) == (2, 1)
     code, out, _ = flwr_replay()
     assert "Usage:" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["data", "manifest", "x"], "Missing option '--patients'. A CSV file of your archive, a row an image. `"),
+        (
+            ["deploy", "remove", "x"],
+            "Missing argument 'RECEIPT'. RECEIPT, a new folder, keeps the ledgers, and each run",
+        ),
+        (["runs", "show"], "Missing argument 'RUN…'. RUN is a run directory, or `last`: the newest in runs/. `"),
+    ],
+)
+def test_what_is_missing_is_explained(flwr_replay, words, told):
+    code, _, err = flwr_replay(*words)
+    assert code == 2
+    assert told in err
+    assert err.strip().endswith("--help` says more.")

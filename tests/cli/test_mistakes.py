@@ -81,7 +81,10 @@ def test_options_that_do_not_go_together_are_one_mistake(flwr_replay, words):
         (["encoder=file"], ["encoder-file"]),
         (["encoder=file", "encoder-file=none.safetensors"], ["none.safetensors"]),
         (["encoder-institution=institution-9"], ["institution-9", "did you mean institution-"]),
-        (["encoder=random", "encoder-institution=institution-2"], ["for strategy.encoder=institution; got strategy.encoder=random"]),
+        (
+            ["encoder=random", "encoder-institution=institution-2"],
+            ["for strategy.encoder=institution; got strategy.encoder=random"],
+        ),
         (["chunk-mb=0.0001"], ["strategy.chunk-mb", "0.0001"]),
         (["device=cuda:7"], ["cuda:7"]),
         (["nodes=2000"], ["every institution needs training examples of its own", "nodes=2000", "1315"]),
