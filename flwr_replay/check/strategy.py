@@ -288,7 +288,7 @@ def _check_masked(name: str) -> None:
     if not load_strategy(name)[1].traits.summed:
         return
     with tempfile.TemporaryDirectory(prefix="flwr-replay-check-") as folder:
-        job = [f"strategy={name}", *JOB, "rounds=2", "partition=ks", f"runs_dir={folder}"]
+        job = [f"strategy={name}", *JOB, "dp=none", "rounds=2", "partition=ks", f"runs_dir={folder}"]
         plain, _, _ = _run([*job, "run_name=plain"])
         masked, _, _ = _run([*job, "run_name=masked", "masked=true"])
         for line in ledger_lines(Path(folder) / "masked"):
