@@ -24,7 +24,7 @@ statistics are averaged. With lr_by_noise the rate is bounded by the noise.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from math import inf, sqrt
+from math import hypot, inf, sqrt
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from torch import nn
 from flwr_replay.config.sections import NOT_NEGATIVE_FINITE, require, within
 from flwr_replay.config.strategy import StrategyConfig, Traits
 from flwr_replay.errors import refuse_each
+from flwr_replay.learning.tasks import Classification
 from flwr_replay.learning.training import make_optimizer
 from flwr_replay.movements.base import Settings
 from flwr_replay.movements.parallel import Parallel
@@ -102,13 +103,17 @@ class FedSGD(Parallel):
         optimizer.step()
         return to_arrays(model)
 
-    @cached_property
+    @property
     def fastest(self) -> float:
-        """The largest rate: with n examples of all, T rounds, and noise σ in a sum, c n √T / σ with c `lr_by_noise`."""
-        plan, n = self.settings.privacy, sum(member.num_examples for member in self.members.known)
+        """The largest rate: with n examples in a sum, T rounds, and noise σ, c n √T / σ with c `lr_by_noise`."""
+        plan, n = self.settings.privacy, sum(member.num_examples for member in self.added)
         if not (plan and self.noise and self.config.lr_by_noise):
             return inf
         return self.config.lr_by_noise * n * sqrt(plan.passes[0].epochs) / self.noise
+
+    def reach(self, norm: float, clip: float) -> float:
+        """√2 ‖(f, 1)‖ / C, of a head's gradient (p − y) (f, 1)ᵀ: probabilities p differ from labels by √2 at most."""
+        return sqrt(2) * hypot(norm, 1) / clip if isinstance(self.task, Classification) else inf
 
     @cached_property
     def stepper(self) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -199,6 +199,10 @@ class FedStats(Parallel):
         _, _, classes, features = self.head
         return classes * (1 + features) + self.products
 
+    def reach(self, norm: float, clip: float) -> float:
+        """‖f‖ / C: the clip is the method's own."""
+        return norm / self.config.clip
+
     def begin_run(self) -> None:
         """Say which head the sums are for, too."""
         super().begin_run()

@@ -3,6 +3,7 @@
 `B` batch, `F` features, `C` classes.
 """
 
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from flwr_replay.config.sections import require
+from flwr_replay.models.frozen import Frozen
+from flwr_replay.models.layers import NORM, Centred
 
-__all__ = ["OF_ALL", "discriminants", "features_of", "linear_head", "nearest_means", "ridge", "variances"]
+__all__ = ["OF_ALL", "discriminants", "features_of", "linear_head", "nearest_means", "norm_of", "ridge", "variances"]
 
 MARGIN = 4  # by which, on average, a class mean's own logit is above another
 OF_NOISE, OF_ALL = 0.25, 0.3  # what is added to each variance: of the noise's norm, and of the mean variance
@@ -46,6 +49,14 @@ def features_of(model: nn.Module, x: Tensor, first: bool = False) -> Tensor:
     finally:
         handle.remove()
     return taken[0]
+
+
+def norm_of(model: nn.Module) -> float:
+    """Return the norm of what a head takes that alone trains, where it is public: `centred` features; else infinity."""
+    layers = [layer for layer in model.modules() if not isinstance(layer, nn.Sequential)][:-1]
+    fixed = not any(parameter.requires_grad for layer in layers for parameter in layer.parameters())
+    inner = [one for layer in layers for one in (layer.stages.modules() if isinstance(layer, Frozen) else [layer])]
+    return NORM if fixed and inner and isinstance(inner[-1], Centred) else inf
 
 
 def nearest_means(mu_CF: NDArray[Any], noise_C: NDArray[Any], least: float) -> tuple[NDArray[Any], NDArray[Any]]:

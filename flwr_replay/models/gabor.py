@@ -12,12 +12,12 @@ import math
 from collections import OrderedDict
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from flwr_replay.config.model import ModelConfig
 from flwr_replay.config.sections import TaskConfig, require
-from flwr_replay.models.layers import centred, classifier, stage
+from flwr_replay.models.layers import Centred, centred, classifier, stage
 from flwr_replay.models.staged import StagedModel
 
 __all__ = ["gabor"]
@@ -28,7 +28,7 @@ GRID = 7  # places along each side, at most
 AT_ONCE = 64  # images: filtered a thousand at a time, they take six times as long
 
 
-class Energies(nn.Module):
+class Energies(Centred):
     """Energies of Gabor filters and means of the channels on a grid; an image's features are centred, of one norm.
 
     Nothing in it is learned or depends on data, and no image's features depend on another's.

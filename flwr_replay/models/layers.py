@@ -97,7 +97,7 @@ def stage(**layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(OrderedDict(layers))
 
 
-class Projected(nn.Module):
+class Projected(Centred):
     """Features, `centred`, projected to fewer numbers by a public matrix, and centred again.
 
     The matrix, (dim, F), depends on its shape alone. Each feature adds to one of the numbers, in an order and with

@@ -7,7 +7,7 @@ come, whole numbers modulo 2^64: one message is held, however many institutions 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import sqrt
+from math import inf, sqrt
 from typing import ClassVar
 
 import numpy as np
@@ -19,9 +19,10 @@ from flwr_replay.config.privacy import ON_SUMS
 from flwr_replay.config.sections import require
 from flwr_replay.errors import RunError, WireError
 from flwr_replay.files.tensors import unnested
+from flwr_replay.learning.heads import norm_of
 from flwr_replay.movements.base import Exchange, Outcome
 from flwr_replay.movements.evaluating import SPLIT_OF, Metrics, own_metrics, trained_metrics
-from flwr_replay.movements.participation import AtOnce
+from flwr_replay.movements.participation import AtOnce, participants
 from flwr_replay.payloads.common import Trained, Unmask, Unmasked
 from flwr_replay.privacy.plan import UPDATE
 from flwr_replay.privacy.shares import check_sums
@@ -80,13 +81,23 @@ class Parallel(AtOnce):
         return mechanism if mechanism in ON_SUMS else ""
 
     @property
+    def added(self) -> list[Member]:
+        """Institutions whose answers this exchange adds; before the run, the first."""
+        drawn = participants(self.members.names, self.settings.fraction, self.settings.seed, self.exchange or 1)
+        return [member for member in self.members.known if member.name in drawn]
+
+    @property
     def noise(self) -> float:
         """Standard deviation of a sum's noise, in units of what one patient, or one update, can add; 0: none."""
         plan, mechanism = self.settings.privacy, self.noised
         if not plan or not mechanism:
             return 0.0
         unit = plan.config.sensitivity(mechanism) / plan.config.clip_of(mechanism)
-        return unit * sqrt(sum(plan.share(mechanism, member.num_examples) ** 2 for member in self.members.known))
+        return unit * sqrt(sum(plan.share(mechanism, member.num_examples) ** 2 for member in self.added))
+
+    def reach(self, norm: float, clip: float) -> float:
+        """How much of the clip an example reaches at most, whose features have this norm; infinite: nobody knows."""
+        return inf
 
     def begin_run(self) -> None:
         """Say how large a sum's noise will be beside the sum, before anything leaves.
@@ -96,20 +107,20 @@ class Parallel(AtOnce):
         plan, noise = self.settings.privacy, self.noise
         if not plan or not noise or self.settings.model is None:
             return
-        known, norm, whole = self.members.known, noise * sqrt(self.numbers), self.noised == UPDATE
-        most, classes = (
-            (len(known), 1) if whole else (sum(of.num_examples for of in known), getattr(self.task, "classes", 1))
-        )
+        norm, whole, sizes = noise * sqrt(self.numbers), self.noised == UPDATE, [of.num_examples for of in self.added]
+        most, classes = (len(sizes), 1) if whole else (sum(sizes), getattr(self.task, "classes", 1))
         what, shown = ("updates", "") if whole else ("examples", f", of {classes} classes")
-        line = f"the noise of a sum has norm {norm:,.3g}, and {most:,} {what} add at most {most:,}"
-        summed = most * sqrt(sum(passes.epochs for passes in plan.passes if passes.mechanism == self.noised))
+        each = min(1, self.reach(norm_of(self.settings.model(0)), plan.config.clip))
+        line = f"the noise of a sum has norm {norm:,.3g}, and {most:,} {what} add at most {float(most * each):,.6g}"
+        clip = ", or a smaller clip" * (each < 1)
+        summed = most * each * sqrt(sum(passes.epochs for passes in plan.passes if passes.mechanism == self.noised))
         require(
             noise * classes <= summed,
             f"a sum must show more than its noise; {line}{shown}, and each number has noise {noise:,.3g}: choose a "
-            "larger epsilon",
+            f"larger epsilon{clip}",
         )
         if norm > summed:
-            line += ": little can be learnt; choose a larger epsilon"
+            line += f": little can be learnt; choose a larger epsilon{clip}"
         self.recorder.notes["noise-of-sum"] = line
         self.recorder.log(line)
 

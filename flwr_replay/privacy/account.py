@@ -8,6 +8,7 @@ does not reset the account. The server has a file of the same name in its run: w
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -82,7 +83,8 @@ class Account:
 
     def _check(self, book: _Book, mechanism: str, cost: SampledGaussian, *beside: SampledGaussian) -> None:
         if self.limit < inf and (total := self._total(book, cost, *beside)) > self.limit:
-            left = self._affordable(book, cost, *beside)
+            few = range(1, cost.steps)
+            left = bisect_right(few, self.limit, key=lambda n: self._total(book, replace(cost, steps=n), *beside))
             raise BudgetError(
                 f"the privacy budget is epsilon {self.limit:g} at delta {self.delta:.2g}; {cost.steps} steps of "
                 f"{mechanism} would make {total:.2f}, {left} of them are left: end the training here, or begin a run "
@@ -92,14 +94,6 @@ class Account:
     def _total(self, book: _Book, *more: SampledGaussian) -> float:
         accountants = book.accountants | {self.accountant} if more else book.accountants
         return epsilon([*book.costs, *more], self.delta, "prv" if accountants == {"prv"} else "rdp")
-
-    def _affordable(self, book: _Book, cost: SampledGaussian, *beside: SampledGaussian) -> int:
-        low, high = 0, cost.steps + 1  # low steps are allowed, high are too many
-        while high - low > 1:
-            middle = (low + high) // 2
-            within = self._total(book, replace(cost, steps=middle), *beside) <= self.limit
-            low, high = (middle, high) if within else (low, middle)
-        return low
 
     @property
     def spent(self) -> list[SampledGaussian]:

@@ -8,15 +8,21 @@ from flwr_replay.files.lines import read_lines
 from flwr_replay.report.run_files import read_run_id
 
 FOUR = (*CLINICS, REFUSES, "clinic-d")
-SHARED = ("strategy=fedsgd", "dp=gradient", "masked=true", "noise=shared", "colluders=0", "dropouts=1")
-STUDY = (*SHARED, "privacy.sigma=2", "delta=0.001", "model.norm=group")
+SHARED = ("masked=true", "noise=shared", "colluders=0", "dropouts=1", "privacy.sigma=2", "delta=0.001")
+SUMS = {  # options, the request, in which exchange one is killed, and how many there are
+    "gradients": (("strategy=fedsgd", "dp=gradient"), "differentiate", 2, 3),
+    "features": (("strategy=fedstats", "dp=statistics"), "summarise", 1, 1),
+}
 
 pytestmark = [pytest.mark.deployment, pytest.mark.xdist_group("deployment")]
 
 
 @pytest.mark.sampled(1, of="deployments that end")
-def test_a_killed_supernode_costs_no_sum(tmp_path):
-    with deployed(tmp_path, refusing=False, taking_part=FOUR, study=STUDY) as deployment:
+@pytest.mark.parametrize("sums", SUMS)
+def test_a_killed_supernode_costs_no_sum(tmp_path, sums):
+    method, stage, exchange, sums_made = SUMS[sums]
+    study = (*method, *SHARED, "model.norm=group")
+    with deployed(tmp_path, refusing=False, taking_part=FOUR, study=study) as deployment:
         for clinic in FOUR:
             (deployment.place / clinic / "policy.yaml").write_text("masked: true\n")
         ledger = deployment.runs / "killed" / "ledger.jsonl"
@@ -24,21 +30,24 @@ def test_a_killed_supernode_costs_no_sum(tmp_path):
         def asked():
             rows = read_lines(ledger) if ledger.exists() else []
             return any(
-                (row["institution"], row["stage"], row["round"]) == ("clinic-d", "differentiate", 2) for row in rows
+                (row["institution"], row["stage"], row["round"]) == ("clinic-d", stage, exchange) for row in rows
             )
 
-        with deployment.begun("killed", *STUDY, "rounds=3", "evaluate_every=3") as run:
+        with deployment.begun("killed", *study, f"rounds={sums_made}", "evaluate_every=3") as run:
             until(lambda: asked() or run.poll() is not None, 400, deployment.logs)
             deployment.kill("clinic-d")
             output = run.communicate(timeout=500)[0]
-        line = "the sum of exchange 2 is read though clinic-d did not answer"
+        line = f"the sum of exchange {exchange} is read though clinic-d did not answer"
         assert line in output, f"{output}\n{deployment.logs()}"
         assert "no sum can be read" not in output
         result = read_json(deployment.runs / "killed" / "result.json")
-        assert (result["rounds"], {failure["institution"] for failure in result["failures"]}) == (3, {"clinic-d"})
+        assert (result["rounds"], {failure["institution"] for failure in result["failures"]}) == (
+            sums_made,
+            {"clinic-d"},
+        )
         run_id = read_run_id(deployment.runs / "killed")
         for clinic in FOUR[:3]:
             folder = deployment.state(clinic) / "runs" / run_id
-            assert sum(charge["steps"] for charge in read_lines(folder / "privacy.jsonl")) == 3
+            assert sum(charge["steps"] for charge in read_lines(folder / "privacy.jsonl")) == sums_made
             own = [row["round"] for row in deployment.own_ledger(clinic) if row["field"] == "shares"]
-            assert own == [1, 2]  # of three nobody may be missing, so no keys are told
+            assert own == [*range(1, exchange + 1)]  # of three nobody may be missing, so no keys are told

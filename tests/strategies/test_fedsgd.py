@@ -1,6 +1,7 @@
 """FedSGD is gradient descent on the pooled data."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -14,8 +15,10 @@ from flwr_replay.clients import fedsgd
 from flwr_replay.config.compose import compose
 from flwr_replay.config.sections import TrainingConfig
 from flwr_replay.engines.inline import InlineGrid
-from flwr_replay.engines.simulate import run_inline
+from flwr_replay.engines.simulate import Simulation, run_inline
+from flwr_replay.errors import ConfigError
 from flwr_replay.files.tensors import read_tensors
+from flwr_replay.forecast.forecast import forecast_page
 from flwr_replay.institution.client import InstitutionClient
 from flwr_replay.institution.owner import Institution
 from flwr_replay.learning.tasks import Classification
@@ -102,3 +105,31 @@ def test_under_dp_the_rate_is_bounded_by_the_noise(tmp_path):
     whole, bounded, loose = head("whole"), head("bounded", "lr_by_noise=0.001"), head("loose", "lr_by_noise=1")
     np.testing.assert_allclose(bounded, whole * (0.001 * 1315 / (2 * 3**0.5)) / 5, rtol=1e-4, atol=1e-9)
     assert loose.tobytes() == whole.tobytes()
+
+
+def noise_line(*options, method="strategy=fedsgd dp=gradient"):
+    """Return what is said of a sum's noise before a run: its norm, and how many examples or updates add how much."""
+    job = ["task=digits", "model=gabor", "nodes=4", *method.split(), "privacy.sigma=0.5", "delta=1e-5", "rounds=4"]
+    page = forecast_page(Simulation.of(compose([*job, *options])))
+    [line] = re.findall(r"norm ([0-9.,e+]+), and ([0-9,]+) (?:examples|updates) add at most ([0-9.,e+]+)", page)
+    return [float(number.strip(",.").replace(",", "")) for number in line]
+
+
+@pytest.mark.parametrize(("method", "share"), [("fedsgd dp=gradient", 1315 / 4), ("fedavg dp=update", 1)])
+def test_the_noise_of_a_sum_is_that_of_those_who_are_drawn(method, share):
+    whole, half = (noise_line(of, method=f"strategy={method}") for of in ("fraction=1", "fraction=0.5"))
+    assert half[0] == pytest.approx(whole[0] / 2**0.5, rel=0.01)
+    assert half[1:] == pytest.approx([2 * share] * 2, rel=0.01)
+    assert whole[1:] == pytest.approx([4 * share] * 2, rel=0.01)
+
+
+def test_a_clip_above_all_gradients_is_said_and_what_it_hides_is_refused():
+    """Gabor's features have norm 10, so a head's gradient has √2 √101 at most, whatever the image."""
+    assert noise_line("privacy.clip=14")[1:] == [1315, 1315]
+    assert noise_line("privacy.clip=1000")[2] == pytest.approx(1315 * 202**0.5 / 1000, rel=1e-4)
+    assert noise_line("privacy.clip=1000", "model.hidden=8")[2] == 1315  # no bound is known
+    means = "strategy=fedstats dp=statistics head=means"
+    assert noise_line("strategy.clip=25", method=means)[2] == 1315 * 10 / 25
+    for method, clip in (("strategy=fedsgd dp=gradient", "privacy.clip=1e6"), (means, "strategy.clip=1e5")):
+        with pytest.raises(ConfigError, match="choose a larger epsilon, or a smaller clip"):
+            noise_line(clip, method=method)
