@@ -200,7 +200,7 @@ def remove(
     retire(folder, absolute(receipt), look)
     left = sorted(path.name for path in folder.glob("*"))
     text = f"removed: {named}; what shows what has left: {absolute(receipt)}"
-    text += f"; what stays in {folder}: {', '.join(left)}" * bool(left)
+    text += f"; what stays in {folder}, scripts and what others put there: {', '.join(left)}" * bool(left)
     answer({"removed": folder, "receipt": absolute(receipt), "left": left}, text, as_json)
 
 

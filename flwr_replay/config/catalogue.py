@@ -90,7 +90,7 @@ def brought() -> Mapping[str, Mapping[str, tuple[Brought, ...]]]:
     for group, place in POINTS.items():
         by_name = by_group.setdefault(group, {})
         for point in points.select(group=place):
-            bringing = Brought(group, point.name, point.value, point.dist.name if point.dist else point.value)
+            bringing = Brought(group, point.name, point.value, (point.dist and point.dist.name) or point.value)
             by_name[point.name] = (*by_name.get(point.name, ()), bringing)
     return by_group
 
@@ -161,9 +161,10 @@ def conf_dir_of(group: str, choice: str) -> Path:
 
 def conf_path(group: str, choice: str) -> Path:
     """Return the file with a choice's values; of a preset, its folder; of a package's function that of `own`."""
-    path = conf_dir_of(group, choice) / group / (choice if group == "preset" else f"{choice}.yaml")
+    folder = conf_dir_of(group, choice) / group
+    path = folder / (choice if group == "preset" else f"{choice}.yaml")
     of_own = group != "strategy" and choice in brought().get(group, {}) and not path.exists()
-    return path.with_stem("own") if of_own else path
+    return folder / "own.yaml" if of_own else path
 
 
 @cache

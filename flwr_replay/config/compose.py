@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import is_dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -32,10 +32,10 @@ from flwr_replay.config.catalogue import (
     settable,
 )
 from flwr_replay.config.effect import idle
-from flwr_replay.config.halves import load_generator, load_strategy
+from flwr_replay.config.halves import declared_options, load_options
 from flwr_replay.config.model import ModelConfig
 from flwr_replay.config.own_code import OWN, allow
-from flwr_replay.config.privacy import some_of
+from flwr_replay.config.privacy import MECHANISMS, some_of
 from flwr_replay.config.quoting import key_of, quoted, short, value_of
 from flwr_replay.config.renamed import today
 from flwr_replay.config.run import RunConfig, check_numbers
@@ -68,7 +68,6 @@ _default: dict[str, dict[str, str]] = {}  # by a preset's file: the groups' choi
 WORDS = lru_cache(maxsize=16)(lambda text: tuple(shlex.split(text)))  # the same text comes with every message
 SECTIONS = {name: kind for name, kind in HINTS(RunConfig).items() if isinstance(kind, type) and is_dataclass(kind)}
 SECTIONS.pop("strategy")  # each has its own
-ASKING = ("latents", "generator", "prior")  # mechanisms of DP that need further options
 LATER = ("privacy", "generator", "prior")  # sections about which a method or a choice has its say
 OF_CHOICES = ("generator", "prior")  # sections whose choices have options of their own
 
@@ -129,25 +128,20 @@ def compose_own(overrides: Sequence[str], own: Sequence[str] = ()) -> RunConfig:
     Raises
     ------
     ConfigError
-        As `compose` does, for all wrong options at once, but those first that `check_typed` knows; as `refuse_typed`
-        does for a user's `own`.
+        As `check_typed` does; as `refuse_typed` does for a user's `own`.
     """
-    allow(named_code(overrides))
-    check_typed(overrides)
-    config: RunConfig = _told(overrides, compose)
-    refuse_typed(own, overrides, [config])
+    refuse_typed(own, overrides, [check_typed(overrides)])
+    config = compose(overrides)
     allow(config.own_code)
     return config
 
 
-def check_typed(overrides: Sequence[str]) -> None:
-    """Refuse what is wrong whatever a method's code says, all at once: nobody waits for PyTorch to hear of a typo."""
-    _told(overrides, _values)
-
-
-def _told(overrides: Sequence[str], read: Callable[[Sequence[str]], Any]) -> Any:
+def check_typed(overrides: Sequence[str]) -> RunConfig:
+    """Refuse a user's own words as `compose` does, but all that is wrong at once, and without waiting for PyTorch."""
+    allow(named_code(overrides))
+    read = partial(_compose, options_of=declared_options)
     try:
-        return read(overrides)
+        return read(tuple(overrides))
     except ConfigError as error:
         if len(error.args) == 1:
             refuse_all([str(error), *_further(overrides, str(error), read)])
@@ -162,10 +156,10 @@ def compose(overrides: Sequence[str]) -> RunConfig:
     ConfigError
         For an unknown option, choice or value, with the nearest valid names.
     """
-    return _compose(tuple(overrides))
+    return _compose(tuple(overrides), load_options)
 
 
-def _further(overrides: Sequence[str], fault: str, read: Callable[[Sequence[str]], Any]) -> Iterator[str]:
+def _further(overrides: Sequence[str], fault: str, read: Callable[[tuple[str, ...]], Any]) -> Iterator[str]:
     """Find what else is wrong: leave out one option after another that a fault is about, and read the rest.
 
     Such an option is named in the fault's text, and without it another rule breaks, which does not name it, or none.
@@ -178,7 +172,11 @@ def _further(overrides: Sequence[str], fault: str, read: Callable[[Sequence[str]
             named = re.compile(rf"(?<![\w-]){name}(?![\w-])")
             if not named.search(fault):
                 continue
-            then = _fault(without := [other for other in left if other is not option], read)
+            without, then = [other for other in left if other is not option], ""
+            try:
+                read(tuple(without))
+            except ConfigError as error:
+                then = str(error)
             if not named.search(then) and then.split("; got")[0] != fault.split("; got")[0]:
                 break
         else:
@@ -187,15 +185,6 @@ def _further(overrides: Sequence[str], fault: str, read: Callable[[Sequence[str]
             return
         yield then
         left, fault = without, then
-
-
-def _fault(overrides: Sequence[str], read: Callable[[Sequence[str]], Any]) -> str:
-    """Return what is wrong; empty for nothing."""
-    try:
-        read(overrides)
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 def _values(overrides: Sequence[str]) -> dict[str, Any]:
@@ -224,13 +213,13 @@ def _values(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=256)
-def _compose(overrides: tuple[str, ...]) -> RunConfig:
+def _compose(overrides: tuple[str, ...], options_of: Callable[[str, str], type[Any]]) -> RunConfig:
     values = _values(overrides)
-    _, strategy_config = load_strategy(values["strategy"].pop("name"))
+    strategy_config = options_of("strategy", values["strategy"].pop("name"))
     traits, dp = strategy_config.traits, values["privacy"]["dp"]
     if dp == "auto":
         values["privacy"]["dp"] = traits.dp_by_default
-    if dp in ASKING and dp not in traits.dp_mechanisms:  # before it asks for what the method cannot have
+    if {*dp.split("+")} & {*MECHANISMS} - {*traits.dp_mechanisms}:  # before it asks for what the method cannot have
         needs = {} if traits.draws_images else {"generator": "vqvae2", "prior": "pixelcnn"}
         needs |= {"statistics": "statistics"} if traits.supports_draws else {}
         able = [name for name in traits.dp_mechanisms if name not in needs]
@@ -239,7 +228,7 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
             f"strategy={strategy_config.name} can have dp={some_of(able)}{''.join(more)}; got dp={dp}: "
             "choose among these, or another strategy"
         )
-    classes = {name: load_generator(values[name]["name"]) for name in OF_CHOICES}
+    classes = {name: options_of(name, values[name]["name"]) for name in OF_CHOICES}
     classes |= {"privacy": SECTIONS["privacy"], "strategy": strategy_config}
     values |= {name: build(cls, values[name], name) for name, cls in classes.items()}
     config: RunConfig = build(RunConfig, values, "")
@@ -262,9 +251,11 @@ def refuse_typed(own: Sequence[str], overrides: Sequence[str], configs: Sequence
 
 @cache
 def model_named(name: str) -> ModelConfig:
-    """Return a model as in `conf/model/<name>.yaml`; a ConfigError if no model has this name."""
-    check_choice("model", name)
-    config: ModelConfig = build(ModelConfig, _hydra((f"model={conf_path('model', name).stem}",))["model"], "model")
+    """Return a model as in `conf/model/<name>.yaml`, or of own code; a ConfigError if no model has this name."""
+    if not (code := code_of(name, "model")):
+        check_choice("model", name)
+    values = _hydra((f"model={'own' if code else name}",))["model"]
+    config: ModelConfig = build(ModelConfig, {**values, "build": code[0]} if code else values, "model")
     return config
 
 
@@ -354,7 +345,13 @@ def _unset(chosen: tuple[str, ...]) -> Mapping[str, Any]:
     values = {**_hydra(tuple(choice for choice in chosen if not ours or choice.partition("=")[0] not in files))}
     if ours:
         values |= {group: dict(read_yaml(file, f"the options of {group}")) for group, file in files.items()}
-    if not package_of(values["strategy"]["name"]):  # the files of another package's may choose for other groups, too
+    name = str((values.get("strategy") or {}).get("name"))
+    if choices_of.get("strategy", name) != name:
+        wanted = choices_of["strategy"]
+        raise ConfigError(
+            f"strategy={wanted} must be what {conf_path('strategy', wanted)} has as name; got {name}: correct it"
+        )
+    if not package_of(name):  # the files of another package's may choose for other groups, too
         left = [
             group for group in values.keys() & set(GROUPS) if not any(pick.startswith(f"{group}=") for pick in chosen)
         ]

@@ -1,16 +1,19 @@
 """Found by name: a method's halves, ours or another package's; the options of a generator or prior."""
 
 import importlib
+import sys
+from contextlib import suppress
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 from flwr_replay.config.catalogue import choices, package_of
-from flwr_replay.config.own_code import import_allowed
+from flwr_replay.config.own_code import OURS, import_allowed
+from flwr_replay.config.sources import declared, place_of
 from flwr_replay.config.strategy import StrategyConfig
 from flwr_replay.errors import ConfigError, nearest
 
-__all__ = ["load_client", "load_generator", "load_strategy"]
+__all__ = ["declared_options", "load_client", "load_options", "load_strategy"]
 
 OF_OTHERS = {"strategies": "strategy", "clients": "client"}  # modules in another package, by our packages
 
@@ -22,7 +25,7 @@ def load_strategy(name: str) -> tuple[type[Any], type[StrategyConfig]]:
     Raises
     ------
     ConfigError
-        If the config is not a `StrategyConfig`, which declares what its options mean.
+        If the config is not a `StrategyConfig`, which declares what its options mean, or has another name.
     """
     strategy, module = _half("strategies", name, "")
     config = vars(module).get(f"{strategy.__name__}Config")
@@ -31,15 +34,29 @@ def load_strategy(name: str) -> tuple[type[Any], type[StrategyConfig]]:
             f"strategy={name} must declare what its options mean: let {strategy.__name__}Config in "
             f"{module.__file__} extend flwr_replay.config.StrategyConfig"
         )
+    if getattr(config, "name", "") != name:
+        raise ConfigError(
+            f"{config.__name__} in {module.__file__} must have the strategy's name: write name = {name!r}"
+        )
     return strategy, config
 
 
+def load_options(group: str, name: str) -> type[Any]:
+    """Return the dataclass of a strategy's, generator's or prior's own options."""
+    if group == "strategy":
+        return load_strategy(name)[1]
+    module = vars(importlib.import_module(place_of(group, name)))
+    return next(value for key, value in module.items() if key.lower() == f"{name}config")  # type: ignore[no-any-return]
+
+
 @cache
-def load_generator(name: str) -> type[Any]:
-    """Return the config dataclass of a generator or a prior, found by name in `flwr_replay.generators`."""
-    module = importlib.import_module(f"flwr_replay.generators.{name}")
-    config: type[Any] = next(value for key, value in vars(module).items() if key.lower() == f"{name}config")
-    return config
+def declared_options(group: str, name: str) -> type[Any]:
+    """Return a class that takes and refuses what that of `load_options` does, without PyTorch if it is ours."""
+    place = place_of(group, name)
+    if place.startswith(OURS) and place not in sys.modules:
+        with suppress(Exception):  # what only importing tells
+            return declared(place, f"{name}config")  # type: ignore[no-any-return]
+    return load_options(group, name)
 
 
 @cache

@@ -134,10 +134,10 @@ def users_code(kind: type[FlwrReplayError], what: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         place, ours = _place(error)
         theirs = bool(what) or bool(place and allowed())
-        if not theirs or (ours and isinstance(error, SystemExit | kind)):
+        if not theirs or isinstance(error, KeyboardInterrupt) or (ours and isinstance(error, SystemExit | kind)):
             raise  # a signal's, or a line already
         first_line = str(error).strip().partition("\n")[0][:LONGEST]
         message = f"{type(error).__name__}: {first_line}".removesuffix(": ") + (f" ({place})" if place else "")

@@ -211,9 +211,10 @@ class RunConfig:
 
     @property
     def own_code(self) -> tuple[str, ...]:
-        """What the run imports that is not ours: functions of its model, data and partition, a package's strategy."""
-        functions = (self.model.build, self.task.load, self.partition.deal)
-        return (*filter(None, functions), *code_of(self.strategy.name))
+        """What the run imports that is not ours: functions of its models, data and partition, a package's strategy."""
+        functions = [*filter(None, (self.model.build, self.task.load, self.partition.deal))]
+        functions += [code for name in self.strategy.private_models for code in code_of(name, "model")]
+        return (*dict.fromkeys(functions), *code_of(self.strategy.name))
 
     @property
     def features_once(self) -> bool:

@@ -5,15 +5,17 @@ Importing it would import PyTorch, which takes seconds, and run the code of othe
 
 import ast
 import re
+import sys
 from collections.abc import Mapping
 from functools import cache
-from importlib import util
+from importlib import import_module, util
 from pathlib import Path
+from typing import Any
 
 from flwr_replay.config.catalogue import check_choice, choices, package_of
 from flwr_replay.errors import ConfigError
 
-__all__ = ["Fields", "describe_strategies", "document_of", "fields_of", "idea_of", "place_of"]
+__all__ = ["Fields", "declared", "describe_strategies", "document_of", "fields_of", "idea_of", "place_of"]
 
 OURS = __name__.partition(".")[0]
 COMMENTED = re.compile(r"^    (\w+): [^#\n]*# (.*)$", re.M)
@@ -94,6 +96,34 @@ def fields_of(module: str, name: str) -> Fields:
             if not kind.startswith("ClassVar"):
                 fields[option] = (kind, comments.get(option, fields.get(option, ("", ""))[1]))
     return fields
+
+
+@cache
+def declared(module: str, name: str) -> Any:
+    """Return what a module has under a name, in any case; of ours that is not imported, made of what it needs alone."""
+    if module in sys.modules or module.partition(".")[0] != OURS:
+        return getattr(import_module(module), name)
+    _, tree, package = _tree(module)
+    bound = {name: node for node in tree.body for name in _bound(node)}
+    name = name if name in bound else next(other for other in bound if other.lower() == name.lower())
+    if isinstance(node := bound[name], ast.ImportFrom):
+        (imported,) = (each.name for each in node.names if (each.asname or each.name) == name)
+        return declared(util.resolve_name(f"{'.' * node.level}{node.module or ''}", package), imported)
+    used = set(_names(node, ast.Load)) & bound.keys() - {name}
+    scope = {"__name__": module, **{other: declared(module, other) for other in used}}
+    exec(compile(ast.Module([node], []), module, "exec"), scope)
+    return scope[name]
+
+
+def _bound(node: ast.stmt) -> list[str]:
+    """Return the names that a statement of a module gives it."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [each.asname or each.name for each in node.names]
+    return [node.name] if isinstance(node, ast.ClassDef | ast.FunctionDef) else _names(node, ast.Store)
+
+
+def _names(node: ast.stmt, use: type[ast.expr_context]) -> list[str]:
+    return [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, use)]
 
 
 @cache

@@ -47,6 +47,8 @@ WRITTEN = {  # what a folder that works has, by the place in it, and with it goe
     "keys": ("*.pub", "*.registered"),
     "state": ("*.registered", "superlink.db*", ".flower"),
     "runs": ("*",),
+    "flower": ("*",),  # here and below: where an older version has what is now in state
+    "superlink.db*": (),
 }
 KEPT = (*FORMS, RUN_ID, SUMS, "environment.json", EVIDENCE)  # of a run, beside its ledger's segments
 Ask = Callable[..., dict[str, Any]]
@@ -93,8 +95,8 @@ def leaving(folder: Path) -> tuple[list[Path], list[Path]]:
     working += [f"a process in {run}" for run in runs if in_use(run)]
     if working:
         raise RunError(f"nothing may work while a coordinator's folder is removed; {working[0]} does: stop it")
-    going = [folder / name for name in WRITTEN if os.path.lexists(folder / name)]
-    inside = [path for part in going for path in entries(part)]
+    going = [path for name in WRITTEN for path in entries(folder, name)]
+    inside = [path for part in going if part.is_dir() for path in entries(part)]
     if not going:
         raise RunError(f"{folder} has none of {', '.join(WRITTEN)}: there is nothing to remove")
     if linked := [path for path in (*going, *inside) if path.is_symlink()]:

@@ -324,11 +324,10 @@ def _available(second: int) -> int:
 def _sizes(config: RunConfig, private_model: str) -> dict[str, int]:
     """Return the bytes of all that a run may build here, by its name; those of the run's model first."""
     private = [private_model] if private_model else config.strategy.private_models
-    models = [config.model, *map(model_named, private)]
-    sizes = {f"model={model.name}": bytes_of(model, config.task) for model in reversed(models)}
-    first = f"model={config.model.name}"
-    whole = bytes_of(config.model, config.task, whole=True)
-    return {first: sizes.pop(first), **sizes, f"all of {first}": whole, "generator and prior": generator_bytes(config)}
+    first, whole = f"model={config.model.name}", bytes_of(config.model, config.task, whole=True)
+    sizes = {first: bytes_of(config.model, config.task), f"all of {first}": whole}
+    sizes |= {f"private-models={name}": bytes_of(model_named(name), config.task) for name in private}
+    return {**sizes, "generator and prior": generator_bytes(config)}
 
 
 def _keep_counts(reply: Message, answer: type[Payload], policy: Policy) -> None:

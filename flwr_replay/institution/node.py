@@ -12,6 +12,7 @@ from typing import Any
 from flwr.app import Context
 
 from flwr_replay.ciphers.seal import KEY, Seal, make_key, read_pins, simulated
+from flwr_replay.config.catalogue import code_of
 from flwr_replay.config.compose import from_run_config, named_code, overrides_in
 from flwr_replay.config.own_code import VARIABLE, allow, allowed, check_allowed
 from flwr_replay.config.quoting import digits
@@ -115,7 +116,7 @@ def _deployed(config: RunConfig, owned: Mapping[str, str]) -> Institution:
                 f"a SuperNode must have both name and data; {key} is missing: start it with "
                 """--node-config 'name="a" data="/data/a"' (no spaces around =, strings in double quotes)"""
             )
-    _allow(config.own_code, owned)
+    _allow((*config.own_code, *code_of(owned.get("private-model", ""), "model")), owned)
     task = own_task(config.task, owned["data"])
     # Flower silently drops a key with spaces around =, so the SuperNode's log shows the policy in force.
     rules = owned.get("policy") or "none: everything may leave"

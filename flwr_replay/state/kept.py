@@ -34,7 +34,8 @@ __all__ = ["DECODED", "KeptOfRun", "bytes_of", "kept", "leaving", "ledger_bytes"
 GOES = (".safetensors", ".npy", ".png")
 EVIDENCE = "evidence.*"  # as `flwr_replay.report.evidence_page` names it
 RECEIPT = "receipt.json"  # of what was removed: what is kept beside it, and what is gone
-OF_CLINIC = ("state", "key", "seal.key")  # what goes of a clinic's folder
+OLDER = ("flower", "supernode.pid")  # in a clinic's folder of an older version, what is now in its state
+OF_CLINIC = ("state", "key", "seal.key", *OLDER)  # what goes of a clinic's folder
 BARE = {LEDGER, BEGUN, KEY, "privacy.key", "seal.key", ".lock"}  # what a state has at most if it has refused all
 OF_HOME = ("state", DECODED)
 OF_DECODED = (".json", ".images", ".tmp")
@@ -136,7 +137,7 @@ def leaving(place: Path) -> tuple[list[Path], list[Path]]:
         path for path in (*going, *inside, *(path for at in states for path in entries(at))) if path.is_symlink()
     ]:
         raise RunError(f"no link is followed; {linked[0]} is one: put what it points to in its place, or remove it")
-    ours = {*states, place / "state" / ".flower", place / "state" / "supernode.pid"} if clinic else {*states}
+    ours = {*states, *(place / name for name in ("state/.flower", "state/supernode.pid", *OLDER) * clinic)}
     for file in [] if alone else [file for top in folders for file in files_below(top)]:
         decoded = file.parent.name == DECODED and file.suffix in OF_DECODED
         if ours.isdisjoint((file, *file.parents)) and not decoded:
@@ -178,7 +179,9 @@ def retire(place: Path, receipt: Path, look: Callable[[Path], tuple[list[Path], 
         gone = {name: size for name, size in gone.items() if name not in sums}
         at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         private_folder(new)
-        write_json(new / RECEIPT, {"folder": place.name, "at": at, "kept": sums, "removed": gone}, indent=1)
+        left = [path.name for path in entries(place) if not {path, place} & {*going}]
+        told = {"folder": place.name, "at": at, "kept": sums, "removed": gone, "left": left}
+        write_json(new / RECEIPT, told, indent=1)
     for top in going:
         with writing(top):
             (shutil.rmtree if top.is_dir() else os.unlink)(top)

@@ -82,6 +82,12 @@ def test_a_run_imports_no_more_than_it_uses(tmp_path):
     [
         (["run", "rouns=3", "batch-siz=2"], "unknown option 'rouns': did you mean rounds?"),
         (["run", "rounds=abc", "lr=auto"], "got 'abc' error: a run has one value of an option; got 'lr=auto'"),
+        (["run", "rounds=1", "rounds=2"], "an option has one value"),
+        (["run", "strategy=fedavg", "dp=latents", "local-epochs=0"], "got dp=latents"),
+        (["run", "strategy=feder", "dp=classifier"], "strategy=feder can have dp=generator+prior"),
+        (["run", "strategy=proxyfl", "alpha=2"], "strategy.alpha lies in [0, 1]; got 2.0"),
+        (["run", "generator.epochs=0"], "generator.epochs"),
+        (["run", "masked=true", "strategy=cwt"], "that of strategy=cwt does not"),
         (["compare", "fedavg,cwt", "rounds=abc"], "rounds must be a whole number; got 'abc'"),
         (["compare", "fedavg,cwt:muu=1", "lr=auto"], "unknown option 'muu' of the method cwt"),
         (["compare", "cwt", "lr=auto", "training.lr=1"], "got lr=auto and training.lr=1: keep one"),

@@ -97,6 +97,8 @@ def test_all_goes_by_one_command_and_nothing_else(tmp_path, flwr_replay):
         file.write_text("NAME=north\nADDRESS=a:1\nVERSIONS=''\n")
     (clinic / "state" / ".flower").mkdir()
     (clinic / "state" / ".flower" / "config.toml").write_text("")
+    shutil.copytree(clinic / "state" / ".flower", clinic / "flower")  # as an older version has it
+    (clinic / "supernode.pid").touch()
     (states / "mine" / "runs").mkdir(parents=True)
     for link in (clinic / "data", next((clinic / "state" / "north" / "runs").iterdir()) / "linked"):
         link.symlink_to(outside)
@@ -171,6 +173,9 @@ def test_the_coordinators_folder_goes_as_a_clinics(tmp_path, flwr_replay):
     (folder / "state").mkdir(exist_ok=True)
     for name in ("superlink.db", "north.registered"):
         (folder / "state" / name).write_text("Flower's")
+    (folder / "flower").mkdir()  # here, and of superlink.db, as an older version has it
+    for name in ("flower/config.toml", "superlink.db", "superlink.db-wal"):
+        (folder / name).write_text("Flower's")
     (tmp_path / "elsewhere").mkdir()
 
     def refused(says):
@@ -198,13 +203,14 @@ def test_the_coordinators_folder_goes_as_a_clinics(tmp_path, flwr_replay):
     (folder / "runs" / "linked").unlink()
     shows = {name: (ran / name).read_bytes() for name in ("ledger.jsonl", "config.yaml", "result.json", "run-id")}
     stays = sorted({path.name for path in folder.iterdir()} - {"certificates", "keys", "state", "runs"})
+    stays = [name for name in stays if not name.startswith(("superlink.db", "flower"))]
     code, out, err = flwr_replay("deploy", "remove", str(folder), str(receipt), "--yes", "--json")
     assert (code, json.loads(out)["left"]) == (0, stays), err
     assert sorted(path.name for path in folder.iterdir()) == stays
     told = json.loads((receipt / "receipt.json").read_text())
     assert {name: (receipt / "runs" / "first" / name).read_bytes() for name in shows} == shows
-    assert {"certificates/server.key", "state/superlink.db", "runs/first/models/global.safetensors"} <= {
-        *told["removed"]
-    }
+    removed = ("certificates/server.key", "state/superlink.db", "superlink.db-wal", "flower/config.toml")
+    assert {*removed, "runs/first/models/global.safetensors"} <= {*told["removed"]}
+    assert told["left"] == stays
     kept = {file.suffix for file in receipt.rglob("*") if file.is_file()}
     assert kept <= {".json", ".jsonl", ".yaml", ""}  # no model, message or page

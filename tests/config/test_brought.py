@@ -213,8 +213,19 @@ def test_functions_of_a_package_have_names(functions, monkeypatch, capsys, tmp_p
     with pytest.raises(RefusedError, match=refused):  # a server's words
         _institution((("overrides", " ".join(SMALL)), ("model", "mymodel")), tuple(sorted(owned.items())))
     assert "taken" not in sys.modules
+    private = ["strategy=fml", "private-models=[mymodel]"]
+    with pytest.raises(RefusedError, match=refused):
+        _institution((("overrides", " ".join([*SMALL, *private])),), tuple(sorted(owned.items())))
+    pair = {**owned, "private-model": "mymodel"}
+    with pytest.raises(RefusedError, match=refused):
+        _institution((("overrides", " ".join(SMALL)), ("strategy", "fml")), tuple(sorted(pair.items())))
+    pair |= {"own-code": "taken:build"}
+    _, config = _institution((("overrides", " ".join([*SMALL, *private])),), tuple(sorted(pair.items())))
+    assert config.own_code == ("taken:build",)
     assert set(compose_own(functions).own_code) == {f"taken:{name}" for name in OWN.values()}
     assert command(monkeypatch, "run", *functions, "--runs-dir", str(tmp_path)) == 0, capsys.readouterr().err
+    fml = ["dp=none", *private, *(option for option in functions if not option.startswith(("model=", "strategy=")))]
+    assert command(monkeypatch, "run", "model=mlp", *fml, "--runs-dir", str(tmp_path)) == 0, capsys.readouterr().err
     check_partition("mypartition")
     check_attack("myattack")
     with pytest.raises(ConfigError, match="did you mean myattack"):
@@ -226,6 +237,7 @@ def test_functions_of_a_package_have_names(functions, monkeypatch, capsys, tmp_p
     [
         ("cnn = taken:build", "model cnn is of taken and flwr-replay: uninstall one"),
         ("Mine = taken:build", "the package taken brings model 'Mine'.* in lower case"),
+        ("../cnn = taken:build", "brings model '../cnn'.* in lower case"),
         ("mine = taken", "brings model 'mine' = 'taken'; .* a function, as mypkg.nets:build: correct or uninstall it"),
     ],
 )
@@ -249,11 +261,19 @@ def test_a_presets_options_hold(installed_strategy, written):
         shutil.rmtree(presets.parent)
 
 
-def test_a_packages_own_file_gives_no_key_twice(path, tmp_path):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: broken\nspeed: 1\nspeed: 1:30\n", r"options of .*broken\.yaml, line 3: .* line 2 already"),
+        ("name: fedavg", r"strategy=broken must be what .*broken\.yaml has as name; got fedavg"),
+        ("", "got None"),
+    ],
+)
+def test_a_packages_own_file_is_of_its_name_and_gives_no_key_twice(path, tmp_path, text, message):
     package(tmp_path, "broken", conf="broken")
-    (tmp_path / "broken" / "conf" / "strategy" / "broken.yaml").write_text("name: broken\nspeed: 1\nspeed: 1:30\n")
+    (tmp_path / "broken" / "conf" / "strategy" / "broken.yaml").write_text(text)
     path(tmp_path)
-    with pytest.raises(ConfigError, match=r"options of strategy=broken .*broken\.yaml, line 3: .* line 2 already"):
+    with pytest.raises(ConfigError, match=message):
         compose_own(["strategy=broken"])
 
 
@@ -319,6 +339,8 @@ def test_a_name_of_two_packages_is_refused(path, written, tmp_path):
     ("code", "conf", "point", "message"),
     [
         ("1 / 0", "broken", "", "strategy=broken.* of the package broken cannot be imported: .*ZeroDivisionError"),
+        ("from flwr_replay.strategies.fedavg import FedAvg as Broken, FedAvgConfig", "broken", "", "write name = 'b"),
+        ("raise GeneratorExit", "broken", "", "of the package broken cannot be imported: .*GeneratorExit"),
         ("import nonesuch", "broken", "", "of the package broken cannot be imported: .*No module named 'nonesuch'"),
         ("x = 1", "broken", "", "of the package broken must have a class of the strategy's name"),
         ("", "", "", "of the package broken has no conf/strategy/broken.yaml in broken"),
@@ -355,6 +377,15 @@ def test_its_options_are_read_where_its_class_comes_from(path, tmp_path):
         ["speed", "more"],
     ]
     assert not {*names} & {*sys.modules}
+
+
+def test_what_is_installed_without_a_name_is_told_by_its_value(path, tmp_path):
+    for name in ("taken", "other"):
+        distribution(tmp_path, name, "", model="mine = taken:build")
+        (tmp_path / f"{name}-0.1.0.dist-info" / "METADATA").unlink()
+    path(tmp_path)
+    with pytest.raises(ConfigError, match="model mine is of taken:build and taken:build: uninstall one"):
+        compose_own(["model=mine"])
 
 
 def test_a_stage_of_another_payload_is_refused(path, tmp_path):

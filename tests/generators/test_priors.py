@@ -12,7 +12,7 @@ from flwr_replay.api import Where, start
 from flwr_replay.client_app import client_of
 from flwr_replay.config.catalogue import choices
 from flwr_replay.config.compose import compose
-from flwr_replay.config.halves import load_generator
+from flwr_replay.config.halves import load_options
 from flwr_replay.errors import ConfigError
 from flwr_replay.generators.autoencoder import VQVAE2Config, build_generator
 from flwr_replay.generators.plan import ReplayPlan
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 def tiny_prior(name, size=16, seed=0):
     images = build_generator(VQVAE2Config(name="vqvae2", codes=4, dim=2, width=4), 1, size, 0)
-    return build_prior(load_generator(name)(name=name, **TINY[name]), images, 3, seed)
+    return build_prior(load_options("prior", name)(name=name, **TINY[name]), images, 3, seed)
 
 
 @pytest.fixture(params=PRIORS)
@@ -111,8 +111,8 @@ def test_an_examples_score_does_not_depend_on_the_others(name):
 
 def test_a_choice_sets_every_option(name):
     values = yaml.safe_load((CONF / f"{name}.yaml").read_text())
-    assert list(values) == [field.name for field in fields(load_generator(name))]
-    assert load_generator(name)(**values).name == name
+    assert list(values) == [field.name for field in fields(load_options("prior", name))]
+    assert load_options("prior", name)(**values).name == name
 
 
 @pytest.mark.parametrize(

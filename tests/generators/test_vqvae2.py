@@ -10,7 +10,7 @@ import torch
 import yaml
 from sklearn.datasets import load_digits
 
-from flwr_replay.config.halves import load_generator
+from flwr_replay.config.halves import load_options
 from flwr_replay.errors import ConfigError, WireError
 from flwr_replay.generators.autoencoder import VQVAE2Config, build_generator
 from flwr_replay.generators.base import by_level
@@ -192,7 +192,7 @@ def test_opacus_takes_a_private_generators_per_example_gradients():
 
 @pytest.mark.parametrize("file", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_choice_sets_every_option(file):
-    values, config_type = yaml.safe_load(file.read_text()), load_generator(file.stem)
+    values, config_type = yaml.safe_load(file.read_text()), load_options("generator", file.stem)
     assert values.keys() == {field.name for field in fields(config_type)}
     assert config_type(**values).name == file.stem
 

@@ -313,10 +313,15 @@ def test_a_server_does_not_choose_by_a_column_whom_an_institution_trains_on(tmp_
         (
             ["strategy=proxyfl", "strategy.private_models=[cnn2]", "task.size=1024"],
             "",
-            "trained; model=cnn2 of this run",
+            "trained; private-models=cnn2 of this run",
             {},
         ),
-        (["strategy=proxyfl", "task.size=1024"], "", "trained; model=cnn2 of this run", {"private_model": "cnn2"}),
+        (
+            ["strategy=proxyfl", "task.size=1024"],
+            "",
+            "trained; private-models=cnn2 of this run",
+            {"private_model": "cnn2"},
+        ),
     ],
 )
 def test_a_model_is_not_built_before_its_size_is_known_to_fit(folder, monkeypatch, options, policy, message, own):

@@ -261,7 +261,7 @@ def test_synthetic_only_reads_no_real_image_after_the_generator(start, monkeypat
         (["task=isbi2012", "model=unet"], "is a segmentation"),
         (["task.size=300"], "up to 256 pixels"),
         (["replay=vqvae2"], "replay is for serial and parallel methods"),
-        (["dp=classifier"], r"strategy=feder with these options can have dp=generator\+prior; got classifier"),
+        (["dp=classifier"], r"strategy=feder can have dp=generator\+prior; got dp=classifier"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, says):

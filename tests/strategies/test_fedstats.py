@@ -263,7 +263,7 @@ def test_a_class_that_nobody_has_is_never_named_and_said(tmp_path, caplog):
         (["task=digits", "strategy.clip=0"], "strategy.clip lies in"),
         (["task=digits", "strategy.head=forest"], "strategy.head must be one of auto, means, lda, ridge"),
         ([*SHARED, "strategy.head=lda", "privacy.sigma=1e5"], "leaves no room for .* numbers: choose a larger epsilon"),
-        (["task=digits", "dp=classifier"], "can have dp=statistics; got classifier"),
+        (["task=digits", "dp=classifier"], "can have dp=statistics; got dp=classifier"),
         (["task=digits", "fraction=0.5"], "fraction is for methods"),
         (["task=digits", "dp=statistics", "privacy.target-epsilon=1e-3", "delta=0.5"], "delta may be at most"),
     ],
