@@ -239,6 +239,17 @@ def test_a_killed_institution_costs_no_sum(folder, caplog, failing, without, for
     assert len(done.grid.of("unmask", "a")) == 2 + (len(without) == 1)  # with five of seven nobody may fail
 
 
+@pytest.mark.parametrize("failing", ["train-mutually", "unmask"])
+def test_without_one_institution_proxies_are_summed_and_its_private_model_stays(folder, caplog, failing):
+    caplog.set_level(logging.INFO, "flwr")
+    done = ran(folder, [*PROXY, "private-epochs=1"], failing=[(failing, "d", 2)])
+    assert "the sum of exchange 2 is read though d did not answer; the next sums are without" in caplog.text
+    kept = {name: sorted((folder / "state" / name / "runs" / done.run).glob("pair-*")) for name in "cd"}
+    assert [len(files) for files in kept.values()] == [3, 1 + (failing == "unmask")]
+    assert len(done.result["final"]["institutions"]) == K  # d tests the model that it has
+    assert (done.folder / "models" / "global.safetensors").exists()
+
+
 def test_a_model_is_that_of_the_survivors(folder):
     """The same institutions with almost no noise: who fails before the only sum adds nothing to the model."""
     options = [option for option in GRADIENT if "sigma" not in option] + ["privacy.sigma=0.02", "rounds=1"]
