@@ -40,10 +40,11 @@ class SumsClient(InstitutionClient):
         budget: PrivacyBudget,
         summed: Callable[[Stream], Mapping[str, Tensor]],
     ) -> StateDict:
-        """Return noisy sums, which are charged first, and kept before they leave.
+        """Return noisy sums, which are charged and kept before they leave.
 
         Who asks again, as after a crash, gets the same bytes, which cost nothing. `summed` makes the sums, float64, in
-        units of their sensitivity, before the charge: what it refuses costs nothing.
+        units of their sensitivity, before the charge: what it refuses costs nothing. If the budget is used up nothing
+        is trained.
         """
         weights, scalars, instructions = request.contents()
         sent, about = opened(weights or {}), {**scalars, **instructions}
@@ -53,6 +54,7 @@ class SumsClient(InstitutionClient):
         if kept and np.array_equal(kept[ASKED], asked):
             budget.rest(mechanism, request)
         else:
+            budget.check_room({mechanism: 1}, request.run)
             stream, step = budget.stream(mechanism, request), budget.step(mechanism, sent)
             sums = summed(stream)
             budget.charge(mechanism, budget.plan.cost(mechanism, budget.examples, 1), request)
@@ -65,7 +67,7 @@ class SumsClient(InstitutionClient):
     ) -> StateDict:
         """Return what training adds to the weights received, clipped as a whole, with noise, and zeros beside it.
 
-        `trained` returns the trained model, after the charge. Where that diverged the update is zero.
+        `trained` returns the trained model, before the charge. Where that diverged the update is zero.
         """
         sent, clip = opened(request.arrays), budget.plan.config.clip_of(UPDATE)
         refuse_mixing(self.scratch_model(request.arrays))  # weights of another form cost nothing

@@ -7,7 +7,6 @@ request and returns the payload that the request's declaration promises.
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from flwr.client import NumPyClient
 from torch import nn
@@ -28,7 +27,7 @@ from flwr_replay.institution.replay import GenerativeStages
 from flwr_replay.institution.synthesis import SynthesisStages
 from flwr_replay.learning.augment import Augment, augment_of
 from flwr_replay.learning.tasks import Task
-from flwr_replay.learning.training import make_optimizer, refuse_single_batches, torch_rng
+from flwr_replay.learning.training import finite, make_optimizer, refuse_single_batches, torch_rng
 from flwr_replay.memory import remembered
 from flwr_replay.models import placed
 from flwr_replay.models.seeding import builder_of
@@ -342,10 +341,7 @@ class InstitutionClient(NumPyClient):
     def suspend(self, request: SuspendRequest, optimizer: Optimizer) -> None:
         """Save the optimizer's state under `keep`; of a training that diverged none, so the next has a fresh one."""
         if request.optimizer_state == "keep":
-            trained = [of.detach().cpu().numpy() for group in optimizer.param_groups for of in group["params"]]
-            arrays = optimizer_arrays(optimizer)
-            finite = all(np.isfinite(of).all() for of in [*trained, *arrays.values()])
-            self.save("optimizer", request, arrays if finite else {}, give=True)
+            self.save("optimizer", request, optimizer_arrays(optimizer) if finite(optimizer) else {}, give=True)
 
     def save(self, key: str, request: RunRequest, arrays: StateDict, give: bool = False) -> None:
         """Save arrays after a training. In a simulation a power failure may lose them.

@@ -39,7 +39,7 @@ from flwr_replay.institution.listening import ListeningClient
 from flwr_replay.institution.owner import Shard
 from flwr_replay.learning.augment import Augment, changed
 from flwr_replay.learning.tasks import Task
-from flwr_replay.learning.training import batches, make_optimizer, mean_loss, refuse_single_batches, unstepped
+from flwr_replay.learning.training import batches, finite, make_optimizer, mean_loss, refuse_single_batches, unstepped
 from flwr_replay.models import has_batch_norm
 from flwr_replay.models.layers import step
 from flwr_replay.payloads.common import Present, RollCall
@@ -235,7 +235,7 @@ class PairClient(ListeningClient):
             before = self.state.load("pair", request.run, request.exchange) or {}
             state["model"] = unnested(before)["model"] or to_arrays(self.fresh_private(request.private_seed))
         for key, half in kept.items() if request.optimizer_state == "keep" else ():
-            if finite(half.model):
+            if finite(half.model) and finite(half.optimizer):
                 state[key] = optimizer_arrays(half.optimizer)
         self.save("pair", request, nested(state), give=True)
         return {
@@ -263,11 +263,6 @@ class PairClient(ListeningClient):
         if request.listen == "loss":
             return PairEvaluation.of_pair(self.evaluated(phi, request.split, "private"), proxy)
         return PairEvaluation.of_pair(self.tested_pool(phi, theta, request, shard), proxy)
-
-
-def finite(model: nn.Module) -> bool:
-    """Say whether all of a model's numbers are."""
-    return all(bool(of.isfinite().all()) for of in model.state_dict().values())
 
 
 def load_arrived(optimizer: torch.optim.Optimizer, arrived: StateDict, own: StateDict) -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "at_once",
     "balanced_rows",
     "batches",
+    "finite",
     "iterations",
     "late_steps",
     "learning_rate",
@@ -125,6 +126,16 @@ def unstepped(module: nn.Module, training: TrainingConfig) -> StateDict:
         state |= {f"{index}.step": np.zeros((), np.float32)} if adam else {}
         state |= {f"{index}.{slot}": zeros for slot in slots}
     return state
+
+
+def finite(of: nn.Module | torch.optim.Optimizer) -> bool:
+    """Say whether all numbers of a model are finite, or all that an optimizer trains, and its state."""
+    if isinstance(of, nn.Module):
+        tensors = [*of.state_dict().values()]
+    else:
+        tensors = [parameter for group in of.param_groups for parameter in group["params"]]
+        tensors += [slot for slots in of.state.values() for slot in slots.values() if isinstance(slot, Tensor)]
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def at_once(x: Tensor, most: int, model: nn.Module | None = None) -> int:

@@ -222,5 +222,29 @@ def test_a_crash_loses_no_training_and_makes_none_twice(tmp_path, options, owner
     forget()
     assert weights(ask(server, exchange=2))
     assert same(*(load_file(pair_file(server, 2, run)) for run in ("r", "whole")))
-    at_once = (method, when) == ("charge", "before") or (method, key, when) == ("save", "update", "after")
+    at_once = key == "pair" or (method, when) in (("charge", "before"), ("save", "after"))
     assert paid_steps(server) == (2 if at_once else 3)
+
+
+@pytest.mark.parametrize("options", [UPDATE, SHARED])
+def test_a_budget_that_is_used_up_trains_no_private_model(tmp_path, options):
+    server = summed_server(tmp_path, [*options, "privacy.epsilon=2"])
+    said = [refusal(ask(server, exchange=exchange)) for exchange in (1, 2, 3, 4)]
+    assert ["the privacy budget is epsilon 2" in line for line in said] == [False, False, False, True]
+    assert [pair_file(server, exchange).exists() for exchange in (1, 2, 3, 4)] == [True, True, True, False]
+    assert weights(ask(server, exchange=3))  # once more
+    assert paid_steps(server) == 3
+
+
+@pytest.mark.parametrize("options", [UPDATE, MASKED])
+def test_a_proxy_whose_gradients_overflow_has_a_fresh_optimizer_next(tmp_path, options):
+    """Adam's infinite second moments would keep it as it arrives, in every round from then on."""
+    without_width = [option for option in options if option != "model.width=6"]
+    server = summed_server(tmp_path, [*without_width, "model=lenet5", "optimizer=adam"])
+    large = {name: np.full_like(array, 3e5) for name, array in server.weights.items()}
+    steps = {"private_optimizer": "adam", "lr": 0.001}
+    for exchange, arrays in ((1, large), (2, server.weights)):
+        assert weights(ask(server, exchange=exchange, arrays=arrays, **steps))
+        kept = load_file(pair_file(server, exchange))
+        assert all(np.isfinite(array).all() for array in kept.values())
+        assert any(name.startswith("proxy-optimizer.") for name in kept) == (exchange == 2)
