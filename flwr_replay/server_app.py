@@ -7,6 +7,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from flwr_replay.config.compose import compose_own, overrides_in
 from flwr_replay.config.own_code import users_code
+from flwr_replay.config.quoting import key_of
 from flwr_replay.engines.simulate import refuse_resources
 from flwr_replay.errors import FlwrReplayError, RunError
 from flwr_replay.processes import wake_with_parent
@@ -42,7 +43,8 @@ def main(grid: Grid, context: Context) -> None:
     if deployed(grid):
         wake_with_parent()
     try:
-        config = compose_own(overrides_in(context.run_config))  # of whoever started the run
+        typed = {key_of(override): override for override in overrides_in(context.run_config)}  # by whoever started it
+        config = compose_own([*typed.values()], () if "resume" in typed else [*typed.values()])
         refuse_resources(config)
         run_config = context.run_config if deployed(grid) else {}
         with users_code(FlwrReplayError):

@@ -236,7 +236,6 @@ def _check_forecast(overrides: list[str], folder: Path) -> None:
 def _check_declared(name: str) -> None:
     _ = load_strategy(name), load_client(name)  # both halves are found
     config = compose([f"strategy={name}"]).strategy
-    assert config.name == name, f"the options must have the name of their files, {name!r}; got {config.name!r}"
     assert isinstance(config.private_models, tuple), f"private_models must be a tuple; got {config.private_models!r}"
     assert config.unproven is None or isinstance(config.unproven, str), "unproven must be a sentence or None"
     assert config.classifiers in CLASSIFIERS, f"classifiers must be one of {CLASSIFIERS}; got {config.classifiers!r}"

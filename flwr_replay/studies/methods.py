@@ -39,8 +39,8 @@ OF_A_METHOD = (  # sections in which the methods may differ; of options with the
     "model",
     "prior",
     "generator",
-    "privacy",
     "replay",
+    "privacy",
     "training",
 )
 OF_ALL = {  # options in which they may not, with the reason

@@ -107,7 +107,7 @@ def test_files_that_cannot_be_are_named(tmp_path):
     file.unlink()
     with pytest.raises(DataError, match=r"does not exist .*line 2"):
         load(task(tmp_path))
-    with pytest.raises(ConfigError, match=f"a group for each of the {CLASSES} classes; got 2"):
+    with pytest.raises(ConfigError, match=f"a name for each of {CLASSES} classes; got 2"):
         task(tmp_path, "class_groups=[lung,kidney]")
     with pytest.raises(ConfigError, match=r"set task\.data-dir=FOLDER"):
         load(compose(TASK).task)

@@ -367,7 +367,8 @@ def test_methods_in_which_all_must_take_part_refuse(strategy, monkeypatch, capsy
     assert error.startswith(
         "error: fraction is for methods that can train in a round with some of the institutions; got"
     )
-    assert f"got strategy={strategy}: leave it out, or choose strategy=avgpush, cwt, ditto, fedavg, fedavgm," in error
+    told = "(no takes_fraction in its Traits): leave it out, or choose strategy=avgpush, cwt, ditto, fedavg, fedavgm,"
+    assert f"got strategy={strategy} {told}" in error
     assert not (tmp_path / "runs").exists()
 
 

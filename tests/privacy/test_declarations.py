@@ -181,7 +181,7 @@ DECLARATION = "    sweeps: int = 3\n"
         ("filed", (DECLARATION, DECLARATION + "    files = ('nothing',)\n"), "files must have names among sweeps"),
         ("unset", (DECLARATION, DECLARATION + "    more: int = 1\n"), "must have the options of the config; .*'more'"),
         ("text", ('("classifier",)', '("classifier")'), "dp_mechanisms must be a tuple"),
-        ("named", ('name = "named"', 'name = "other"'), "must have the name of their files"),
+        ("named", ('name = "named"', 'name = "other"'), "must have the strategy's name"),
         ("quiet", ("Travels: ", "Sends: "), "must have its Idea: and what Travels:"),
         (
             "mindful",

@@ -67,7 +67,7 @@ def test_every_comparison_composes(module):
             if {tuple(shared), options} <= seen:
                 continue
             seen |= {tuple(shared), options}
-            config = compose_own([f"strategy={method.strategy}", *shared, *method.options], shared)
+            config = compose_own([f"strategy={method.strategy}", *shared, *method.options], method.options)
             ReplayPlan.of(config)
             SynthesisPlan.of(config)
             PrivacyPlan.of(config)
