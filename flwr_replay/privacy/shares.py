@@ -18,7 +18,7 @@ gives P(⌊N(0, V)⌉ = x) ≤ exp(x²/24V²) P(X = x) (1 + e^-V). Over d number
 exceed with a probability below e^-900, both together change ε by less than (d + 200)/V, 4e-6 for d = 10^9; T messages
 together by T times as much. MARGIN lowers ε by 1e-4 (ε + μ²/2) or more, with μ² = T/σ²: ε of a Gaussian grows with μ
 at a rate of at least ε/μ + μ/2. That is more: `step_of` asks for 1/g > 200 √d, so T d/V is below μ²/40,000, and 200 T/V
-is below 1e-4 ε for all T < 10^8 ε. There is room, too, for the rounding of the s_k, in float64: with n patients it moves
+is below 1e-4 ε for all T < 10^8 ε. There is room for the rounding of the s_k in float64, too: with n patients it moves
 neighbours apart by at most n² 2^-52 more, 2e-6 for n = 10^5.
 """
 
