@@ -188,7 +188,7 @@ class FedStats(Parallel):
         elif self.config.head == "auto":
             n = sum(member.num_examples for member in self.members.known)
             of_mean = self.noise * noises(1.0, products=False)[1] * features**0.5 * classes / max(n, 1)
-            asked = of_mean < CLEAR and features <= MOST_FEATURES
+            asked = features <= MOST_FEATURES and (of_mean < CLEAR or not self.members.complete)
         else:
             asked = self.config.head in ("lda", "ridge", "mlp")
         return pairs_of(features) if asked else 0

@@ -62,10 +62,11 @@ class Expected(NamedTuple):
     times: int
 
 
-def expected(simulation: Simulation) -> tuple[Movement, list[Expected]]:
+def expected(simulation: Simulation, complete: bool = True) -> tuple[Movement, list[Expected]]:
     """Return the strategy of a simulated run, and what it would exchange if all are present and none fails.
 
-    The messages are real ones, with zeros in place of weights and data.
+    The messages are real ones, with zeros in place of weights and data. Where not `complete`, numbers of examples but
+    for one institution's are made up, and messages are as large as with any others.
     """
     config, partition = simulation.job.config, simulation.partition
     task = make_task(config.task)
@@ -75,13 +76,13 @@ def expected(simulation: Simulation) -> tuple[Movement, list[Expected]]:
         sums = task.label_sums(torch.from_numpy(train.y))
         sizes = {"num_examples": len(train), "raw_bytes": train.nbytes, "proof": "0" * 64}
         present.append(Present(name=name, pins="0" * 64 if config.hiding.pinned else "", **sizes, **sums))  # type: ignore[arg-type]
-    return exchanged(simulation.job, present)
+    return exchanged(simulation.job, present, complete)
 
 
-def exchanged(job: Job, present: Sequence[Present]) -> tuple[Movement, list[Expected]]:
+def exchanged(job: Job, present: Sequence[Present], complete: bool = True) -> tuple[Movement, list[Expected]]:
     """Return a run's strategy, and what it would exchange with institutions of which only their roll call is known."""
     config, strategy = job.config, job.strategy(new_run_id(job.config), Silent())
-    plan = strategy.settings.privacy
+    plan, strategy.members.complete = strategy.settings.privacy, complete
     for k, institution in enumerate(present):
         sums = institution.label_sum, institution.label_squares
         strategy.members.add(Member(institution.name, k, institution.num_examples, institution.raw_bytes, *sums))

@@ -26,9 +26,10 @@ from flwr_replay.engines.simulate import Simulation
 from flwr_replay.errors import ConfigError, FlwrReplayError
 from flwr_replay.files.atomic import NAME, home, read_text
 from flwr_replay.forecast.forecast import Expected, expected, planned_privacy
-from flwr_replay.institution.floor import check_examples, check_room
+from flwr_replay.institution.floor import check_examples, check_room, check_tested
 from flwr_replay.institution.guard import check_answer, check_pinned, check_release, check_request, run_rules
 from flwr_replay.institution.policy import ENCODING, Policy, read_policy
+from flwr_replay.payloads.common import Evaluation
 from flwr_replay.privacy.plan import PrivacyPlan
 from flwr_replay.runs.environment import versions
 from flwr_replay.runs.execute import Job, claim, network_of
@@ -119,9 +120,9 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
     unknown = any(name.startswith(f"{ANOTHER} ") for name in partition.names)
     if unknown and config.fraction < 1:  # who is drawn depends on all names: no institution has more than all rounds
         job = Job.of(replace(config, fraction=1.0), partition.names)
-        strategy, exchanges = expected(replace(simulation, job=job))
+        strategy, exchanges = expected(replace(simulation, job=job), complete=False)
     else:
-        strategy, exchanges = expected(simulation)
+        strategy, exchanges = expected(simulation, complete=not unknown)
     plan = strategy.settings.privacy
     fields: dict[tuple[str, ...], dict[str, Any]] = {}
     own = [sent for sent in exchanges if sent.member.name in names]
@@ -135,8 +136,13 @@ def findings(simulation: Simulation, names: Sequence[str], policy_file: Path | N
     if policy.min_count:
         rules += [_verdict("min-count", partial(check_examples, policy, own)) for own in train.values()]
     takes_part = not any(rule["verdict"] == BROKEN for rule in rules)
+    shards = {"test": partition.test, "validation": partition.val}
     for answered in own:
-        for row, verdict, reason in _judged(answered, policy, config, "" if takes_part else NOT_IN_IT):
+        given = "" if takes_part else NOT_IN_IT
+        if isinstance(answered.answer, Evaluation) and (shard := shards.get(getattr(answered.request, "split", ""))):
+            tested = len(shard[partition.names.index(answered.member.name)])
+            given = given or _verdict("", partial(check_tested, policy, tested))["reason"]
+        for row, verdict, reason in _judged(answered, policy, config, given):
             key = (answered.member.name, answered.request.stage_name, row.field, row.protection, verdict, reason)
             line = fields.setdefault(
                 key,

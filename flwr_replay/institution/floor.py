@@ -37,6 +37,7 @@ __all__ = [
     "check_known",
     "check_options",
     "check_room",
+    "check_tested",
     "check_tests",
     "floored",
     "released",
@@ -117,6 +118,12 @@ def check_examples(policy: Policy, train: Examples) -> None:
         raise _refused(policy, f"it has fewer than {policy.min_count} training examples: take part with more")
 
 
+def check_tested(policy: Policy, examples: int) -> None:
+    """Refuse a test of too few examples."""
+    if examples < (least := policy.min_count):
+        raise _refused(policy, f"fewer than {least} examples were tested: test on more examples, or leave tests out")
+
+
 def released(institution: Institution) -> ReleasedCounts:
     """Return the counts that have left in all runs."""
     return ReleasedCounts(institution.state, institution.policy.min_count, institution.policy.max_evaluations)
@@ -182,8 +189,7 @@ def floored(policy: Policy, reply: Message) -> dict[str, Any]:
     if not len(cells) or isqrt(len(cells)) ** 2 != len(cells) or cells.sum() != n:
         raise _refused(policy, "a test has num-examples, and all of these in a square confusion: return both")
     right = int(cells.reshape(isqrt(len(cells)), -1).trace())
-    if n < least:
-        raise _refused(policy, f"fewer than {least} examples were tested: test on more examples, or leave tests out")
+    check_tested(policy, n)
     if cells.min() >= least:
         return {"num-examples": n, "confusion": cells.tolist()}
     return {"num-examples": n, "hits": 0 if right < least or n < 2 * least - 1 else min(right, n - least + 1)}

@@ -105,7 +105,7 @@ class Parallel(AtOnce):
         Refused where each number has more noise than a class has examples, or than all updates: then nothing shows.
         """
         plan, noise = self.settings.privacy, self.noise
-        if not plan or not noise or self.settings.model is None:
+        if not plan or not noise or self.settings.model is None or not self.members.complete:
             return
         norm, whole, sizes = noise * sqrt(self.numbers), self.noised == UPDATE, [of.num_examples for of in self.added]
         most, classes = (len(sizes), 1) if whole else (sum(sizes), getattr(self.task, "classes", 1))

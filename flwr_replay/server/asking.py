@@ -101,8 +101,11 @@ def wait_for_nodes(
             advice = "start more SuperNodes (a simulation: --federation-config num-supernodes=N) or lower nodes"
             if away := who():
                 others = f"if the others' officers agree, whose pages and policies were for {number}"
-                less = " and every peers.txt without it: masks need three institutions or more," * hiding.sums_only
-                advice = f"start its SuperNode, or go on with nodes={joined}{less} {others}"
+                less = " and every peers.txt without it," * hiding.sums_only
+                go_on = f", or go on with nodes={joined}{less} {others}"
+                advice = f"start its SuperNode and resume the run{go_on}"
+                if hiding.sums_only and joined < 3:
+                    advice = "start its SuperNode and resume the run: masks need three institutions"
             raise RunError(
                 f"this run needs at least {minimum} institutions; {joined} joined within {seconds:g} s{away}: {advice}"
             )

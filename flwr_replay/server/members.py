@@ -86,6 +86,7 @@ class Members:
         self._here: set[int] = set()  # nodes that have answered the roll call since they joined or returned
         self._waiting: set[int] = set()  # nodes that were refused because their name was in use
         self._remembered: dict[str, Member] = {}  # those from before the run was resumed
+        self.complete = True  # whether all numbers of examples are known; an institution's forecast has its own alone
         self.contested = False  # whether a node was refused for other pins than those had that answered before it
 
     def __iter__(self) -> Iterator[Member]:

@@ -64,6 +64,29 @@ def test_allowed_fields_are_those_that_left_with_their_bytes(hospitals):
     assert (meaning["arrays"], meaning["epochs"][:6]) == ("weights", "epochs")
 
 
+def test_a_clinic_that_knows_no_sizes_of_others_is_told_of_the_largest_sums(hospitals):
+    """By its own few examples alone the head would be of class means, which need no products."""
+    own = [*study_options(hospitals / "study"), f"data_dir={hospitals / 'a.npz'}"]
+    stats = ["strategy=fedstats", "model=gabor", "model.train=head", "dp=statistics", "target-epsilon=1", "split=test"]
+    options = [option for option in own if not option.startswith(("strategy", "model", "cut", "encoder"))]
+    sent = {}
+    for head in ("auto", "lda", "means"):
+        fields = findings(*planned([*options, *stats, f"head={head}", "delta=1e-3"], ["a"]), None)["fields"]
+        sent[head] = sum(line["bytes"] for line in fields if line["field"] == "arrays")
+    assert sent["means"] < sent["auto"] == sent["lda"]
+
+
+def test_a_test_of_too_few_examples_is_refused_on_the_page_too(hospitals, tmp_path):
+    (tmp_path / "policy.yaml").write_text("min-count: 20\nmax-evaluations: 9\n")
+    own = [*study_options(hospitals / "study"), f"data_dir={hospitals / 'a.npz'}", "strategy=fedavg"]
+    options = [option for option in own if not option.startswith(("cut", "encoder", "strategy=fedreplay"))]
+    found = findings(*planned(options, ["a"]), tmp_path / "policy.yaml")
+    tested = [line for line in found["fields"] if line["stage"] == "evaluate"]
+    assert {line["verdict"] for line in tested} == {"refused"}
+    assert all("fewer than 20 examples were tested" in line["reason"] for line in tested)
+    assert "allowed" in {line["verdict"] for line in found["fields"] if line["stage"] == "train"}
+
+
 USED_UP = "of all runs together 4 may leave (max-evaluations); they are used up"
 
 

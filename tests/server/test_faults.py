@@ -109,11 +109,11 @@ def test_who_has_not_joined_is_named_and_what_can_be_done(tmp_path, monkeypatch,
     monkeypatch.setattr(asking, "SILENCE", 0.1)
     caplog.set_level(logging.INFO, "flwr")
     names = "[institution-1,institution-2,institution-3,north]"
-    says = r"3 joined within 0.7 s; missing: north: start its SuperNode, or go on with nodes=3 if the others' officers"
+    says = r"missing: north: start its SuperNode and resume the run, or go on with nodes=3 if the others' officers"
     with pytest.raises(RunError, match=says):
         ran(tmp_path, "nodes=4", f"clinics={names}", "wait=0.7", "rounds=1")
     assert "waiting for institutions to join: 3 of 4; missing: north, 0 min" in caplog.messages
-    with pytest.raises(RunError, match=r"nodes=3 and every peers\.txt without it: masks need three"):
+    with pytest.raises(RunError, match=r"nodes=3 and every peers\.txt without it, if the others"):
         ran(tmp_path / "masked", "masked=true", "nodes=4", f"clinics={names}", "wait=0.7", "rounds=1")
     assert ran(tmp_path / "three", "nodes=3", f"clinics={names}", "rounds=1")["nodes"] == 3  # as the line says
 
