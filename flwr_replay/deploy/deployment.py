@@ -283,6 +283,7 @@ def _private(config: RunConfig) -> str:
     if not privacy.mechanisms:
         return ""
     most = f"at most {privacy.limit:g}" if privacy.limit < math.inf else "without a limit"
+    most += " of the sum of all institutions' answers" * (privacy.noise == "shared")
     return (
         f" The study asks for differential privacy (dp={privacy.dp}) with an ε {most}, in one run. It covers "
         f"{'what depends on training images' if config.end_to_end else 'some of what leaves'}."
