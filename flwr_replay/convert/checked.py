@@ -94,6 +94,9 @@ def checked(folder: Path, skip: bool = False) -> Checked:
         only = {value: f": {_named(group)}" for value, group in groups[1:] if len(group) == 1}
         counted = (f"{value} ({len(group):,}{only.get(value, '')})" for value, group in groups)
         lines.append(f"{what}: {_listed(counted)}")
+    listed = {row.file for row in rows}
+    if not above and (beside := [str(of) for of in sorted(folder.rglob("*")) if is_picture(of) and of not in listed]):
+        lines.append(f"not in the manifest: {len(beside):,} ({_listed(beside)})")
     known = sum(bool(row.patient) for row in rows)
     patients = len({(row.site, row.patient) for row in rows if row.patient})
     if known:

@@ -84,10 +84,11 @@ def test_unreadable_files_are_left_out_and_listed(tmp_path: Path, monkeypatch, c
 
 
 def test_what_a_run_refuses_or_leaks_is_wrong(tmp_path: Path) -> None:
-    for n in range(2):
+    for n in range(3):
         draw(tmp_path / f"{n}.png", 0)
     manifest(tmp_path, "image,label,patient", ["0.png,Normal,p1", "1.png,normal,p2"])
     sound, lines, _ = checked(tmp_path)
+    assert f"not in the manifest: 1 ({tmp_path / '2.png'})" in lines
     assert not sound
     assert "labels must differ by more than spelling; got 'normal'" in lines[-2]
     manifest(tmp_path, "image,label,patient", ["0.png,Normal,p1", "1.png,Normal,p2"])
