@@ -44,6 +44,10 @@ def test_strategy_keeps_the_contract(name):
     check_strategy(name, [SMALL, *GENERATOR, *FEW.get(name, [])])
 
 
+def test_a_mechanism_that_is_asked_for_is_checked_without_secret_noise():
+    check_strategy("fedavg", ["dp=classifier", "partition.size=40"])
+
+
 def test_a_server_that_needs_more_than_the_mean_does_not_pass_as_summed(monkeypatch):
     """It would silently be the mean under masks."""
 

@@ -69,7 +69,7 @@ SHRUNK = 0.01  # what is left of batch norm's variances after a long training on
 LONG = ("rounds=16", "evaluate_every=16")  # until a server's momentum shows
 CLASSIFIERS = ("released", "kept", "none")
 NEEDED = {"latents": ("latent_clip=1", "latent_epsilon=8", "label_epsilon=2")}  # options without a default
-REPEATABLE = ("model.norm=group", "privacy.noise=seeded")  # for methods that draw secret noise by default
+REPEATABLE = ("model.norm=group", "privacy.noise=seeded")  # under differential privacy: its noise is secret by default
 
 
 def _shrunk(arrays: StateDict) -> StateDict:
@@ -167,10 +167,10 @@ def check_strategy(name: str, overrides: Sequence[str] = ()) -> None:
 
 
 def _check_runs(name: str, folder: Path, overrides: Sequence[str]) -> None:
-    noisy = load_strategy(name)[1].traits.dp_by_default != "none"
     given = any(word.startswith("model=") for word in overrides)
-    small = [word for word in (*JOB, *(REPEATABLE if noisy else ())) if not (given and word.startswith("model"))]
-    job = [f"strategy={name}", *small, *overrides, f"runs_dir={folder}"]
+    small, repeatable = ([x for x in words if not (given and x.startswith("model"))] for words in (JOB, REPEATABLE))
+    private = compose([f"strategy={name}", *small, *overrides]).privacy.dp != "none"
+    job = [f"strategy={name}", *small, *(repeatable if private else ()), *overrides, f"runs_dir={folder}"]
     recorded = [*job, "run_name=whole", "record=all"]  # the other runs record nothing, and end with the same bits
     whole, grid, result = _run(recorded)
     _check_bytes(folder / "whole", grid, result)
