@@ -240,25 +240,33 @@ def guessed(counts: Sequence[int]) -> float:
     return max(labels) / max(1, sum(labels))
 
 
-def no_better_than_guessing(final: Mapping[str, float], confusion: Confusion) -> bool:
-    """Say whether a classifier is within chance of naming one label always: in accuracy, and for every label alike.
+def no_better_than_guessing(result: Mapping[str, Any], confusion: Confusion) -> bool:
+    """Say whether a classifier names one label for all test examples, or is within chance of that for every label.
 
+    Validation metrics judge the latter, where a run has some: personal models may know their own institution alone.
     Within chance are two standard deviations of guessing. Of other kinds of task, or without a confusion, it is not.
 
-    >>> confusion = {"north": [30, 0, 10, 0], "south": [20, 0, 10, 0]}
-    >>> no_better_than_guessing({"accuracy": 50 / 70, "balanced-accuracy": 0.5}, confusion)
+    >>> final = {"accuracy": 0.5, "balanced-accuracy": 0.5, "validation-balanced-accuracy": 0.83}
+    >>> result = {"final": {"global": final}, "validation-examples": 40}
+    >>> no_better_than_guessing(result, {"north": [30, 0, 30, 0]})
     True
-    >>> no_better_than_guessing({"accuracy": 50 / 70, "balanced-accuracy": 0.5, "auc": 0.9}, confusion)
+    >>> no_better_than_guessing(result, {"north": [30, 0, 30, 0], "south": [0, 30, 0, 30]})
     False
     """
-    labels = [count for count in label_counts(pooled_counts(confusion)) if count]
+    final, counts = result["final"]["global"], pooled_counts(confusion)
+    labels = [count for count in label_counts(counts) if count]
     if "balanced-accuracy" not in final or len(labels) < 2:
         return False
-    guesses = {"accuracy": guessed(pooled_counts(confusion)), "balanced-accuracy": 1 / len(labels), "auc": 0.5}
+    size = round(len(counts) ** 0.5)
+    if sum(any(counts[at::size]) for at in range(size)) == 1:
+        return True
+    guesses, prefix = {"balanced-accuracy": 1 / len(labels), "auc": 0.5}, VALIDATION
+    if not (examples := result.get("validation-examples", 0)):
+        guesses, prefix, examples = guesses | {"accuracy": guessed(counts)}, "", sum(labels)
     return all(
-        final[name] <= share + 2 * (share * (1 - share) / sum(labels)) ** 0.5
+        final[f"{prefix}{name}"] <= share + 2 * (share * (1 - share) / examples) ** 0.5
         for name, share in guesses.items()
-        if name in final
+        if f"{prefix}{name}" in final
     )
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 from flwr_replay.config.binding import plain
 from flwr_replay.config.compose import compose, refuse_typed, to_yaml
+from flwr_replay.config.effect import idle
 from flwr_replay.config.halves import load_strategy
 from flwr_replay.config.run import RunConfig
 from flwr_replay.engines.simulate import Simulation
@@ -237,14 +238,15 @@ def _differing(methods: Sequence[Method], configs: Mapping[str, RunConfig]) -> l
 
 
 def _untuned(methods: Sequence[Method], configs: Mapping[str, RunConfig], tuned: Sequence[str]) -> str:
-    """Name the hyperparameters not tuned, of which each method has one value here; empty for one method alone."""
+    """Name the hyperparameters with an effect, not tuned, with one value for a method; empty for one method alone."""
     values: dict[tuple[str, str], set[float]] = {}  # by option and strategy
     for method in methods:
         config = configs[method.label]
-        own = {name: value for name, value in asdict(config.strategy).items() if isinstance(value, float)}
-        defaults = {name: getattr(config.training, name) for name in TUNED if config.strategy.takes_steps} | own
-        for name in (name for name, value in defaults.items() if value and name not in ("chunk_mb", *tuned)):
-            values.setdefault((name, method.strategy), set()).add(defaults[name])
+        own = {f"strategy.{name}": value for name, value in asdict(config.strategy).items() if isinstance(value, float)}
+        for full, value in ({f"training.{name}": getattr(config.training, name) for name in TUNED} | own).items():
+            name = full.partition(".")[2]
+            if value and name not in ("chunk_mb", *tuned) and not idle(full, full, [config]):
+                values.setdefault((name, method.strategy), set()).add(value)
     strategies: dict[str, list[str]] = {}
     for (name, strategy), several in values.items():
         if len(several) == 1:
@@ -309,9 +311,7 @@ def _guesses(cell: Cell, outcome: Mapping[str, Any]) -> str:
     from flwr_replay.report.metrics import no_better_than_guessing
     from flwr_replay.report.summary import confusion_of
 
-    if "error" in outcome or not no_better_than_guessing(
-        outcome["result"]["final"]["global"], confusion_of(cell.folder)
-    ):
+    if "error" in outcome or not no_better_than_guessing(outcome["result"], confusion_of(cell.folder)):
         return ""
     training = run_files.options_of(cell.folder)["training"]
     steps = outcome["result"]["examples-seen"] / training["batch_size"]

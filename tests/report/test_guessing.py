@@ -7,7 +7,7 @@ from sklearn.datasets import load_diabetes
 
 from flwr_replay.engines.simulate import run_inline
 from flwr_replay.files.atomic import read_json, read_text, write_json
-from flwr_replay.report.metrics import guessing_lines
+from flwr_replay.report.metrics import guessing_lines, no_better_than_guessing
 from flwr_replay.report.pages import write_page
 from flwr_replay.report.progress import Display
 from flwr_replay.report.run_files import json_of, write_of
@@ -35,6 +35,26 @@ def test_where_one_label_is_all_there_is_a_model_may_still_be_worse():
     ]
     of_all = guessing_lines({"accuracy": 0.5}, {f"clinic-{k}": [0, 3, 0, 3] for k in range(30)})[1]
     assert of_all.endswith("label: all 30 institutions that were tested")
+
+
+def test_who_names_one_label_or_knows_no_label_in_validation_has_learned_nothing():
+    chance = {"accuracy": 0.5, "balanced-accuracy": 0.5, "auc": 0.5}
+    own = {f"validation-{name}": value for name, value in {"balanced-accuracy": 0.83, "auc": 1.0}.items()}
+    result = {"final": {"global": chance | own}, "validation-examples": 40}
+    each_its_own = {"north": [9, 0, 9, 0], "south": [0, 9, 0, 9]}
+    assert not no_better_than_guessing(result, each_its_own)
+    assert no_better_than_guessing({"final": {"global": chance}}, each_its_own)
+    learned = {
+        "final": {"global": chance | {"validation-balanced-accuracy": 0.5, "validation-auc": 0.9}},
+        "validation-examples": 40,
+    }
+    assert not no_better_than_guessing(learned, each_its_own)
+    unlearned = {
+        "final": {"global": {**chance, "auc": 0.9, "validation-balanced-accuracy": 0.6}},
+        "validation-examples": 40,
+    }
+    assert no_better_than_guessing(unlearned, each_its_own)
+    assert no_better_than_guessing({"final": {"global": chance | {"auc": 0.9}}}, {"all": [0, 9, 0, 9]})
 
 
 def test_what_is_said_of_test_examples_stands_before_those_of_validation(tmp_path, monkeypatch):

@@ -35,6 +35,18 @@ def test_what_is_no_sweep_is_refused(names, option, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_only_options_with_an_effect_are_named_as_not_tuned(tmp_path):
+    untuned = planned(["fedreplay", "proxyfl", "local"], ["task=digits"], "", tmp_path).about["untuned"]
+    assert "momentum 0.9" in untuned
+    assert not {"clip", "holdout"} & {*untuned.split()}
+    used = ["fedreplay.latents=drawn", "proxyfl.listen=pool", "proxyfl.alpha=0", "proxyfl.private-epochs=1"]
+    options = ["task=digits", "model=gabor", "model.train=head", "training.optimizer=adam", *used]
+    untuned = planned(["fedreplay", "proxyfl"], options, "", tmp_path).about["untuned"]
+    assert "momentum" not in untuned
+    assert "clip 10 (fedreplay)" in untuned
+    assert "holdout 0.1 (proxyfl)" in untuned
+
+
 @pytest.mark.sampled(2, of="slow studies")
 def test_methods_on_several_partitions_are_compared_on_the_same_one(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_REPLAY_HOME", str(tmp_path / "home"))
