@@ -89,9 +89,16 @@ def refuse_each(*checks: Callable[[], object]) -> None:
 
 
 def refuse_all(faults: Sequence[str], kind: type[FlwrReplayError] | None = None) -> None:
-    """Raise one error of a kind, by default `ConfigError`, for all faults, if there are some."""
-    if faults:
-        raise (kind or ConfigError)(*faults)
+    """Raise one error of a kind, by default `ConfigError`, if there are faults: the first of each rule, and how many.
+
+    A fault's rule stands before its first semicolon.
+    """
+    by_rule: dict[str, list[str]] = {}
+    for fault in faults:
+        by_rule.setdefault(fault.partition(";")[0], []).append(fault)
+    if by_rule:
+        told = (same[0] + f" (the first of {len(same):,})" * (len(same) > 1) for same in by_rule.values())
+        raise (kind or ConfigError)(*told)
 
 
 def nearest(value: str, known: Iterable[str]) -> str:

@@ -106,7 +106,7 @@ def run(
     the policy something is refused.
     """
     officer = study or policy
-    resume = str(finished_place(resume)) if resume == LAST else resume
+    resume = str(finished_place(resume, unfinished=True)) if resume == LAST else resume
     if (officer and not dry_run) or (clinics and not officer) or (officer and resume):
         raise ConfigError("--study, --policy and --clinics belong to --dry-run, without --resume; --clinics to either")
     from flwr_replay.api import Where, start

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import sys
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -63,24 +64,30 @@ def runs_folder(place: str) -> Path:
     return folder
 
 
-def finished_place(place: str, comparisons: bool = False) -> Path:
+def finished_place(place: str, comparisons: bool = False, unfinished: bool = False) -> Path:
     """Return what a run, a comparison, a study or an institution has left; `last` is the newest in runs/.
 
     Raises
     ------
     RunError
-        If it does not exist, or `last` is a comparison where only a run has what is wanted (not `comparisons`).
+        If it does not exist, or `last` is a comparison where only a run has what is wanted (not `comparisons`), or a
+        run has not finished (not `unfinished`).
     """
     from flwr_replay.runs.listing import newest_in
+    from flwr_replay.terminal import command
 
     if place == LAST and not Path(LAST).exists():
         if not Path(ROOT).exists():
             raise RunError(f"{LAST} is the newest in {ROOT}/, and there is none here: give the directory of a run")
-        return newest_in(absolute(ROOT), comparisons)
-    folder = absolute(place)
-    if not folder.exists():
+        folder = newest_in(absolute(ROOT), comparisons)
+    elif not (folder := absolute(place)).exists():
         raise RunError(
             f"there is no {folder}: give the directory of a run, which `flwr-replay runs list` names, or {LAST} for "
             "the newest in runs/"
+        )
+    if not unfinished and (folder / "config.yaml").exists() and not (folder / "result.json").exists():
+        raise RunError(
+            f"{folder} has not finished: go on by `{command()} run --resume {shlex.quote(str(folder))}`, with a "
+            "comparison by its command again, in a deployment by run.sh with resume"
         )
     return folder

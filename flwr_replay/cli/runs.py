@@ -56,7 +56,7 @@ def list_runs(root: RunsDir = "runs", as_json: AsJson = False) -> None:
 @app.command()
 def show(places: Places, as_json: AsJson = False) -> None:
     """Print the summaries of finished runs again."""
-    folders = [finished_place(place) for place in places]
+    folders = [finished_place(place, unfinished=True) for place in places]
     from flwr_replay.report.summary import summary
     from flwr_replay.runs.listing import listed
     from flwr_replay.terminal import wrapped
@@ -74,7 +74,7 @@ def compare_runs(places: Places, as_json: AsJson = False) -> None:
     from flwr_replay.runs.listing import same_bits
     from flwr_replay.terminal import fitted
 
-    results = [(run.folder.name, run.result) for run in _finished(places, "compared")]
+    results = [(run.folder.name, run.result) for run in _finished(places)]
     all_names = dict.fromkeys(name for _, result in results for name in result["final"]["global"])
     names = [name for name in all_names if not name.startswith(VALIDATION)]
     rows = []
@@ -111,7 +111,7 @@ def plot(
     if file.suffix not in PICTURES:
         raise ConfigError(f"--out must end in {', '.join(PICTURES)}; got {out!r}")
     picture = io.BytesIO()
-    draw(_finished(places, "drawn"), metric).savefig(picture, format=file.suffix[1:], dpi=150)
+    draw(_finished(places), metric).savefig(picture, format=file.suffix[1:], dpi=150)
     write_atomic(file, picture.getvalue())
     answer({"files": [file]}, str(file), as_json)
 
@@ -129,7 +129,7 @@ def clean(
     from flwr_replay.report.progress import shown_bytes
     from flwr_replay.runs.listing import clean, spare
 
-    folders = [finished_place(place) for place in places]
+    folders = [finished_place(place, unfinished=True) for place in places]
     deletable = spare(folders)
     text = "\n".join(f"{place}  {shown_bytes(count)}" for place, count in deletable) or "nothing to delete"
     answer({"deleted": {str(place): count for place, count in deletable}}, text, as_json)
@@ -146,7 +146,7 @@ def watch(place: Place, as_json: AsJson = False) -> None:
     """
     from flwr_replay.runs.listing import watch
 
-    for ended in watch(finished_place(place)):
+    for ended in watch(finished_place(place, unfinished=True)):
         answer(ended._asdict(), str(ended), as_json, indent=None)
 
 
@@ -209,16 +209,10 @@ def export(
     answer({"files": files}, "\n".join(map(str, files)), as_json)
 
 
-def _finished(places: list[str], what: str) -> list[Run]:
-    """Open runs, and refuse one that has not finished; `what` is done with them."""
+def _finished(places: list[str]) -> list[Run]:
+    """Open runs, and refuse one that has not finished."""
     folders = [finished_place(place) for place in places]
     from flwr_replay.api import Run
-    from flwr_replay.errors import RunError
     from flwr_replay.runs.listing import listed
 
-    finished = []
-    for run in [listed(folder) for folder in folders]:
-        if run.result is None:
-            raise RunError(f"finished runs are {what}; {run.folder} has no result.json: resume it, or leave it out")
-        finished.append(Run(run.folder, run.result))
-    return finished
+    return [Run(run.folder, run.result) for run in map(listed, folders) if run.result is not None]

@@ -57,7 +57,7 @@ def deal_by_index(dataset: Dataset, config: PartitionConfig, nodes: int, seed: i
         first: dict[str, int] = {}
         split = dict.fromkeys(who for who, k in owned if k >= 0 and first.setdefault(who, k) != k)
         faults += [f"a patient's examples are at one institution; those of {who} are at several" for who in split]
-    refuse_all(faults[:20], DataError)
+    refuse_all(faults, DataError)
     train, val = ([np.flatnonzero(owners[mask] == k) for k in range(nodes)] for mask in (~held, held))
     dropped = int((owners[~held] < 0).sum())
     return Dealt(train, names, dropped, val=None if dataset.held is None else val)
@@ -77,7 +77,7 @@ def listed_shards(file: str) -> tuple[tuple[str, ...], list[list[int]]]:
             faults.append(f"an index is a whole number from 0; got {shortened(text)} ({where}): correct it")
     if not all(shards) or not shards:
         faults.append(f"every shard in {path} must name its institution; got {'an empty name' if shards else 'none'}")
-    refuse_all(faults[:20], DataError)
+    refuse_all(faults, DataError)
     return tuple(shards) if named else (), list(shards.values())
 
 

@@ -45,7 +45,6 @@ MISSING = {"", "nan", "-nan", "na", "n/a", "n.a.", "<na>", "#n/a", "#na", "#n/a 
 MISSING |= {"#ref!", "#value!", "#div/0!", "#name?", "#null!", "#num!"}  # a spreadsheet's errors
 SHORTENED = re.compile(r"\d([.,]\d+)?E\+\d+", re.I)  # what a spreadsheet makes of a long number
 COPY = re.compile(r"([\s_-]+\(?copy\)?(\s*\d+)?)?(\s*\(\d+\))?$", re.I)  # at the end of a copied folder's name
-MOST = 20  # faults that are named
 VALIDATED = 0.1  # with split=validation, share of the patients to train on that are held out, if no split is given
 
 
@@ -125,8 +124,8 @@ def manifest_rows(
     except DataError as error:
         wrong += error.args
     if faults is None:
-        more = [f"{len(wrong) - MOST:,} faults more in {path}: `flwr-replay data check` tells all"]
-        refuse_all([*wrong[:MOST], *(more if len(wrong) > MOST else [])], DataError)
+        more = [f"`flwr-replay data check` tells each fault in {path}"] * (len(wrong) > 1)
+        refuse_all(wrong + more, DataError)
     return rows
 
 

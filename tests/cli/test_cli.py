@@ -96,6 +96,17 @@ def test_last_is_what_was_worked_on_last(flwr_replay, tmp_path):
     assert flwr_replay("report", "last")[1].strip() == page
 
 
+def test_last_may_be_unfinished_and_then_says_how_to_go_on(flwr_replay, tmp_path):
+    words = ["strategy=fedavg", "model=mlp", "rounds=3", "lr=1e30", "run-name=nan run", "model.width=8"]
+    assert flwr_replay("run", *words)[0] == 2
+    folder = tmp_path / "runs" / "nan run"
+    says = f"error: {folder} has not finished: go on by `flwr-replay run --resume '{folder}'`, with a comparison "
+    for words in (["predict", "last", "images"], ["report", "last"], ["privacy", "attack", "last"], ["export", "last"]):
+        code, out, err = flwr_replay(*words)
+        assert (code, out, err.count("\n"), err[: len(says)]) == (2, "", 1, says)
+    assert flwr_replay("runs", "show", "last")[1].startswith(f"{folder}: not finished, ")
+
+
 def test_a_run_is_resumed_from_anywhere_and_after_its_data_moved(flwr_replay, tmp_path, monkeypatch):
     x, y = np.arange(40 * 64, dtype=np.uint8).reshape(40, 8, 8), np.arange(40) % 2
     np.savez(tmp_path / "d.npz", train_images=x, train_labels=y, test_images=x, test_labels=y)

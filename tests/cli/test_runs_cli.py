@@ -65,7 +65,7 @@ def test_an_unfinished_run_is_listed_but_neither_compared_nor_cleaned(runs, caps
     (tmp_path / "cwt" / "result.json").unlink()
     assert "not finished, last written 0:00:0" in output_of(capsys, "runs", "list", "--runs-dir", tmp_path)
     assert "not finished" in output_of(capsys, "runs", "show", tmp_path / "cwt")
-    with pytest.raises(RunError, match="finished runs are compared"):
+    with pytest.raises(RunError, match="cwt has not finished: go on by `flwr-replay run --resume "):
         output_of(capsys, "runs", "compare", runs / "fedavg", tmp_path / "cwt")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(RunError, match="only finished runs are cleaned"):

@@ -99,8 +99,9 @@ def test_all_faults_are_told_at_once_and_a_patient_is_at_one_institution(tmp_pat
     file = written(tmp_path / "p.json", {"a": [0, 1, 9, 0], "b": [2, 3, -1]})
     with pytest.raises(DataError) as caught:
         dealt_by_file(file, data(9, ["p", "p", "p", "q", "r", "r", "s", "t", "u"]))
-    assert len(caught.value.args) == 4
-    assert "those of p are at several" in caught.value.args[3]
+    assert len(caught.value.args) == 3  # of a rule, the first
+    assert caught.value.args[0].endswith("got 9: correct it (the first of 2)")
+    assert "those of p are at several" in caught.value.args[2]
 
 
 def test_images_in_files_have_a_manifest_and_no_file_is_no_partition(tmp_path: Path) -> None:
