@@ -98,7 +98,7 @@ def test_attacks_and_audits_that_were_run_are_quoted(tmp_path, monkeypatch, caps
     capsys.readouterr()
     (folder / "result.json").unlink()
     assert command(monkeypatch, "deploy", "evidence", str(folder)) == 2
-    assert "evidence is of a finished run" in (error := capsys.readouterr().err)
+    assert "has not finished: go on by" in (error := capsys.readouterr().err)
     assert "backup" not in error
 
 
