@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flwr_replay.cli.completing import of_runs
-from flwr_replay.cli.places import AsJson, Options, RunsDir, answer, finished_place, say
+from flwr_replay.cli.places import LAST, AsJson, Options, RunsDir, answer, finished_place, say
 from flwr_replay.cli.synthetic import show_synthetic
 from flwr_replay.config.quoting import digits
 from flwr_replay.errors import ConfigError
@@ -78,7 +78,7 @@ def attack(
 
     An interrupted command goes on where it stopped. A failed attack proves nothing.
     """
-    folder = finished_place(place)
+    folder = finished_place(place, unfinished=place != LAST)  # what was recorded so far
     from flwr_replay.lab.attack import FOLDER, attack_run
     from flwr_replay.lab.page import write_page
     from flwr_replay.lab.registry import Only
