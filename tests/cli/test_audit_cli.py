@@ -223,7 +223,9 @@ def test_noise_of_a_sixth_in_sums_is_found_by_the_bound_too(audit, monkeypatch, 
     assert claim == pytest.approx(1, rel=1e-3)
     assert report["steps"]["steps"] == report["steps"]["charged"] == (1 if "strategy=fedstats" in method else 3)
     [kind] = report["steps"]["kinds"]
-    assert kind["sigma"]["seen"] == pytest.approx(noise * kind["sigma"]["charged"], rel=0.03)
+    assert kind["sigma"]["seen"] == pytest.approx(
+        noise * kind["sigma"]["charged"], rel=0.06
+    )  # of some 4,000 numbers, 1 % in a deviation
     assert (code, bool(report["steps"]["found"]), bound > claim) == (
         (0, False, False) if noise == 1 else (1, True, True)
     )
