@@ -210,7 +210,8 @@ SUMS = ["preset=private", "task=digits", "nodes=4", "target-epsilon=1", "delta=1
 
 @pytest.mark.parametrize("noise", [1, 1 / 6])
 @pytest.mark.parametrize(
-    "method", [["rounds=3"], ["strategy=fedstats", "rounds=1"], ["rounds=3", "masked=false", "noise=secret"]]
+    "method",
+    [["rounds=3"], ["strategy=fedstats", "head=lda", "rounds=1"], ["rounds=3", "masked=false", "noise=secret"]],
 )
 def test_noise_of_a_sixth_in_sums_is_found_by_the_bound_too(audit, monkeypatch, method, noise):
     """One of four helps the server; its share is taken off. Of the guesses' bound all epsilons hold."""

@@ -52,7 +52,9 @@ def test_a_gradient_does_not_leave_as_protected(folder):
 def test_a_method_without_dp_steps_has_no_classifier_by_dp_sgd(folder, strategy):
     arrays = HostileServer(folder, *TASK, *GROUP, "dp=none", "strategy=fedavg").weights
     server = HostileServer(folder, *TASK, *GROUP, "dp=classifier", f"strategy={strategy}")
-    assert not weights(server.send(Train(arrays=arrays, run=strategy, lr=0.1)))
+    reply = server.send(Train(arrays=arrays, run=strategy, lr=0.1))
+    assert refusal(reply)
+    assert not weights(reply)
 
 
 def test_a_model_that_is_not_trained_by_dp_sgd_is_not_even_trained_to_leave(folder, monkeypatch):
